@@ -55,6 +55,10 @@ class RingExchange(GradientExchange):
         self._num_started = 0
         self._num_finished = 0
         self._weight = 0  # its bits
+        kinds = [(send.numel, send.dtype, send.filled) for send in sends]
+        self._kinds = [kinds.index(kind) for kind in kinds]
+        self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # of the ring, by start and kind
+        self._weights: tuple[list[int], Tensor] = [], torch.empty(0)  # of all ranks, as bits and as numbers
 
     def begin(self, weight: Tensor) -> None:
         self._weight = int(weight.view(torch.int32))
@@ -68,9 +72,9 @@ class RingExchange(GradientExchange):
             self._opened[index] = number, private
             return private
         self._opened[index] = number, None
-        gradient = self._slot(number, send)
-        for start, stop in self._gaps[index]:  # other gradients have used this slot, and the owners sum the gaps too
-            gradient[start:stop].zero_()
+        gradient, gaps = self._slot(number, index)
+        for gap in gaps:  # other gradients have used this slot, and the owners sum the gaps too
+            gap.zero_()
         return gradient
 
     def finish_first(self) -> int:
@@ -81,7 +85,7 @@ class RingExchange(GradientExchange):
         if self.finish_first() >= self._num_finished:
             raise RuntimeError(f"send {number} starts before finish_first: {self._num_finished} sends are finished")
         opened, private = self._opened.pop(index)
-        gradient = self._slot(opened, send)
+        gradient, _ = self._slot(opened, index)
         if private is not None:
             gradient.copy_(private)
             self._pool.give(send.filled, private)
@@ -104,9 +108,20 @@ class RingExchange(GradientExchange):
     def max_nbytes(self) -> int:
         return self._memory.nbytes
 
-    def _slot(self, number: int, send: GradientSend) -> Tensor:
-        start = self._schedule.slot(number).start
-        return self._memory[start : start + send.nbytes].view(send.dtype)
+    def _slot(self, number: int, index: int) -> tuple[Tensor, list[Tensor]]:
+        """Returns the slot of send ``number``, the gradient ``index`` of its micro-batch, and the gaps in it."""
+        key = start, _ = self._schedule.slot(number).start, self._kinds[index]
+        if key not in self._views:  # the slots come again, after some steps
+            send = self._sends[index]
+            slot = self._memory[start : start + send.nbytes].view(send.dtype)
+            self._views[key] = slot, [slot[low:high] for low, high in self._gaps[index]]
+        return self._views[key]
+
+    def weights(self, bits: list[int]) -> Tensor:
+        """Returns FP32 [world_size] from its bits; all gradients of a micro-batch have the same."""
+        if self._weights[0] != bits:
+            self._weights = bits, torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        return self._weights[1]
 
 
 class _RingGradient(GradientHandle):
@@ -118,8 +133,9 @@ class _RingGradient(GradientHandle):
 
     def wait(self) -> tuple[Sequence[Tensor], Tensor]:
         gradients, weights = self._announcement.wait()
-        shards = [gradient.view(len(gradients), -1)[self._rank] for gradient in gradients]
-        return shards, torch.tensor(weights, dtype=torch.int32).view(torch.float32)
+        numel = gradients[0].numel() // len(gradients)
+        shards = [gradient[self._rank * numel : (self._rank + 1) * numel] for gradient in gradients]
+        return shards, self._exchange.weights(weights)
 
     def release(self) -> None:
         self._exchange.finish(self.number)

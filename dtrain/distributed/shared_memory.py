@@ -21,6 +21,8 @@ from torch import Tensor, UntypedStorage
 from dtrain.distributed import processes
 from dtrain.errors import CommunicationError, DivergenceError
 
+_MAX_VIEWS = 4096  # of other ranks' buffers that are kept
+
 
 class SharedMemory:
     """The regions of all ranks, which are on one host; they live as long as this object.
@@ -41,6 +43,7 @@ class SharedMemory:
         self._exchange_text = exchange_text
         self._regions: list[list[UntypedStorage]] = []  # each by rank
         self._numbers: dict[int, int] = {}  # region by the address of this rank's file in it
+        self._views: dict[tuple[object, ...], Tensor] = {}  # of other ranks' buffers, by the arguments of `read`
         self.unsupported_reason = ""
 
     def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
@@ -78,6 +81,7 @@ class SharedMemory:
         """Drops the regions; nothing more is allocated."""
         self._regions.clear()
         self._numbers.clear()
+        self._views.clear()
         self.unsupported_reason = "it was released"
 
     @property
@@ -101,12 +105,19 @@ class SharedMemory:
 
     def read(self, rank: int, region: int, offset: int, like: Tensor) -> Tensor:
         """Returns the 1-D tensor of ``rank`` at ``offset`` bytes, with the dtype and number of elements of ``like``."""
+        key = rank, region, offset, like.dtype, like.numel()
+        if (known := self._views.get(key)) is not None:  # the same buffers are read in each step
+            return known
         storage = self._regions[region][rank]
         if offset + like.nbytes > storage.nbytes():
             raise CommunicationError(
                 f"rank {rank} offers {like.nbytes} bytes at {offset} of region {region}, which has {storage.nbytes()}"
             )
-        return torch.empty(0, dtype=like.dtype).set_(storage, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload,no-any-return]
+        if len(self._views) == _MAX_VIEWS:
+            self._views.clear()
+        view = torch.empty(0, dtype=like.dtype).set_(storage, offset // like.element_size(), (like.numel(),))  # type: ignore[call-overload]
+        self._views[key] = view
+        return view  # type: ignore[no-any-return]
 
 
 def compare_hosts(exchange_text: Callable[[str], list[str]], *, is_allowed: bool) -> str:

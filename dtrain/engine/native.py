@@ -22,7 +22,7 @@ from dtrain.errors import ConfigError, ContractError
 from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.matrix import HeldMatrix, matrix_updates, storages
-from dtrain.optim.rule import UpdateScalars
+from dtrain.optim.rule import SegmentKernel, UpdateScalars
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import sum_squares
@@ -108,10 +108,7 @@ class NativeEngine(StepEngine):
 
         def build() -> None:
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
-            average = None
-            if self.plan.ema_decay is not None:
-                average = MovingAverage(self.plan.ema_decay, [[buffer.averaged()] for buffer in self.sharded.buffers])
-            self._optimizer = FlatUpdate(self.plan.rules, slices, self._matrices, average)
+            self._optimizer = FlatUpdate(self.plan.rules, slices, self._matrices, self._build_average())
             if self.plan.is_compiled and self.sharded.state_device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
@@ -121,6 +118,19 @@ class NativeEngine(StepEngine):
 
         # a compiler may fail on a single rank
         on_every_rank(self.comm, "", build, ConfigError, expected=(ConfigError,))
+
+    def _build_average(self) -> SegmentKernel | None:
+        decay = self.plan.ema_decay
+        if decay is None:
+            return None
+        averaged = [buffer.averaged() for buffer in self.sharded.buffers]
+        plain = [[(master, average)] for master, average in averaged if isinstance(master, Tensor)]
+        on_gpu = self.sharded.state_device.type == "cuda"
+        if self.plan.is_compiled and on_gpu and len(plain) == len(averaged):  # the kernel reads no pairs
+            from dtrain.optim.tiled_average import TiledAverage  # it imports Triton, which only GPUs need
+
+            return TiledAverage(decay, plain)
+        return MovingAverage(decay, [[pair] for pair in averaged])
 
     def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)

@@ -92,7 +92,7 @@ class StepEngine(StoredEngine):
         self._config_hash = int.from_bytes(hashlib.sha256(request.config_text.encode()).digest()[:7], "big")
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._compiled = self._install_blocks()
-        self._losses = LossAccumulator()
+        self._losses = LossAccumulator(self.device)
         self._vote_tensors = VoteTensors(self.options.max_grad_norm)
         self._finalizer = StepFinalizer(
             self.comm,

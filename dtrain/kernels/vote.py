@@ -23,7 +23,7 @@ def _store_float(row, column, x):
     tl.store(row + column, x.to(tl.int64, bitcast=True))
 
 
-@triton.jit(do_not_specialize=["num_micro_batches", "num_squares"])
+@triton.jit(do_not_specialize=["num_micro_batches", "stride", "num_squares"])
 def record(
     row,
     host,
@@ -32,6 +32,7 @@ def record(
     max_abs,
     bad_gradient,
     num_micro_batches,
+    stride,
     num_squares,
     HOST: tl.constexpr,
     NEVER: tl.constexpr,
@@ -42,11 +43,12 @@ def record(
     Args:
         row: int64 [HOST + 9].
         host: int64 [HOST + num_micro_batches], the host's fields, and the numbers of the micro-batches.
-        values: FP32 [2 * num_micro_batches], losses and weights.
+        values: FP32 [2, num_micro_batches], losses and weights.
         squares: FP64 [num_squares].
         max_abs: FP64, the largest magnitude.
         bad_gradient: int64, the first gradient that is not finite, or NEVER, to which it is reset.
         num_micro_batches, num_squares: sizes.
+        stride: from a loss to its weight.
         HOST: number of the host's fields.
         NEVER: above every index.
         BLOCK: elements read at a time.
@@ -66,7 +68,7 @@ def record(
         position = (start + lanes).to(tl.int64)
         mask = position < num_micro_batches
         loss = tl.load(values + position, mask=mask, other=0.0).to(tl.float64)
-        weight = tl.load(values + num_micro_batches + position, mask=mask, other=0.0).to(tl.float64)
+        weight = tl.load(values + stride + position, mask=mask, other=0.0).to(tl.float64)
         number = tl.load(host + HOST + position, mask=mask, other=NEVER)
         sum_weights += weight
         # a micro-batch of weight 0 is a dummy: its loss does not count

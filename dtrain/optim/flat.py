@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import torch
 
-from dtrain.optim.average import MovingAverage
 from dtrain.optim.rule import (
     ElementwiseRule,
     MatrixKernel,
@@ -58,7 +57,7 @@ class FlatUpdate:
         rules: Sequence[Rule],
         segments: Sequence[Sequence[UpdateSlice]],
         matrices: Mapping[int, MatrixKernel] | None = None,
-        average: MovingAverage | None = None,
+        average: SegmentKernel | None = None,
     ) -> None:
         self._matrices = matrices or {}
         self._average = average

@@ -107,7 +107,10 @@ class FormulaRule(ElementwiseRule):
     def constants(self, device: torch.device) -> Tensor:
         """Returns FP32 [number of constants]."""
         if device not in self._constants:
-            self._constants[device] = torch.tensor(self._values, dtype=torch.float32).to(device)
+            # filled in on the device: a copy from pageable host memory would wait
+            self._constants[device] = torch.stack(
+                [torch.full((), value, dtype=torch.float32, device=device) for value in self._values]
+            )
         return self._constants[device]
 
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:

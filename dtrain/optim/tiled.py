@@ -58,7 +58,7 @@ class TiledAdamW:
         table = self._table
         if table is None:
             return
-        for low, high in _runs(numbers):
+        for low, high in runs(numbers):
             table.launch(
                 adamw,
                 scalars.grad_divisor,
@@ -116,7 +116,7 @@ def _float_bits(value: float) -> int:
     return bits
 
 
-def _runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
+def runs(numbers: Sequence[int]) -> list[tuple[int, int]]:
     """Returns the (first, one past the last) of each run of adjacent ``numbers``, which ascend."""
     runs: list[tuple[int, int]] = []
     for number in numbers:

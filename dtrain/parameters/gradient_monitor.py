@@ -42,23 +42,33 @@ class GradientMonitor:
         self._maxima: list[Tensor] = []
         self._no_maximum: Tensor | None = None
         self._sums: dict[torch.dtype, Tensor] = {}
+        self._elements: dict[torch.dtype, Sequence[Tensor]] = {}  # of the sums, each 0-dim
         self._numbers: dict[torch.dtype, list[int]] = {}
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether :meth:`record_finiteness` records anything."""
+        return self.is_enabled and self.found is None
 
     def record_finiteness(self, micro_batch: int, number: int, grad: Tensor) -> None:
         """Records the gradient of parameter ``number``, or a part of it; any floating dtype."""
-        if not self.is_enabled or self.found is not None:
+        if not self.keeps_sums:
             return
         # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
         dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
         numbers = self._numbers.setdefault(dtype, [])
         if dtype not in self._sums:
             # one tensor: small ones between the gradients would keep malloc from using their memory again
-            self._sums[dtype] = torch.empty(self._num_parameters, dtype=dtype, device=grad.device)
+            self._keep_sums(torch.empty(self._num_parameters, dtype=dtype, device=grad.device))
         elif len(numbers) == len(self._sums[dtype]):
-            self._sums[dtype] = self._sums[dtype].repeat(2)
-        torch.sum(grad, dim=(), dtype=dtype, out=self._sums[dtype][len(numbers)])
+            self._keep_sums(self._sums[dtype].repeat(2))
+        torch.sum(grad, dim=(), dtype=dtype, out=self._elements[dtype][len(numbers)])
         # ordered by micro-batch, then by backward, so the least number is the gradient that went wrong first
         numbers.append(micro_batch * self._num_parameters + number)
+
+    def _keep_sums(self, sums: Tensor) -> None:
+        # cut once, because to index one for each gradient takes longer than a small gradient's sum
+        self._sums[sums.dtype], self._elements[sums.dtype] = sums, sums.unbind()
 
     def search(self, micro_batch: int, grads: Sequence[tuple[int, Tensor]]) -> None:
         """Records the gradients of a flat buffer, or their parts, with the numbers of their parameters."""

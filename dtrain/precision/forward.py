@@ -120,8 +120,7 @@ def _run_in_fp32(module: nn.Module, device_type: str, *, casts_weights: bool) ->
             args, kwargs = pytree.tree_map(autocast_ops.to_fp32, (args, kwargs))
         else:  # a norm; the general case takes longer on the host than the norm itself
             args = (autocast_ops.to_fp32(args[0]),)
-        weights = _weights_in(self, torch.float32) if casts_weights else nullcontext()
-        with torch.autocast(device_type, enabled=False), weights:
+        with autocast_ops.disabled(device_type), _weights_in(self, torch.float32) if casts_weights else nullcontext():
             return original(self, *args, **kwargs)
 
     vars(forward)[_REGION] = torch.float32

@@ -50,6 +50,22 @@ class GradientSum(Protocol):
         """Completes the sum, zero if nothing was added, and starts the next step."""
 
 
+def _block(tensor: Tensor, start: int, size: int) -> Tensor:
+    """Returns elements ``start`` to ``start + size``."""
+    # a slice takes as long as the sum of a small shard
+    return tensor if tensor.numel() <= size else tensor[start : start + size]
+
+
+def _joined(values: Sequence[Tensor]) -> Tensor:
+    """Returns the 0-dim ``values`` as one tensor [n], without a launch if they are the first elements of one."""
+    whole = values[0]._base
+    if whole is not None and whole.dim() == 1 and whole.is_contiguous():
+        first = whole.storage_offset()
+        if all(value._base is whole and value.storage_offset() == first + n for n, value in enumerate(values)):
+            return whole if whole.numel() == len(values) else whole[: len(values)]
+    return torch.stack(list(values))
+
+
 class RunningSum:
     """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
 
@@ -72,7 +88,7 @@ class RunningSum:
             # the rows of one buffer, as a GPU receives them: one launch for any number of ranks
             stride = int(grads[1].storage_offset() - grads[0].storage_offset())
             rows = grads[0].as_strided((len(grads), numel), (stride, 1))
-            add_rows(self._main_grad, rows, torch.stack([w.value for w in weights]), overwrites=self._empty)
+            add_rows(self._main_grad, rows, _joined([w.value for w in weights]), overwrites=self._empty)
             self._empty = False
             return
         # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition
@@ -81,16 +97,15 @@ class RunningSum:
         # block by block on a CPU, so that the main grad goes through memory once
         size = _CPU_BLOCK if is_cpu else max(numel, 1)
         for start in block_starts(self._main_grad, size):
-            block = slice(start, start + size)
-            target = self._main_grad[block]
+            target, *parts = [_block(tensor, start, size) for tensor in (self._main_grad, *grads)]
             if is_pair:
-                torch.add(grads[0][block], grads[1][block], out=target)
+                torch.add(parts[0], parts[1], out=target)
             elif self._empty:
-                assign_scaled(target, grads[0][block], weights[0])
-            for grad, weight in zip(grads[num_assigned:], weights[num_assigned:], strict=True):
-                add_scaled(target, grad[block], weight)
+                assign_scaled(target, parts[0], weights[0])
+            for part, weight in zip(parts[num_assigned:], weights[num_assigned:], strict=True):
+                add_scaled(target, part, weight)
             if self.norms is not None:
-                norms = self.norms[start // CHUNK : (start + size) // CHUNK]
+                norms = _block(self.norms, start // CHUNK, size // CHUNK)
                 torch.linalg.vector_norm(target.view(-1, CHUNK), dim=1, out=norms)
         self._empty = False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 
 from dtrain.sharding.group import ParameterGroup
 
@@ -32,9 +33,14 @@ class ExecutionOrder:
         """Returns the next ``count`` groups after the current one; none if the pass takes another order."""
         if self.used and (self._index < 0 or self._expected[self._index] is not self.used[-1]):
             return []
-        # a group may be used several times in a pass, but is unsharded once
-        ahead = dict.fromkeys(group for group in self._expected[self._index + 1 :] if group is not self.current)
-        return list(ahead)[:count]
+        ahead: list[ParameterGroup] = []
+        for group in islice(self._expected, self._index + 1, None):
+            if len(ahead) == count:
+                break
+            # a group may be used several times in a pass, but is unsharded once
+            if group is not self.current and group not in ahead:
+                ahead.append(group)
+        return ahead
 
     def end(self) -> None:
         """Ends the pass, which is what the next one is expected to be."""

@@ -22,9 +22,12 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import chunk_norms
+from dtrain.precision.fake import address
 from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
 from dtrain.sharding.replicas import slot_views
+
+_MAX_KNOWN = 32  # send buffers of one gradient whose parts are kept
 
 
 class FlatGradient(ABC):
@@ -150,13 +153,24 @@ class ExchangedGradient(FlatGradient):
         self._index = index
         self._sum = gradient_sum(self.shard)
         self._parts: list[list[Tensor]] = []  # by slot, of the buffer that this micro-batch fills
+        self._known: dict[int, list[list[Tensor]]] = {}  # the same of each buffer that was filled, by its address
         self._in_flight: deque[GradientHandle] = deque()
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         if not self._parts:
-            buffer = self._exchange.open(self._index)
-            self._parts = slot_parts(buffer, self._layout, self._exchange.gap(self._index))
+            self._parts = self._parts_of(self._exchange.open(self._index))
         return self._parts[slot]
+
+    def _parts_of(self, buffer: Tensor) -> list[list[Tensor]]:
+        # an exchange hands out a few buffers in turn, and the views of one take longer than small gradients; while they
+        # are kept, its memory cannot be another tensor's
+        key = address(buffer)
+        parts = self._known.get(key)
+        if parts is None:
+            parts = slot_parts(buffer, self._layout, self._exchange.gap(self._index))
+            if len(self._known) < _MAX_KNOWN:
+                self._known[key] = parts
+        return parts
 
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         parts = self.parts(slot)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from weakref import WeakMethod, ref
+from typing import Protocol
+from weakref import ref
 
 from torch import Tensor, nn
 
@@ -169,6 +170,13 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorS
     return TensorShard(spec.name, kind, spec.shape, own.dtype, interval.start, interval.stop, own)
 
 
+class GradientListener(Protocol):
+    """The method of :class:`dtrain.sharding.model.ShardedModel` that a group calls."""
+
+    def gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
+        """Follows up on ``grad``, which ``group`` has taken as that of trained parameter ``number``."""
+
+
 class ParameterGroup:
     """The parameters of one unit of sharding, or of the root group, with all their tensors on this rank.
 
@@ -248,20 +256,20 @@ class ParameterGroup:
         """Number of trained parameters that have given no gradient in this micro-batch."""
         return len(self._missing)
 
-    def install_hooks(self, on_accumulated: Callable[[ParameterGroup, int, Tensor], None]) -> None:
-        """Takes the parameters' gradients from now on; ``on_accumulated``, a method, is called after each."""
+    def install_hooks(self, listener: GradientListener) -> None:
+        """Takes the parameters' gradients from now on; ``listener`` is told of each."""
         # a parameter that refers to its group would be a cycle, which frees late
-        owner, listener = ref(self), WeakMethod(on_accumulated)
+        own, others = ref(self), ref(listener)
 
         def install(number: int, name: str, parameter: nn.Parameter) -> None:
             def on_gradient(parameter: Tensor) -> None:
-                group, listen = owner(), listener()
+                group, listening = own(), others()
                 grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
-                if group is None or listen is None or not group.takes_gradients:
+                if group is None or listening is None or not group.takes_gradients:
                     require_running(name)
                 elif grad is not None:  # a user's autograd function may return None; the gradient is then zero
                     group.accumulate(number, grad)
-                    listen(group, number, grad)
+                    listening.gradient_received(group, number, grad)
 
             parameter.register_post_accumulate_grad_hook(on_gradient)
 

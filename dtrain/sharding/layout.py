@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 
 import torch
@@ -56,6 +57,11 @@ class ParameterSlot:
     @property
     def stop(self) -> int:
         return self.start + self.spec.numel
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Row-major strides of the parameter."""
+        return torch.empty(self.spec.shape, device="meta").stride()
 
 
 @dataclass(frozen=True)

@@ -67,12 +67,12 @@ class ShardedModel:
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
         for group in groups:
-            group.install_hooks(self._gradient_received)
+            group.install_hooks(self)
         self.refresh()
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def _gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
+    def gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
         self.reducer.receive(group, number, grad)
         if self.scheduler is not None:
             self.scheduler.gradient_received(group)

@@ -78,8 +78,9 @@ class GradientReducer:
         """Records ``grad``, which ``group`` has taken as ``number``, and reduces the groups that may start."""
         number_of_all = self._first_numbers[group] + number
         self.monitor.record_magnitude(number_of_all, grad)  # the gradient itself, before weights, rounding and sums
-        for part in group.parts(number):  # now, while it is in the cache
-            self.monitor.record_finiteness(self._micro_batch, number_of_all, part)
+        if self.monitor.keeps_sums:
+            for part in group.parts(number):  # now, while it is in the cache
+                self.monitor.record_finiteness(self._micro_batch, number_of_all, part)
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +20,15 @@ from dtrain.sharding.storage_pool import StoragePool
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    return [flat[slot.start : slot.stop].view(slot.spec.shape) for slot in layout.slots]
+    # one operation for each, where a slice and a view are two: stage 3 makes these views in every pass
+    start = int(flat.storage_offset())
+    return [flat.as_strided(slot.spec.shape, slot.strides, start + slot.start) for slot in layout.slots]
+
+
+def _outside_inference_mode() -> AbstractContextManager[Any]:
+    """Inside, tensors are ordinary ones: else backward could not use what an evaluation has unsharded."""
+    # entered only if needed, because it takes as long as a small operation
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 class ParameterViews:
@@ -143,7 +153,8 @@ class Replica:
         allocate = comm.allocate if self._owned.numel < layout.numel else partial(torch.zeros, device=comm.device)
         tensors = [allocate(held, dtype=layout.dtype) for _ in range(views.num_copies)]
         self.local = tensors if self.is_sharded else [self._owned.of(copy) for copy in tensors]
-        self.copies = [copy.new_empty(0) for copy in tensors] if self.is_sharded else tensors
+        self._no_copies = [copy.new_empty(0) for copy in tensors]
+        self.copies = self._no_copies if self.is_sharded else tensors
 
     def attach(self) -> None:
         """Makes the model's parameters views of the replica, which frees their own values."""
@@ -172,7 +183,7 @@ class Replica:
 
     def start_unshard(self) -> None:
         """Starts to make a sharded replica whole."""
-        with torch.inference_mode(False):  # else backward could not use what an evaluation has unsharded
+        with _outside_inference_mode():
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
             self.copies = [self._pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
         self._pending = self._start_all_gather()
@@ -180,7 +191,7 @@ class Replica:
     def unshard(self) -> None:
         """Waits until the replica is whole and binds the parameters to it."""
         self._wait()
-        with torch.inference_mode(False):  # as in start_unshard
+        with _outside_inference_mode():
             self.views.bind(self.copies)
 
     def reshard(self) -> None:
@@ -189,8 +200,7 @@ class Replica:
         self.views.unbind()
         for copy in self.copies:
             self._pool.give(copy)
-        with torch.inference_mode(False):
-            self.copies = [local.new_empty(0) for local in self.local]
+        self.copies = self._no_copies
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []  # a handle keeps its output alive

@@ -49,17 +49,19 @@ class SavedTensors:
 
     def pack(self, tensor: Tensor) -> Any:
         """Saves a view of an unsharded replica as a reference, any other tensor with its version."""
-        if is_plain(tensor) and tensor.layout == torch.strided:
-            found = self._copies.get(_storage(tensor))
+        # this and `unpack` run for every tensor that backward needs, so they call little
+        if (type(tensor) is Tensor or is_plain(tensor)) and tensor.layout is torch.strided:
+            found = self._copies.get(tensor.untyped_storage()._cdata)
             # a view in another dtype has strides and offsets in its own elements, so it is saved as it is
             if found is not None and tensor.dtype == found[1].layout.dtype:
                 return SavedTensorRef(*found, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         # detached: autograd would keep an output alive that holds its own graph; the version is shared
-        return tensor.detach(), tensor._version
+        return tensor.detach() if tensor.requires_grad else tensor, tensor._version
 
-    def unpack(self, saved: Any) -> Tensor:
+    @staticmethod
+    def unpack(saved: Any) -> Tensor:
         """Returns the tensor; the group of a reference must be unsharded."""
-        if isinstance(saved, SavedTensorRef):
+        if type(saved) is SavedTensorRef:
             return saved.replica.copies[saved.number].as_strided(saved.size, saved.stride, saved.offset)
         tensor: Tensor
         tensor, version = saved

@@ -67,6 +67,7 @@ class UnshardScheduler:
         self._backward: ExecutionOrder | None = None
         self._others_backward: ExecutionOrder | None = None
         self._unsharded: dict[ParameterGroup, None] = {}  # or will be; the last used comes last
+        self._names = {group: {id(p): name for name, p in group.parameters.items()} for group in groups}
         self._saved = SavedTensors()
         self._depth = 0  # forwards of the model that are running
         self._records_graph = False
@@ -200,8 +201,8 @@ class UnshardScheduler:
         group.num_forwards = max(group.num_forwards - 1, 0)  # 0 if another pre-hook failed before this forward began
         if group.num_forwards or self._in_backward or not group.is_unsharding:
             return
-        names = {id(p): name for name, p in group.parameters.items()}
-        for value in pytree.tree_leaves(output):
+        names = self._names[group]
+        for value in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
             if id(value) in names:  # the caller would read NaN
                 raise ModelError(
                     f"'{group.name}' returns its parameter '{names[id(value)]}', which is sharded outside its forward "
@@ -258,7 +259,7 @@ class UnshardScheduler:
             self._reshard(group)
 
     def _unpack(self, saved: Any) -> Tensor:
-        if isinstance(saved, SavedTensorRef):
+        if type(saved) is SavedTensorRef:
             self._join_backward()
             if not self._is_current(saved.group):
                 self._use(saved.group)

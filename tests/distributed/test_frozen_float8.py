@@ -179,7 +179,7 @@ def memory(rank: int, world: int, recipe: str) -> dict[int, tuple[int, int, int]
         train(engine, range(2))
         gc.collect()
         held = engine.memory()
-        unknown = sum(live_storages().values()) - sum(held.values())
+        unknown = sum(live_storages(engine.comm).values()) - sum(held.values())
         found[stage] = held["frozen"], engine.memory_formula()["frozen"], unknown
     return found
 

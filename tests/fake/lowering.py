@@ -27,7 +27,7 @@ from tests.fake.launches import Argument, Launch
 
 ENGINES: list[tuple[int, dict[str, Any]]] = [
     (1, {"precision": "bf16", "zero_stage": 2}),
-    (1, {"precision": "bf16", "zero_stage": 2, "reproducible": True, "max_grad_norm": None}),
+    (1, {"precision": "bf16", "zero_stage": 2, "reproducible": True, "max_grad_norm": None, "ema_decay": 0.9}),
     (8, {"precision": "fp16", "zero_stage": 2}),
     (8, {"precision": "fp8", "zero_stage": 3}),
     (1, {"precision": "fp8", "float8": Float8("rowwise", choice="all")}),

@@ -21,9 +21,9 @@ pytestmark = [
 
 KERNELS = {
     "adamw", "_squares", "record", "decide", "_first_nonfinite", "_add_rows", "_measure", "_cast", "_scales",
-    "_transpose",
+    "_transpose", "average",
 }  # fmt: skip
-STREAMING = {"adamw", "_squares", "_first_nonfinite", "_add_rows"}
+STREAMING = {"adamw", "_squares", "_first_nonfinite", "_add_rows", "average"}
 """Kernels that read flat buffers: for three programs of eight warps on a multiprocessor, 80 registers of 65,536."""
 
 FLOAT8 = {"_measure", "_cast", "_transpose"}
@@ -65,6 +65,8 @@ def test_kernels_spill_nothing_and_access_memory_in_vectors(lowered: list[Lowere
         assert kernel["registers"] <= (80 if name in STREAMING else 128), kernel
         vectors = [key for key in instructions if key.startswith("ld.global.") and (".v4." in key or ".v2.b64" in key)]
         assert vectors, kernel
+        if name == "average":
+            assert not [key for key in instructions if key.startswith("fma.")], "a fused product is rounded once"
         if name not in FLOAT8:
             continue
         assert not [key for key in instructions if key.endswith(("global.b8", "global.b16"))], kernel

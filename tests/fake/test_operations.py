@@ -19,14 +19,20 @@ LIMIT = 5
 """Kernels of the optimizer phase, from the last gradient to the new weights: target G4."""
 
 
-def counts(precision: str, num_layers: int, stage: int) -> dict[str, Counts]:
-    with fake_engine(precision=precision, config=replace(CONFIG, num_layers=num_layers), zero_stage=stage) as rank:
+def counts(precision: str, num_layers: int, stage: int, ema_decay: float | None = None) -> dict[str, Counts]:
+    config = replace(CONFIG, num_layers=num_layers)
+    with fake_engine(precision=precision, config=config, zero_stage=stage, ema_decay=ema_decay) as rank:
         return count_phases(rank)
 
 
-@pytest.mark.parametrize(("precision", "stage"), [("bf16", 0), ("bf16", 2), ("bf16", 3), ("fp16", 2)])
-def test_the_optimizer_phase_is_a_few_launches_whatever_the_number_of_blocks(precision: str, stage: int) -> None:
-    few, many = (counts(precision, num_layers, stage)["step"] for num_layers in (1, 3))
+@pytest.mark.parametrize(
+    ("precision", "stage", "ema_decay"),
+    [("bf16", 0, None), ("fp32", 1, None), ("bf16", 2, 0.999), ("bf16", 3, None), ("fp16", 2, None)],
+)
+def test_the_optimizer_phase_is_a_few_launches_whatever_the_number_of_groups(
+    precision: str, stage: int, ema_decay: float | None
+) -> None:
+    few, many = (counts(precision, num_layers, stage, ema_decay)["step"] for num_layers in (1, 3))
     assert few.kernels == many.kernels
     assert few.copies == many.copies
     assert many.kernels.total() <= LIMIT, many.kernels
@@ -35,6 +41,20 @@ def test_the_optimizer_phase_is_a_few_launches_whatever_the_number_of_blocks(pre
 def test_fp8_weights_add_launches_and_not_one_for_each() -> None:
     few, many = (counts("fp8", num_layers, 2)["step"] for num_layers in (1, 3))
     assert few.kernels == many.kernels
+
+
+def test_a_received_gradient_is_summed_in_one_launch() -> None:
+    with fake_engine(8, zero_stage=2) as rank:
+        step = count_phases(rank)["step"].kernels
+    assert step["_add_rows"] > 1
+    assert step["stack"] == 0, "the weights are a row already"
+
+
+def test_the_host_waits_in_no_step_of_an_uncompiled_optimizer() -> None:
+    one_block = replace(CONFIG, num_layers=1)
+    with fake_engine(config=one_block, optimizer=dtrain.AdamWBF16(compile=False), ema_decay=0.9) as rank:
+        for _ in range(2):  # the first step too
+            rank.step(1)
 
 
 def test_kernels_and_copies_are_told_apart() -> None:

@@ -376,7 +376,8 @@ class Rank:
         self.rank, self.trial, self.device = rank, trial, CPU
         self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
-        self._losses, self.monitor = LossAccumulator(), GradientMonitor(len(trial.model.backward_slots))
+        self._losses = LossAccumulator(torch.device("cpu"))
+        self.monitor = GradientMonitor(len(trial.model.backward_slots))
         placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
         self.segments = [placement.segment(layout, rank) for layout in self.layouts]
         self.main_grads = [segment.of(full) for segment, full in zip(self.segments, main_grads, strict=True)]

@@ -22,7 +22,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
 class FusedVoteTensors(VoteTensors):
-    """The same in two launches a step, besides the stack of the losses.
+    """The same in two launches a step.
 
     Args:
         max_grad_norm: clipping threshold, or None.
@@ -36,7 +36,7 @@ class FusedVoteTensors(VoteTensors):
 
     def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
         row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=self._device)
-        values, micro_batches = losses.stacked()
+        values, micro_batches = losses.values()
         known = upload([*host.to_row(), *micro_batches], self._device)
         launch(
             vote.record,
@@ -49,6 +49,7 @@ class FusedVoteTensors(VoteTensors):
             monitor.max_abs(self._device),
             self.bad_gradient,
             len(micro_batches),
+            values.stride(0),
             squares.numel(),
             HOST=NUM_HOST,
             NEVER=NEVER,

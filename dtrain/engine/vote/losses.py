@@ -10,14 +10,22 @@ from torch import Tensor
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.forward import find_loss
 
+_CAPACITY = 8  # micro-batches for which there is room at first
+
 
 class LossAccumulator:
-    """The losses and weights of this rank's micro-batches."""
+    """The losses and weights of this rank's micro-batches.
 
-    def __init__(self) -> None:
+    They are written into one buffer as they come, so that the vote needs no launch to gather them.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         self._micro_batches: list[int] = []
-        self._losses: list[Tensor] = []
-        self._weights: list[Tensor] = []
+        self._use(torch.empty(2, _CAPACITY, device=device))
+
+    def _use(self, values: Tensor) -> None:
+        self._values = values  # FP32 [2, capacity], losses and weights
+        self._elements = [row.unbind() for row in values.unbind()]
 
     def __len__(self) -> int:
         return len(self._micro_batches)
@@ -34,17 +42,24 @@ class LossAccumulator:
                 "'for micro in engine.accumulate(batch):' or 'with engine.micro_batch(last=...):', and add up several "
                 "losses before one backward"
             )
+        count, capacity = len(self), self._values.shape[1]
+        if count == capacity:
+            larger = self._values.new_empty(2, 2 * capacity)
+            larger[:, :capacity] = self._values
+            self._use(larger)
         self._micro_batches.append(micro_batch)
-        self._losses.append(loss.detach().clone())
-        self._weights.append(weight.clone())
+        for elements, value in zip(self._elements, (loss, weight), strict=True):
+            elements[count].copy_(value.detach())
 
     def clear(self) -> None:
-        for entries in (self._micro_batches, self._losses, self._weights):
-            entries.clear()
+        self._micro_batches.clear()
 
-    def stacked(self) -> tuple[Tensor, list[int]]:
-        """Returns FP32 [2n], the losses and the weights, and the numbers of their micro-batches."""
-        return torch.stack((*self._losses, *self._weights)), self._micro_batches
+    def values(self) -> tuple[Tensor, list[int]]:
+        """Returns FP32 [2, n], the losses and the weights, and the numbers of their micro-batches.
+
+        Both are overwritten by the next step.
+        """
+        return self._values[:, : len(self)], self._micro_batches
 
 
 def checked_loss(loss: Any, *, is_dummy: bool) -> Tensor:

@@ -36,9 +36,9 @@ class VoteTensors:
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
         """
         device = squares.device
-        values, numbers = losses.stacked()
+        values, numbers = losses.values()
         # FP64, so that the order of ranks and micro-batches hardly matters
-        loss, weight = values.double().view(2, len(losses)).unbind()
+        loss, weight = values.double().unbind()
         bad_losses = ~loss.isfinite()
         bad_weights = ~weight.isfinite() | (weight < 0)
         micro_batches = upload(numbers, device)

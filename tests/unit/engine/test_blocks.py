@@ -285,7 +285,7 @@ def test_auto_measures_the_first_block(
     assert re.search(r"a block takes \S+ ms compiled and \S+ ms eager \(.*x\), so blocks are", caplog.text)
     if times is not None:
         is_faster = times[1] < times[0]
-        assert (engine.compiled_graphs > 0) is is_faster
+        assert (engine.compiled_graphs is not None) is is_faster
         assert ("so blocks are not compiled" in caplog.text) is not is_faster
 
 

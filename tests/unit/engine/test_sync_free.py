@@ -68,9 +68,10 @@ def steps_without_reads(rank: int, world: int, options: dict[str, Any]) -> list[
         {"precision": "fp16", "loss_scale": DYNAMIC},
         {"precision": "fp32"},
         {"precision": "bf16", "optimizer": dtrain.Muon(), "ema_decay": 0.9},
+        {"precision": "bf16", "optimizer": dtrain.AdamWBF16(compile=False), "ema_decay": 0.9},
         {"precision": "bf16", "optimizer": dtrain.SGD(groups={"*.weight": {"lr_factor": 0.1}})},
     ],
-    ids=["bf16", "bf16-reproducible", "fp16", "fp32", "muon-average", "sgd-groups"],
+    ids=["bf16", "bf16-reproducible", "fp16", "fp32", "muon-average", "adamw-bf16-average", "sgd-groups"],
 )
 def test_nothing_is_read_in_a_step(stage: int, options: dict[str, Any]) -> None:
     assert steps_without_reads(0, 1, {"zero_stage": stage, **options}) == [True, True, False, True]

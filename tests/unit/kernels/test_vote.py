@@ -39,11 +39,11 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=6, unique_by=lambda entry: entry[0]),
+    st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=10, unique_by=lambda e: e[0]),
     st.lists(st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])), min_size=1, max_size=5),
 )
 def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, float]], squares: list[float]) -> None:
-    losses, monitor = LossAccumulator(), GradientMonitor(4)
+    losses, monitor = LossAccumulator(DEVICE), GradientMonitor(4)
     for micro_batch, loss, weight in entries:
         losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
     sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
@@ -53,7 +53,7 @@ def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, f
 
 
 def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
-    vote, losses = fused.FusedVoteTensors(None, DEVICE), LossAccumulator()
+    vote, losses = fused.FusedVoteTensors(None, DEVICE), LossAccumulator(DEVICE)
     losses.add(0, torch.ones((), device=DEVICE), torch.ones((), device=DEVICE))
     monitor = GradientMonitor(3, vote.bad_gradient)
     flat = torch.zeros(3, 64, device=DEVICE, dtype=torch.bfloat16)

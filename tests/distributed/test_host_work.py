@@ -1,0 +1,46 @@
+"""What the engine does on the host for each block of a model, beside the model's own forward and backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.models import build_model
+from tests.distributed.measure_host_time import CONFIG, VOCAB, engine_step, operations_of, plain_step
+from tests.helpers.ranks import run_ranks
+
+WARMUP = 8  # steps; by then each slot of the ring has been used
+
+
+def added_per_block(rank: int, world: int, stage: int) -> float:
+    """Returns the operations of torch in a step that a block adds, without those of a plain loop."""
+    tokens = torch.zeros(1, CONFIG.max_seq_len, dtype=torch.int64)
+    added = []
+    for num_layers in (2, 4):
+        config = replace(CONFIG, num_layers=num_layers)
+        engine = dtrain.initialize(
+            build_model(config, VOCAB, seed=0),
+            optimizer=dtrain.AdamW(compile=False),
+            engine=dtrain.Native(zero_stage=stage),
+            precision="fp32",
+            seed=0,
+        )
+        counts = []
+        for step in (plain_step(build_model(config, VOCAB, seed=0), tokens), engine_step(engine, tokens)):
+            for _ in range(WARMUP):
+                step()
+            counts.append(operations_of(step))
+        added.append(counts[1] - counts[0])
+    return (added[1] - added[0]) / 2
+
+
+# six parameters: on one rank a copy of each gradient, and four operations of norm and update; on two ranks also a sum
+# of each gradient, its exchange, and the gather of the weights; at stage 3 views of the weights for each pass, and one
+# for each tensor that backward needs
+@pytest.mark.parametrize(("ranks", "stage", "limit"), [(1, 2, 11), (2, 2, 28), (2, 3, 98)])
+@pytest.mark.processes
+def test_a_block_adds_few_operations(ranks: int, stage: int, limit: int) -> None:
+    assert max(run_ranks(ranks, added_per_block, stage)) <= limit
