@@ -3,8 +3,8 @@
 keys="model.num_layers=2 model.hidden_dim=64 model.num_heads=4 model.max_seq_len=64 train.micro_batch_size=4"
 dtrain train $keys train.eval_every=20 run_dir=runs/full
 dtrain train $keys train.eval_every=20 run_dir=runs/remainder engine.master=remainder        (and so on)
-python docs/pictures/states.py --collect docs/results/states-cpu.json defaults=runs/full remainder=runs/remainder
-python docs/pictures/states.py docs/results/states-cpu.json
+python docs/pictures/states.py --collect docs/results/states/cpu.json defaults=runs/full remainder=runs/remainder
+python docs/pictures/states.py docs/results/states/cpu.json
 
 The first run is the one that the others are compared with.
 """

@@ -374,6 +374,7 @@ class Rank:
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device = rank, trial, CPU
+        self.state_device = CPU
         self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
         self._losses = LossAccumulator(torch.device("cpu"))

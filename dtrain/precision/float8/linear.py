@@ -29,8 +29,12 @@ class Float8Linear(nn.Linear):
     code inside an engine's forward has switched autocast off. In compiled code its products are operators.
     """
 
-    recipe: Recipe
     quantized_weight: QuantizedWeight
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe of its three products."""
+        return self.quantized_weight.recipe
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
@@ -128,7 +132,7 @@ def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = 
     """
     module.__class__ = Float8Linear
     assert isinstance(module, Float8Linear)
-    module.recipe, module.quantized_weight = recipe, weight or QuantizedWeight(recipe)
+    module.quantized_weight = weight or QuantizedWeight(recipe)
     return module
 
 

@@ -216,7 +216,7 @@ def test_module_that_does_not_run_in_fp8_is_an_error() -> None:
 
 def test_fp8_products_of_another_recipe_are_an_error() -> None:
     model, contract, autocast = prepared(wide(), float8())
-    model[1].recipe = replace(model[1].recipe, rowwise=True)
+    model[1].quantized_weight.recipe = replace(model[1].recipe, rowwise=True)
     with pytest.raises(ContractError, match=r"module '1' multiplies by Recipe\(rowwise=True.* the contract"):
         run(model, contract, autocast)
 

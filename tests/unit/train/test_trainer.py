@@ -70,6 +70,7 @@ class _CountingEngine:
         is_synchronous: bool = True,
     ) -> None:
         self.busy = SimpleNamespace(latest=None)
+        self.compiled_graphs = None
         self.is_synchronous, self.ema_decay = is_synchronous, None
         self.reads: list[tuple[int, int]] = []  # (step whose outcome is read, steps taken by then), if lazy
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps

@@ -18,6 +18,7 @@ from dtrain.errors import ModelError
 from dtrain.models.transformer import build as build_transformer
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.weights import QuantizedWeight
 from dtrain.precision.histogram import Histogram
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.records import Analysis, ProductResult
@@ -117,7 +118,7 @@ def test_fp8_against_a_float8_linear(recipe: str) -> None:
     out = module(low)
     got = torch.autograd.grad(out, (low, module.weight), dy.bfloat16())
     if recipe == "rowwise":  # by default with E4M3 gradients
-        module.recipe = Recipe(rowwise=True, grad_dtype=torch.float8_e4m3fn)
+        module.quantized_weight = QuantizedWeight(Recipe(rowwise=True, grad_dtype=torch.float8_e4m3fn))
         got = torch.autograd.grad(module(low), (low, module.weight), dy.bfloat16())
     for product, reference, computed in zip(("fprop", "dgrad", "wgrad"), (y, *wanted), (out, *got), strict=True):
         result = only(analysis, "body.1", product, "fp8")

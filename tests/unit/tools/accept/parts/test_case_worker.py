@@ -44,6 +44,7 @@ def test_a_model_is_built_on_the_device_with_tied_and_scaled_weights() -> None:
 def test_blocks_of_dtrain_are_compiled_by_the_key_without_a_graph_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    torch._dynamo.reset()
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: graph)  # traced, and run as it is
     figures = measure(job(dtrain_case("fp8", "fp8", recipe="tensorwise"), tmp_path, is_compiled=True))
     assert [linear.format for linear in figures.linears].count("fp8") == 8
