@@ -186,3 +186,13 @@ def test_compiled_blocks(precision: str, uses_inductor: bool) -> None:
         assert weights <= 1
         assert same
         assert unsharded == [Counter(UNITS), Counter(UNITS[:-2])]
+
+
+def compiled_curve(rank: int, world: int, stage: int) -> list[float]:
+    return train(start(0.0, zero_stage=stage, reproducible=True, blocks={"compile": "blocks"}))
+
+
+@needs_compiler
+@pytest.mark.compile
+def test_reproducible_compiled_blocks_have_equal_bits_on_one_rank_and_two() -> None:
+    assert run_ranks(1, compiled_curve, 0)[0] == run_ranks(2, compiled_curve, 3)[0]
