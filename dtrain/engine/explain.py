@@ -124,7 +124,8 @@ class _Search:
             return None
         with torch.enable_grad():
             scaled = self._loss * loss_scale
-        self._recorder.run_backward(scaled)
+        with self._engine.backward_precision():
+            self._recorder.run_backward(scaled)
         self._loss = None
         # the last in forward whose gradient is not finite is the first in backward
         for record in reversed(self._recorder.records):

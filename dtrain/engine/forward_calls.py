@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -23,6 +23,9 @@ class ForwardEngine(Protocol):
 
     def run_forward(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs the model's forward under the contract, with random numbers seeded by ``key``."""
+
+    def backward_precision(self) -> AbstractContextManager[None]:
+        """Context of a backward: forwards that recomputation repeats there follow the contract."""
 
     def discard_forward(self) -> None:
         """Releases what the engine holds of a forward that gets no backward."""

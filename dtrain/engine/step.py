@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -122,7 +122,9 @@ class StepEngine(StoredEngine):
         compiled = None
         if blocks.compile != "none":
             compiled = CompiledBlocks(self.comm, measures=blocks.compile == "auto")
-        install_blocks(self.module, blocks, getattr(self.options.engine, "sharding_units", []), compiled)
+        has_hooks = self.options.zero_stage == 3 or self.name == "fsdp2"  # on the units of sharding
+        units = getattr(self.options.engine, "sharding_units", []) if has_hooks else []
+        install_blocks(self.module, blocks, units, compiled)
         return compiled
 
     @property
@@ -163,6 +165,10 @@ class StepEngine(StoredEngine):
         with keyed, self._autocast():
             return self._autocast.cast_output(self._forward(args, kwargs))
 
+    def backward_precision(self) -> AbstractContextManager[None]:
+        """Context of a backward: forwards that recomputation repeats there follow the contract."""
+        return self._autocast.backward()
+
     def _forward_key(self) -> int:
         """Returns a key of what is computed, not of who computes it: equal at any world size."""
         calls = self._current.num_forwards  # a second forward draws other numbers
@@ -195,7 +201,7 @@ class StepEngine(StoredEngine):
         self._watch_magnitudes(is_dummy=is_dummy)
         # until it ends: after an error this rank has issued fewer reductions than the others
         self._backward_failed = True
-        with backward_of(self), self._autocast.backward():
+        with backward_of(self), self.backward_precision():
             self._backward(value, factor)
         self._backward_failed = False
         self.progress.begin(Phase.DATA)

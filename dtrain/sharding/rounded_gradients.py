@@ -164,6 +164,12 @@ class RoundedGradient(AccumulatedGradient):
         row = grad.reshape(-1).contiguous()
         self._memories[slot].add([row], [weight], number=self._numbers[slot], overwrites=is_first)
 
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
+        """Takes zeros for parameter ``slot``; additions are numbered from the step's first micro-batch."""
+        if is_first:
+            self._numbers[slot] = 0
+        super().receive_zeros(slot, is_first=is_first)
+
     def reduce(self) -> None:
         """Starts nothing, because the rank has the whole sum."""
 

@@ -132,7 +132,7 @@ class MicroBatchReplay:
             for name, parameter in self._parameters().items():
                 stack.callback(parameter.register_hook(partial(_add_gradient, result, name)).remove)
             if roots:
-                with backward_of(self):
+                with backward_of(self), engine.backward_precision():
                     torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
             for name, buffer in engine.module.named_buffers():
                 result.add("buffer", name, buffer)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils import _pytree as pytree
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.blocks.recompute import Forward
+from dtrain.engine.forward_calls import kept_buffers
 from dtrain.errors import ConfigError
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.regions import trace_regions, traces_regions
@@ -63,6 +66,7 @@ class CompiledBlocks:
         self.is_on = True
         self._comm = comm
         self._measures = measures
+        self._times: list[float] = []  # of a block, eager and compiled, in ms
         self._seconds = 0.0
         self._num_reported = 0
         self._is_first_step = True
@@ -76,10 +80,10 @@ class CompiledBlocks:
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if not self.is_on or not torch.is_grad_enabled():
                 return forward(module, *args, **kwargs)
-            if self._measures:
-                self._measures = False
-                self._choose(forward, compiled, module, args, kwargs)
-                return run(module, *args, **kwargs)
+            if self._measures:  # eager until the ranks have agreed, after the step
+                if not self._times:
+                    self._times = self._measured((forward, compiled), module, args, kwargs)
+                return forward(module, *args, **kwargs)
             try:
                 return compiled(module, *args, **kwargs)
             except AssertionError as error:
@@ -103,7 +107,13 @@ class CompiledBlocks:
             self._seconds += time.monotonic() - start
 
     def end_step(self, step: int) -> None:
-        """Logs the graphs of the first step, and warns of those that a later step has compiled, with the reason."""
+        """Logs the graphs of the first step, and warns of those that a later step has compiled, with the reason.
+
+        All ranks call; after a measurement they agree here.
+        """
+        if self._measures:
+            self._choose()
+            return
         new, is_first = self.num_graphs - self._num_reported, self._is_first_step
         self._num_reported, self._is_first_step = self.num_graphs, False
         if self._comm.rank != 0 or not self.is_on or not (new or is_first):
@@ -120,16 +130,22 @@ class CompiledBlocks:
             return
         logger.warning("step %d compiled blocks again: %s, %d so far; %s", step, graphs, self.num_graphs, _reason())
 
-    def _choose(
-        self, forward: Forward, compiled: Forward, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Measures the forward and backward of a block; rank 0 decides for all, because the bits differ."""
+    def _measured(
+        self, forwards: Sequence[Forward], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[float]:
         devices = [self._comm.device] if self._comm.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            times = measure((forward, compiled), module, args, kwargs)
-        rows = self._comm.gather_rows(torch.tensor(times, device=self._comm.device), label="time of a block")
-        eager, faster = rows[0].tolist()
-        self.is_on = faster < eager
+        with torch.random.fork_rng(devices=devices), kept_buffers(module), _without_hooks(module):
+            return measure(forwards, module, args, kwargs)
+
+    def _choose(self) -> None:
+        """Decides by the measurement of the first rank that has one, because the bits of the two ways differ."""
+        own = torch.tensor(self._times or [math.nan] * 2, device=self._comm.device)
+        rows = self._comm.gather_rows(own, label="time of a block").tolist()
+        times = next((row for row in rows if not math.isnan(row[0])), None)
+        if times is None:  # no block had anything to differentiate; perhaps in the next step
+            return
+        eager, faster = times
+        self._measures, self.is_on = False, faster < eager
         if self._comm.rank == 0:
             logger.info(
                 "compile=auto: a block takes %.3g ms compiled and %.3g ms eager (%.2fx), so blocks are %s",
@@ -137,35 +153,56 @@ class CompiledBlocks:
             )
 
 
+@contextmanager
+def _without_hooks(module: nn.Module) -> Iterator[None]:
+    """Inside, hooks on the parameters do not run: those of an engine take gradients of its own backward only."""
+    hooks = [p._backward_hooks for p in module.parameters() if p._backward_hooks]
+    kept = [dict(own) for own in hooks]
+    for own in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, entries in zip(hooks, kept, strict=True):
+            own.update(entries)
+
+
 def measure(
     forwards: Sequence[Forward], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[float]:
     """Returns the median time of forward and backward of ``module`` by each of ``forwards``, in ms.
 
-    No gradient reaches a parameter, and the arguments keep their graphs.
+    Empty if nothing needs a gradient. No gradient reaches a parameter, and the arguments keep their values and graphs.
     """
-    args, kwargs = pytree.tree_map_only(Tensor, _without_graph, (args, kwargs))
-    inputs = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    wanted = [value for value in (*inputs, *module.parameters()) if value.requires_grad]
-    device = next(value.device for value in inputs)
+    tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    device = next((value.device for value in (*tensors, *module.parameters())), torch.device("cpu"))
 
     def run(forward: Forward) -> float:
+        copies: list[Tensor] = []
+
+        def copied(value: Tensor) -> Tensor:
+            copy = value.detach().clone().requires_grad_(value.requires_grad)
+            copies.append(copy)
+            return copy.view_as(copy)  # no copy, which a block could not change in place
+
+        own_args, own_kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
+        wanted = [value for value in (*copies, *module.parameters()) if value.requires_grad]
         _synchronize(device)
         start = time.perf_counter()
         # as they are: the engine's own hooks would see a backward of another graph, and free weights for it
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            outputs = [value for value in pytree.tree_leaves(forward(module, *args, **kwargs)) if _needs_grad(value)]
-            ones = [torch.ones_like(value) for value in outputs]
-            torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+            results = pytree.tree_leaves(forward(module, *own_args, **own_kwargs))
+            outputs = [value for value in results if _needs_grad(value)]
+            if not (wanted and outputs):
+                return math.nan
+            torch.autograd.grad(outputs, wanted, [torch.ones_like(value) for value in outputs], allow_unused=True)
         _synchronize(device)
         return 1000 * (time.perf_counter() - start)
 
+    if math.isnan(run(forwards[0])):
+        return []
     rounds = [[run(forward) for forward in forwards] for _ in range(_ROUNDS + 1)]
     return [statistics.median(times) for times in zip(*rounds[1:], strict=True)]
-
-
-def _without_graph(value: Tensor) -> Tensor:
-    return value.detach().requires_grad_(value.requires_grad)
 
 
 def _needs_grad(value: Any) -> bool:

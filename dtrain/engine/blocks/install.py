@@ -31,7 +31,9 @@ def find_blocks(model: nn.Module, options: Blocks, setting: str = "blocks") -> l
     if not options.is_used:
         return []
     names = find_units(model, options.blocks, setting)
-    found = [(name, part) for name in names for part in callable_parts(model.get_submodule(name))]
+    # a module that two containers share is one block
+    parts = {id(part): (name, part) for name in reversed(names) for part in callable_parts(model.get_submodule(name))}
+    found = list(parts.values())[::-1]
     if not found:
         raise ConfigError(
             f"{type(model).__name__} has no ModuleList or Sequential whose elements could be recomputed or compiled; "
@@ -53,20 +55,22 @@ def install_blocks(
     """Replaces the forwards of the blocks of ``model``: [Note: order of the wrappers].
 
     Args:
-        units: name patterns of the units of sharding, whose hooks must stay outside of compiled code.
+        units: name patterns of the units of sharding that have hooks, which must stay outside of compiled code and of
+            selective recomputation.
         compiled: compiles the blocks; None: they run as they are.
 
     Raises:
-        ConfigError: as :func:`find_blocks`; or a compiled block contains a unit of sharding.
+        ConfigError: as :func:`find_blocks`; or a block contains a unit of sharding, and may not.
     """
     blocks = find_blocks(model, options)
-    if compiled is not None:
+    if compiled is not None or options.recompute == "selective":
         for unit in find_units(model, units):
             outer = next((name for name, _ in blocks if unit.startswith(f"{name}.")), None)
             if outer is not None:
                 raise ConfigError(
-                    f"the compiled block '{outer}' contains the unit of sharding '{unit}', whose hooks would be "
-                    f"compiled too; compile the units themselves: blocks='auto', or the patterns of sharding_units"
+                    f"block '{outer}' contains the unit of sharding '{unit}', whose hooks can be neither compiled nor "
+                    f"repeated selectively; let the units be the blocks: blocks='auto', or the patterns of "
+                    f"sharding_units; or take recompute='full'"
                 )
     forwards = {}  # one for all blocks of a kind, so that they share a graph
     for number, (_, block) in enumerate(blocks):

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,6 +24,10 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
+
+from dtrain.engine.forward_calls import kept_buffers
+from dtrain.precision.float8.linear import products_as_operators
+from dtrain.precision.module_values import in_backward
 
 Forward = Callable[..., Any]
 """A forward that takes its module as the first argument."""
@@ -32,7 +37,6 @@ _KEPT = (
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
     *("_scaled_dot_product_fused_attention_overrideable", "_flash_attention_forward"),
-    *("aminmax", "amax"),  # for the scales of FP8 casts: a whole tensor is read for a few numbers
 )
 """Operations of ATen whose results the selective form keeps, besides every second matmul."""
 
@@ -52,14 +56,33 @@ def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forwar
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
-        options: dict[str, Any] = {}
-        if mode == "selective":
-            # a compiled backward has its weights; one that depended on the module would be compiled for each
-            options["context_fn"] = _keeping if torch.compiler.is_compiling() else partial(_keeping, self)
-        with _on_host() if offloads else nullcontext():
+        if torch.compiler.is_compiling():
+            # its backward has its weights; a context that depended on the module would be compiled for each
+            options: dict[str, Any] = {"context_fn": _keeping} if mode == "selective" else {}
             return checkpoint(partial(forward, self), *args, use_reentrant=False, **options, **kwargs)
+        # checkpoint keeps random states and inputs of positional arguments only
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        options = {"context_fn": partial(_keeping, self)} if mode == "selective" else {}
+        call = partial(_call, forward, self, structure, mode == "selective")
+        with _on_host() if offloads else nullcontext():
+            return checkpoint(call, *leaves, use_reentrant=False, **options)
 
     return run
+
+
+def _call(forward: Forward, module: nn.Module, structure: pytree.TreeSpec, is_selective: bool, *leaves: Any) -> Any:
+    """Runs ``forward``, for the first time or again; both runs execute the same operations on the same state."""
+    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    with ExitStack() as stack:
+        if in_backward() and not is_selective:  # running statistics have been updated by the first run
+            stack.enter_context(kept_buffers(module))
+        if is_selective:  # the results that are kept are counted, so no run may find one in a cache
+            stack.enter_context(products_as_operators())
+            for device_type in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device_type):
+                    dtype = torch.get_autocast_dtype(device_type)
+                    stack.enter_context(torch.autocast(device_type, dtype=dtype, cache_enabled=False))
+        return forward(module, *args, **kwargs)
 
 
 def _keeping(module: nn.Module | None = None) -> tuple[TorchDispatchMode, TorchDispatchMode]:
@@ -67,11 +90,11 @@ def _keeping(module: nn.Module | None = None) -> tuple[TorchDispatchMode, TorchD
     num_matmuls: Counter[bool] = Counter()  # torch before 2.13 calls the policy when it computes again, too
 
     def policy(context: SelectiveCheckpointContext, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operation in _operations(_MATMULS):
+        if operation in _operations(_MATMULS) or str(operation) == _FLOAT8_PRODUCT:
             num_matmuls[context.is_recompute] += 1
             is_kept = num_matmuls[context.is_recompute] % 2 == 1
         else:
-            is_kept = operation in _operations(_KEPT) or str(operation) in _OTHERS
+            is_kept = operation in _operations(_KEPT) or str(operation) == _VARLEN_ATTENTION
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     keeping, repeating = create_selective_checkpoint_contexts(policy)
@@ -85,20 +108,23 @@ class _AfterUnsharding(TorchDispatchMode):  # torch.compile takes no other conte
         super().__init__()
         self._module = module
         self._repeating = repeating
+        self._kept = kept_buffers(module)
 
     def __enter__(self) -> TorchDispatchMode:
         for part in self._module.modules():
             for name in part._parameters:
                 part._parameters[name]  # a read unshards a weight of stage 3
+        self._kept.__enter__()  # running statistics have been updated by the first run
         self._repeating.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._repeating.__exit__(*error)
+        self._kept.__exit__(*error)
 
 
-_OTHERS = ("torch_attn._varlen_attn.default", "dtrain.float8_linear.default")
-"""Attention within documents, and FP8 products in compiled code; both are registered when they are first used."""
+# by name, because both are registered when they are first used
+_VARLEN_ATTENTION, _FLOAT8_PRODUCT = "torch_attn._varlen_attn.default", "dtrain.float8_linear.default"
 
 
 @cache
@@ -114,11 +140,17 @@ def _on_host() -> saved_tensors_hooks:
     stream that computes, so they are in order with what writes and what reads the tensors.
     """
 
-    def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
-        return tensor.device, to_host(tensor) if is_on_gpu(tensor) else tensor
+    def pack(tensor: Tensor) -> tuple[torch.device, Tensor, int]:
+        kept = to_host(tensor) if is_on_gpu(tensor) else tensor
+        return tensor.device, kept, kept._version
 
-    def unpack(saved: tuple[torch.device, Tensor]) -> Tensor:
-        device, tensor = saved
+    def unpack(saved: tuple[torch.device, Tensor, int]) -> Tensor:
+        device, tensor, version = saved
+        if tensor._version != version:  # torch checks this only without hooks
+            raise RuntimeError(
+                f"an input of a recomputed block was modified in place: {tensor.dtype} {list(tensor.shape)} is at "
+                f"version {tensor._version}, and was at version {version} in the forward"
+            )
         return tensor.to(device, non_blocking=True)
 
     return saved_tensors_hooks(pack, unpack)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,7 +70,7 @@ class Float8Linear(nn.Linear):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
         y: Tensor
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or _operators_depth:
             rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
             keeps_input = torch.is_grad_enabled() and weight.requires_grad
             y, *_ = torch.ops.dtrain.float8_linear(
@@ -121,6 +123,20 @@ class Float8Linear(nn.Linear):
             memo[id(weight)] = nn.Parameter(values, requires_grad=weight.requires_grad)
         copied.__dict__.update(copy.deepcopy(self.__dict__ | {"quantized_weight": QuantizedWeight(self.recipe)}, memo))
         return copied
+
+
+_operators_depth = 0  # a global, because backward runs in threads of its own
+
+
+@contextmanager
+def products_as_operators() -> Iterator[None]:
+    """Inside, FP8 Linears multiply by one operator each, so that a dispatch mode sees no cast that may be cached."""
+    global _operators_depth
+    _operators_depth += 1
+    try:
+        yield
+    finally:
+        _operators_depth -= 1
 
 
 def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:
