@@ -183,7 +183,7 @@ def measure(
         def copied(value: Tensor) -> Tensor:
             copy = value.detach().clone().requires_grad_(value.requires_grad)
             copies.append(copy)
-            return copy.view_as(copy)  # no copy, which a block could not change in place
+            return copy.view_as(copy)  # a block may change it in place, unlike a tensor without history
 
         own_args, own_kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
         wanted = [value for value in (*copies, *module.parameters()) if value.requires_grad]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._inductor import compile_fx
 
 from dtrain.config.schema import RunConfig
@@ -45,6 +46,7 @@ def test_blocks_of_dtrain_are_compiled_by_the_key_without_a_graph_break(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch._dynamo.reset()
+    counters.clear()  # a case has a process of its own
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: graph)  # traced, and run as it is
     figures = measure(job(dtrain_case("fp8", "fp8", recipe="tensorwise"), tmp_path, is_compiled=True))
     assert [linear.format for linear in figures.linears].count("fp8") == 8
