@@ -54,7 +54,7 @@ class TensorShard:
 
     @property
     def device(self) -> torch.device:
-        """Where the elements lie."""
+        """Device of the elements."""
         return self.values.device
 
     @property

@@ -200,7 +200,7 @@ _NOT_OFFLOADED: dict[tuple[str, Setting], str] = {
     ("rules", "fp8"): "scales of FP8 weights are measured from masters on the device",
     ("optimizer", "muon"): "whole matrices are exchanged and transformed on the device",
 }
-"""What the native engine cannot do with ``offload=cpu``, by key and value, with the reason."""
+"""Settings that exclude ``offload=cpu`` of the native engine: the reason by key and value."""
 
 
 def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:

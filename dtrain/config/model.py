@@ -180,5 +180,5 @@ class ModelConfig(Blocks, ModelKeys):
 
     @property
     def block_options(self) -> Blocks:
-        """What is done to the blocks, as the argument of ``initialize``."""
+        """The keys of the blocks, as the argument ``blocks`` of ``initialize``."""
         return Blocks(**{item.name: getattr(self, item.name) for item in fields(Blocks)})

@@ -1,4 +1,4 @@
-"""What short forwards show of a model of transformers: its causality, its masks, and the place of its output layer."""
+"""Finds by short forwards, of a model of transformers: its causality, its masks, and the place of its output layer."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class RemainderPair:
 
     @property
     def device(self) -> torch.device:
-        """Where both halves lie."""
+        """Device of both halves."""
         return self.remainder.device
 
     @property

@@ -257,7 +257,7 @@ class ParameterGroup:
         return len(self._missing)
 
     def install_hooks(self, listener: GradientListener) -> None:
-        """Takes the parameters' gradients from now on; ``listener`` is told of each."""
+        """Takes the parameters' gradients from now on; ``listener`` is called after each."""
         # a parameter that refers to its group would be a cycle, which frees late
         own, others = ref(self), ref(listener)
 

@@ -284,7 +284,7 @@ class ReplicaStaging:
 
 
 class Offload:
-    """What moves between a rank's device and its masters, states and main grads on the host: [Note: offload].
+    """Transfers between a rank's device and its masters, states and main grads on the host: [Note: offload].
 
     Args:
         link: to the device.

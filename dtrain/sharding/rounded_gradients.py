@@ -29,7 +29,7 @@ _MAX_ADDITIONS = 1 << 12  # of a step, that have random bits of their own
 
 
 class StepNoise:
-    """What the random bits of all sums of a step follow from, beside an element's place."""
+    """Seed of the random bits of all sums of a step; an element's place is added to it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

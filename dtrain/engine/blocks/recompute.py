@@ -61,18 +61,18 @@ def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forwar
             options: dict[str, Any] = {"context_fn": _keeping} if mode == "selective" else {}
             return checkpoint(partial(forward, self), *args, use_reentrant=False, **options, **kwargs)
         # checkpoint keeps random states and inputs of positional arguments only
-        leaves, structure = pytree.tree_flatten((args, kwargs))
+        values, structure = pytree.tree_flatten((args, kwargs))
         options = {"context_fn": partial(_keeping, self)} if mode == "selective" else {}
         call = partial(_call, forward, self, structure, mode == "selective")
         with _on_host() if offloads else nullcontext():
-            return checkpoint(call, *leaves, use_reentrant=False, **options)
+            return checkpoint(call, *values, use_reentrant=False, **options)
 
     return run
 
 
-def _call(forward: Forward, module: nn.Module, structure: pytree.TreeSpec, is_selective: bool, *leaves: Any) -> Any:
+def _call(forward: Forward, module: nn.Module, structure: pytree.TreeSpec, is_selective: bool, *values: Any) -> Any:
     """Runs ``forward``, for the first time or again; both runs execute the same operations on the same state."""
-    args, kwargs = pytree.tree_unflatten(leaves, structure)
+    args, kwargs = pytree.tree_unflatten(values, structure)
     with ExitStack() as stack:
         if in_backward() and not is_selective:  # running statistics have been updated by the first run
             stack.enter_context(kept_buffers(module))

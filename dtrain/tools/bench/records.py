@@ -109,7 +109,7 @@ class Footprint:
         peak_device: highest memory allocated on the GPU; None on CPU.
         linears: formats of the model's Linears, if dtrain's engine trains it in FP8.
         host_kinds: kinds of ``state`` that lie in the memory of the host beside a GPU.
-        activations: bytes that a forward leaves for backward, if they were measured.
+        activations: bytes held from a forward to its backward, if they were measured.
         graphs: into which dtrain compiled the blocks; None: it did not.
     """
 

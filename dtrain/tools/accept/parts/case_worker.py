@@ -85,7 +85,7 @@ class CaseFigures:
         graphs: graphs that were compiled.
         graph_breaks: number of graph breaks.
         warnings: of dtrain, such as the reason of a graph break.
-        activations: bytes that a forward leaves for backward, if they were measured.
+        activations: bytes held from a forward to its backward, if they were measured.
         fitted: micro-batches that were tried at the end and fit.
         failed: the one that did not, if any did not.
         emulates_float8: whether FP8 products are computed in FP32.
