@@ -8,6 +8,7 @@ from typing import Any
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.fields import in_keys
+from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, USED_KEYS
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
@@ -31,6 +32,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
+    _check_task(config)
     _check_batch(config, world_size)
     _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)
@@ -148,6 +150,28 @@ def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:
             raise ConfigError(f"{key}={values} must list some of {', '.join(map(str, choices))}, each once")
 
 
+def _check_task(config: RunConfig) -> None:
+    """Checks that a built-in model is for the data: tokens, images or numbers."""
+    model, data = config.model, config.data
+    if data.is_language:
+        if model.factory in USED_KEYS:
+            raise ConfigError(
+                f"model={model.name} takes images or numbers, but data={data.name} has tokens; choose data=images, "
+                "glyphs, arrays or friedman"
+            )
+        return
+    if model.factory in LANGUAGE_FACTORIES:
+        suited = "mlp" if data.name in ("arrays", "friedman") else "convnet, vit or denoiser"
+        raise ConfigError(f"model={model.name} takes tokens, which data={data.name} has not; choose model={suited}")
+    task = getattr(data, "task", None)
+    if (model.factory == DENOISER_FACTORY) != (task == "denoising") and model.factory in USED_KEYS:
+        wanted = "model=denoiser" if task == "denoising" else "data.task=denoising"
+        given = f"data.task={task}" if task is not None else f"data={data.name}"
+        raise ConfigError(f"model={model.name} does not learn {given}; choose {wanted}")
+    if config.train.seq_len is not None:
+        raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={data.name}")
+
+
 def _check_batch(config: RunConfig, world_size: int) -> None:
     train = config.train
     unit = train.micro_batch_size * world_size
@@ -166,7 +190,7 @@ def _check_batch(config: RunConfig, world_size: int) -> None:
 
 
 def _check_seq_len(config: RunConfig) -> None:
-    train, whole = config.train, config.model.max_seq_len
+    train, whole = config.train, config.targets_per_sample
     for phase in config.batch_growth.phases:
         length = phase.seq_len
         if whole % length == 0:

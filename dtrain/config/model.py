@@ -24,6 +24,12 @@ from dtrain.errors import ConfigError
 DEFAULT_FACTORY = "dtrain.models.transformer:build"
 GPT2_FACTORY = "dtrain.models.gpt2:build"
 HF_FACTORY = "dtrain.models.hf:build"
+CONVNET_FACTORY = "dtrain.models.images.convnet:build"
+HF_IMAGES_FACTORY = "dtrain.models.images.hf:build"
+DENOISER_FACTORY = "dtrain.models.images.denoiser:build"
+MLP_FACTORY = "dtrain.models.mlp:build"
+LANGUAGE_FACTORIES = (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY)
+"""The factories of models of tokens."""
 VOCAB_MULTIPLE = 64
 """Multiple to which the vocabulary of the built-in models is padded."""
 
@@ -41,7 +47,17 @@ _BUILT_IN = (
 """Keys of the built-in models."""
 
 LOSS_KEYS = ("loss_chunk", "label_smoothing", "z_loss")
-"""Keys that a user's own model must use itself."""
+"""Keys that a user's own model of tokens must use itself."""
+
+USED_KEYS = {
+    CONVNET_FACTORY: ("num_layers", "hidden_dim", "channels_last", "label_smoothing"),
+    HF_IMAGES_FACTORY: ("path", "weights", "args", "channels_last", "label_smoothing"),
+    DENOISER_FACTORY: ("num_layers", "hidden_dim", "channels_last"),
+    MLP_FACTORY: ("num_layers", "hidden_dim", "dropout", "label_smoothing"),
+}
+"""Keys that the models of images and numbers use."""
+
+_KEYS_OF_ALL = ("name", "factory")
 
 _CHUNKS = "none, auto, or a number of rows"
 
@@ -97,11 +113,18 @@ class ModelKeys(CheckedRecord):
     z_loss: float = at_least(
         0.0, 0.0, "Coefficient of the mean squared logarithm of the softmax's denominator in the loss of training."
     )
-    path: str | None = setting(None, "model=hf: folder of a causal language model of transformers; required.")
-    weights: str = one_of("load", "random", doc="model=hf: load the weights of path, or take its config.json only.")
+    channels_last: Any = setting(
+        "auto",
+        "Lay images out with the channels last in memory; auto: where it is faster.",
+        choices=("auto", True, False),
+    )
+    path: str | None = setting(
+        None, "Folder of a model of transformers: of a causal language model (hf, required), or for images (vit)."
+    )
+    weights: str = one_of("load", "random", doc="hf, vit: load the weights of path, or take its config.json only.")
     lora: Lora = group(Lora)
     args: dict[str, Any] = setting(
-        {}, "Free keys for a factory of your own; model=hf weights=random: entries of config.json to replace."
+        {}, "Free keys for a factory of your own; hf, vit with weights=random: entries of config.json to replace."
     )
 
     def _check(self) -> None:
@@ -113,9 +136,12 @@ class ModelKeys(CheckedRecord):
         if self.factory == HF_FACTORY:
             self._check_hf()
             return
+        if self.factory in USED_KEYS:
+            self._check_used()
+            return
         for name in ("path", "weights", "lora"):
             if getattr(self, name) != self._default(name):
-                raise ConfigError(f"{self._key(name)} is for model=hf; choose it, or remove the key")
+                raise ConfigError(f"{self._key(name)} is for model=hf|vit; choose one, or remove the key")
         if self.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
             return
         if self.args:
@@ -123,6 +149,8 @@ class ModelKeys(CheckedRecord):
                 f"{self._key('args')}.{next(iter(self.args))} is for a {self._key('factory')} of your own; the "
                 "built-in one takes none"
             )
+        if self.channels_last != self._default("channels_last"):
+            raise ConfigError(f"{self._entry('channels_last')} is for models of images; remove it")
         heads = self._entry("num_heads")
         if self.hidden_dim % self.num_heads:
             raise ConfigError(f"{self._entry('hidden_dim')} does not divide by {heads}; each head takes the same share")
@@ -149,13 +177,27 @@ class ModelKeys(CheckedRecord):
             raise ConfigError(
                 f"model=hf needs {self._key('path')}, a folder with config.json, such as model.path=/models/qwen3-0.6b"
             )
-        for name in _BUILT_IN:
+        for name in (*_BUILT_IN, "channels_last"):
             if getattr(self, name) != self._default(name):
                 raise ConfigError(
                     f"{self._entry(name)} is not used with model=hf, whose config.json has the sizes; remove it, or "
                     f"replace entries of config.json by {self._key('args')} with {self._key('weights')}=random"
                 )
         if self.args and self.weights == "load":
+            raise ConfigError(
+                f"{self._key('args')}.{next(iter(self.args))} replaces an entry of config.json, so the stored weights "
+                f"may not fit; it needs {self._key('weights')}=random"
+            )
+
+    def _check_used(self) -> None:
+        used = USED_KEYS[self.factory]
+        for item in fields(ModelKeys):
+            if item.name not in (*_KEYS_OF_ALL, *used) and getattr(self, item.name) != self._default(item.name):
+                raise ConfigError(
+                    f"{self._entry(item.name)} is not used with {self._key('factory')}={self.factory}, which takes "
+                    f"{', '.join(used)}; remove it"
+                )
+        if self.factory == HF_IMAGES_FACTORY and self.args and self.weights == "load":
             raise ConfigError(
                 f"{self._key('args')}.{next(iter(self.args))} replaces an entry of config.json, so the stored weights "
                 f"may not fit; it needs {self._key('weights')}=random"

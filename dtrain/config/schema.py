@@ -11,7 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dtrain.config.audit import Audit
-from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.config.data import (
+    ArraysDataConfig,
+    ChatDataConfig,
+    DataConfig,
+    FriedmanDataConfig,
+    GlyphsDataConfig,
+    ImagesDataConfig,
+    StdlibDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
 from dtrain.config.engines import ENGINES, EngineConfig, Native
 from dtrain.config.fields import CheckedRecord, above, at_least, group, one_of, option, setting
 from dtrain.config.growth import BY_STEP, BatchGrowth, by_step
@@ -27,10 +37,10 @@ class TrainConfig(CheckedRecord):
     """Length of the run, batch sizes, and how often it logs, validates and saves."""
 
     steps: int = at_least(200, 1, "Steps to attempt; skipped steps count.")
-    micro_batch_size: int = at_least(8, 1, "Sequences in one forward on one rank.")
+    micro_batch_size: int = at_least(8, 1, "Samples in one forward on one rank.")
     global_batch_size: Any = setting(
         16,
-        "Sequences in one step over all ranks, from which the number of accumulated micro-batches follows; or by "
+        "Samples in one step over all ranks, from which the number of accumulated micro-batches follows; or by "
         "attempted steps: {0: 16, 1000: 64}.",
         kind=int | dict[int, int],
         what=BY_STEP,
@@ -46,9 +56,13 @@ class TrainConfig(CheckedRecord):
     )
     log_every: int = at_least(10, 1, "Steps from one logged line to the next.")
     eval_every: int = at_least(100, 0, "Steps from one validation to the next; 0: only at the end.")
-    eval_batches: int = at_least(16, 1, "Micro-batches of a validation, over all ranks.")
+    eval_batches: int = at_least(
+        16, 0, "Micro-batches of a validation, over all ranks; 0: all validation samples, each once."
+    )
     save_every: int = at_least(100, 0, "Steps from one checkpoint to the next; 0: only at the end.")
-    sample_tokens: int = at_least(160, 0, "Length of the text sample written at the end; 0: none.")
+    sample_tokens: int = at_least(
+        160, 0, "Length of the text sample written at the end; 0: none, and no picture of other tasks."
+    )
 
     def _check(self) -> None:
         for name in ("global_batch_size", "seq_len"):
@@ -218,13 +232,18 @@ class RunConfig(CheckedRecord):
     @property
     def batch_growth(self) -> BatchGrowth:
         """Sizes of the batch of each attempted step."""
-        return BatchGrowth.of(self.train.global_batch_size, self.train.seq_len, self.model.max_seq_len)
+        return BatchGrowth.of(self.train.global_batch_size, self.train.seq_len, self.targets_per_sample)
+
+    @property
+    def targets_per_sample(self) -> int:
+        """Targets of a sample that may count in the loss: its tokens, else one."""
+        return self.model.max_seq_len if self.data.is_language else 1
 
     def at_largest_batch(self) -> RunConfig:
         """Returns the run with the largest batch and the longest rows in every step."""
         largest = self.batch_growth.largest
         sizes: dict[str, Any] = {"global_batch_size": largest.global_batch_size, "seq_len": largest.seq_len}
-        if largest.seq_len == self.model.max_seq_len:
+        if largest.seq_len == self.targets_per_sample:
             sizes["seq_len"] = None
         return replace(self, train=replace(self.train, **sizes))
 
@@ -236,6 +255,10 @@ GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
         "text": TextDataConfig,
         "tokens": TokensDataConfig,
         "chat": ChatDataConfig,
+        "images": ImagesDataConfig,
+        "glyphs": GlyphsDataConfig,
+        "arrays": ArraysDataConfig,
+        "friedman": FriedmanDataConfig,
     },
     "optim": {**OPTIM_KEYS},
     "schedule": {"cosine": Cosine, "linear": Linear, "constant": Constant, "wsd": WSD},

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dtrain.data.dataset import Codec, Dataset, SampleSource
+    from dtrain.data.dataset import Dataset, SampleSource
     from dtrain.data.load import load_dataset
     from dtrain.data.loader import BatchLoader, PrefetchedBatches, validation_batches
     from dtrain.data.sampling import micro_batch_indices, sample_id, sample_ids
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 __all__ = [
     "END_OF_DOCUMENT",
     "BatchLoader",
-    "Codec",
     "Dataset",
     "PrefetchedBatches",
     "SampleSource",
@@ -29,7 +28,7 @@ __all__ = [
 
 # resolved at first use (PEP 562): the processes that tokenize import this package, and they need no torch
 _MODULES = {
-    "dataset": ("Codec", "Dataset", "SampleSource"),
+    "dataset": ("Dataset", "SampleSource"),
     "load": ("load_dataset",),
     "loader": ("BatchLoader", "PrefetchedBatches", "validation_batches"),
     "sampling": ("micro_batch_indices", "sample_id", "sample_ids"),

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.config.data import ChatDataConfig
-from dtrain.data.dataset import IGNORE_INDEX, Dataset, SampleSource
+from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.shards.format import sha256_of
@@ -31,6 +31,7 @@ from dtrain.data.token_samples import PackedDocuments, mean_context
 from dtrain.data.tokenizer import TOKENIZER_FILES, TokenizerFile
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
+from dtrain.tasks import IGNORE_INDEX, Language
 
 _REPORT_S = 10.0
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # marks what the assistant says
@@ -91,8 +92,7 @@ def load_chat(config: ChatDataConfig, seq_len: int, on_progress: Callable[[], No
         _pack(held_out, seq_len),
         fingerprint_of(documents, [config.validation_percent, files]),
         f"data=chat: {len(train) + len(held_out):,} conversations in {len(documents)} files, {', '.join(notes)}",
-        tokenizer.vocab_size,
-        tokenizer,
+        Language(tokenizer.vocab_size, tokenizer),
         tokenizer.path,
         mean_context(source),
     )

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor
 
 from dtrain.data.sampling import Indices, sample_ids
-
-IGNORE_INDEX = -100
-"""A target that does not count in the loss."""
+from dtrain.tasks import Codec, Language, Task
 
 
 class SampleSource(ABC):
@@ -28,27 +24,13 @@ class SampleSource(ABC):
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0.
 
-        Among them ``targets``: :data:`IGNORE_INDEX` does not count in the loss. ``positions``, if documents share a
-        sample, restart with each of them.
+        Among them ``targets``: :data:`dtrain.tasks.IGNORE_INDEX` does not count in the loss. ``positions``, if
+        documents share a sample, restart with each of them.
         """
 
     def order(self, seed: int, indices: Indices) -> Indices:
         """Returns the id of the sample at each of these global indices of the endless stream of samples."""
         return sample_ids(seed, indices, self.num_samples)
-
-
-class Codec(Protocol):
-    """Text of tokens.
-
-    Attributes:
-        end_id: token that ends a document, or None; a sample of text begins with it.
-    """
-
-    @property
-    def end_id(self) -> int | None: ...
-
-    def decode(self, tokens: Iterable[int] | Tensor) -> str:
-        """Returns the text of 1-D ``tokens``; tokens outside of the vocabulary become U+FFFD."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +40,7 @@ class Dataset:
     Attributes:
         fingerprint: sha256 (hex) of all that decides the samples. It differs between ranks that read different data.
         description: one line about the source and the validation split.
-        vocab_size: number of tokens that the data may contain.
-        codec: text of its tokens.
+        task: what a model learns from it.
         tokenizer_file: the ``tokenizer.json`` of its tokens, if there is one.
         mean_context: mean over tokens of the length of their document in their sample; None: the whole sample.
     """
@@ -68,7 +49,11 @@ class Dataset:
     validation: SampleSource
     fingerprint: str
     description: str
-    vocab_size: int
-    codec: Codec
+    task: Task
     tokenizer_file: Path | None = None
     mean_context: float | None = None
+
+    @property
+    def codec(self) -> Codec | None:
+        """Text of the tokens; None if the samples have none."""
+        return self.task.codec if isinstance(self.task, Language) else None

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtrain.config.data import ChatDataConfig, DataConfig, StdlibDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.config.data import (
+    ArraysDataConfig,
+    ChatDataConfig,
+    DataConfig,
+    FriedmanDataConfig,
+    GlyphsDataConfig,
+    ImagesDataConfig,
+    StdlibDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+)
 from dtrain.data.chat import load_chat
 from dtrain.data.dataset import Dataset
 from dtrain.data.text import load_text
@@ -27,4 +37,12 @@ def load_dataset(config: DataConfig, seq_len: int, on_progress: Callable[[], Non
         return load_tokens(config, seq_len)
     if isinstance(config, ChatDataConfig):
         return load_chat(config, seq_len, on_progress)
+    if isinstance(config, (ImagesDataConfig, GlyphsDataConfig)):
+        from dtrain.data.images import load_images
+
+        return load_images(config)
+    if isinstance(config, (ArraysDataConfig, FriedmanDataConfig)):
+        from dtrain.data.arrays import load_arrays
+
+        return load_arrays(config)
     raise ConfigError(f"data={config.name} is no source of data")

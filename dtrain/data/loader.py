@@ -130,9 +130,11 @@ class PrefetchedBatches:
 
 
 def validation_batches(
-    source: SampleSource, micro_batch_size: int, num_batches: int, rank: int = 0, world_size: int = 1
+    source: SampleSource, micro_batch_size: int, num_batches: int | None, rank: int = 0, world_size: int = 1
 ) -> Iterator[tuple[dict[str, Tensor], bool]]:
     """Yields this rank's share of the first ``num_batches`` micro-batches of ``source`` in a fixed shuffled order.
+
+    None for ``num_batches`` yields all.
 
     Micro-batch ``m`` belongs to rank ``m % world_size``. No sample is used twice: a small source gives fewer
     micro-batches, and the last one may be smaller.
@@ -141,7 +143,9 @@ def validation_batches(
         (micro-batch, whether it counts). All ranks get the same number of items, because a forward may contain
         collectives. A rank without a micro-batch gets the first one again, which does not count.
     """
-    total = min(num_batches, -(-source.num_samples // micro_batch_size))
+    total = -(-source.num_samples // micro_batch_size)
+    if num_batches is not None:
+        total = min(num_batches, total)
     end = min(total * micro_batch_size, source.num_samples)
     for first in range(0, total, world_size):
         index = first + rank

@@ -28,6 +28,7 @@ from dtrain.data.sampling import Indices
 from dtrain.data.shards.format import dtype_name
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
+from dtrain.tasks import Language
 
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = 257
@@ -104,8 +105,9 @@ def load_text(config: StdlibDataConfig | TextDataConfig, seq_len: int) -> Datase
     settings = [config.validation_percent, tokenizer and [tokenizer.sha256, tokenizer.end_id]]
     fingerprint = fingerprint_of(documents, settings)
     if tokenizer is None:
-        return Dataset(train, validation, fingerprint, description, VOCAB_SIZE, ByteCodec())
-    return Dataset(train, validation, fingerprint, description, tokenizer.vocab_size, tokenizer, tokenizer.path)
+        return Dataset(train, validation, fingerprint, description, Language(VOCAB_SIZE, ByteCodec()))
+    task = Language(tokenizer.vocab_size, tokenizer)
+    return Dataset(train, validation, fingerprint, description, task, tokenizer.path)
 
 
 def stdlib_documents() -> list[Document]:

@@ -10,10 +10,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dtrain.data.dataset import IGNORE_INDEX, SampleSource
+from dtrain.data.dataset import SampleSource
 from dtrain.data.growing import cut_rows
 from dtrain.data.packing import Packing
 from dtrain.data.sampling import Indices
+from dtrain.tasks import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from dtrain.data.shards.reader import TokenShards

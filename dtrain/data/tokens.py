@@ -20,6 +20,7 @@ from dtrain.data.shards.reader import TokenShards
 from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
+from dtrain.tasks import Language
 
 
 def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
@@ -51,8 +52,7 @@ def load_tokens(config: TokensDataConfig, seq_len: int) -> Dataset:
         validation,
         _fingerprint(config, folders, apart),
         f"data=tokens: {', '.join(parts)}; {how}",
-        shards.vocab_size,
-        ShardCodec(shards),
+        Language(shards.vocab_size, ShardCodec(shards)),
         shards.tokenizer_file,
         mean_context(source) if config.documents == "mask" else None,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 from dtrain.checkpoint import CheckpointReader
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.distributed.logging import logger
+from dtrain.engine.buffers import persistent_buffers
 from dtrain.engine.frozen_weights import check_source
 from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.errors import CheckpointError, nearest
@@ -25,14 +26,8 @@ def replicated_tensors(engine: StateEngine, *, has_frozen: bool) -> Iterator[tup
 
     ``has_frozen``: whether the checkpoint holds the latter.
     """
-    transient = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in engine.module.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
-    }
-    for name, buffer in engine.module.named_buffers():
-        if name not in transient:
-            yield "buffer", name, buffer.detach()
+    for name, buffer in persistent_buffers(engine.module):
+        yield "buffer", name, buffer
     for name, parameter in engine.replicated_frozen().items() if has_frozen else ():
         yield "frozen", name, parameter
 

@@ -1,4 +1,4 @@
-"""Shared parts of the built-in language models: output and loss, vocabulary padding, initialization and generation.
+"""Shared parts of the built-in language models: output and loss, vocabulary padding, and initialization.
 
 The vocabulary is padded to a multiple of 64 for the Tensor Cores. The logits of the padding are cut off before the loss
 and before sampling.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -19,9 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtrain.config.model import VOCAB_MULTIPLE
 from dtrain.sharding.layout import round_up
-
-IGNORE_INDEX = -100
-"""A target that does not count in the loss."""
+from dtrain.tasks import IGNORE_INDEX
 
 _INIT_STD = 0.02
 
@@ -63,11 +60,6 @@ def causal_lm_output(
     if z_loss:
         total = total + z_loss * logits.logsumexp(-1).square().where(counted, 0).sum()
     return ModelOutput(logits, total / count)
-
-
-def num_targets(targets: Tensor) -> int:
-    """Returns how many of ``targets``, in host memory, count in the loss."""
-    return int((targets != IGNORE_INDEX).sum())
 
 
 def padded_vocab_size(vocab_size: int) -> int:
@@ -118,32 +110,3 @@ def init_weights(model: nn.Module, seed: int, num_layers: int, residual: tuple[s
     names, values = zip(*((name, parameter.detach()) for name, parameter in model.named_parameters()), strict=True)
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(initialize, names, values))
-
-
-@torch.no_grad()
-def generate(
-    model_forward: Callable[[Tensor], Any],
-    tokens: Tensor,
-    num_tokens: int,
-    max_seq_len: int,
-    generator: torch.Generator,
-    temperature: float = 0.8,
-) -> Tensor:
-    """Appends ``num_tokens`` sampled tokens to each row of ``tokens``.
-
-    Args:
-        model_forward: maps int64 [B, T] to an object with ``logits`` [B, T, vocab_size]. Put the model in eval mode.
-        tokens: prompt, int64 [B, T] with T >= 1.
-        max_seq_len: largest number of tokens that the model sees, counted from the end.
-        generator: generator of the draws, which run on its device.
-        temperature: divisor of the logits; below 1 favors likely tokens.
-
-    Returns:
-        int64 [B, T + num_tokens].
-    """
-    for _ in range(num_tokens):
-        logits = model_forward(tokens[:, -max_seq_len:]).logits[:, -1].float()
-        probabilities = torch.softmax(logits / temperature, dim=-1).to(generator.device)
-        drawn = torch.multinomial(probabilities, num_samples=1, generator=generator)
-        tokens = torch.cat((tokens, drawn.to(tokens.device)), dim=1)
-    return tokens

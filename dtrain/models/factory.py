@@ -14,16 +14,24 @@ from dtrain.errors import ConfigError
 from dtrain.models import hf
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.loss_head import check_loss_keys
+from dtrain.models.task_model import TaskModel
 from dtrain.models.transformer import Dims
+from dtrain.tasks import Language, Task
 
 
-def vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
+def vocabulary(config: ModelConfig, task: Task | int) -> int:
     """Returns the model's vocabulary size: ``config.vocab_size``, or the data's if that is null; with model=hf its own.
+
+    Args:
+        task: of the data, whose outputs they are if it is no language; a number is the vocabulary of the data.
 
     Raises:
         ConfigError: it is smaller than the data's, so that some tokens would have no embedding; or the folder of
             model=hf holds no model that can be trained.
     """
+    data_vocab_size = task if isinstance(task, int) else task.num_outputs
+    if isinstance(task, Task) and not isinstance(task, Language):
+        return data_vocab_size
     if config.factory == HF_FACTORY:
         return _hf_vocabulary(config, data_vocab_size)
     if config.vocab_size is None:
@@ -61,13 +69,18 @@ def _hf_vocabulary(config: ModelConfig, data_vocab_size: int) -> int:
     return size
 
 
-def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
-    """Calls ``config.factory(config, vocab_size)`` with torch's generators seeded by ``seed``.
+def build_model(config: ModelConfig, task: Task | int, seed: int) -> nn.Module:
+    """Calls the factory of ``config`` with torch's generators seeded by ``seed``.
+
+    A factory of a language model is called with ``(config, vocab_size)``, and its model computes its own loss; all
+    others are called with ``(config, task)``, and their model becomes that of a :class:`TaskModel`.
 
     The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
     or configuration, never from a checkpoint. Its module may be in the working directory.
 
-    ``vocab_size`` is the data's; the factory gets the result of :func:`vocabulary`.
+    Args:
+        task: of the data. A number is the vocabulary of a language model, of which the factory gets the result of
+            :func:`vocabulary`.
 
     Raises:
         ConfigError: the factory cannot be imported, does not exist, or
@@ -75,14 +88,16 @@ def build_model(config: ModelConfig, vocab_size: int, seed: int) -> nn.Module:
             :func:`vocabulary`. Exceptions of the factory itself propagate.
     """
     factory = _load(config.factory)
-    vocab_size = vocabulary(config, vocab_size)
+    argument = vocabulary(config, task) if isinstance(task, (Language, int)) else task
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = factory(config, vocab_size)
+        model = factory(config, argument)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"model.factory={config.factory} returned a {type(model).__name__}; expected a torch nn.Module"
         )
+    if isinstance(argument, Task):
+        return TaskModel.of(model, argument, config)
     check_loss_keys(config, model)
     return model
 
@@ -115,7 +130,7 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) 
     return 6 * matmul_parameters + round(6 * config.num_layers * hidden * context)
 
 
-def _load(factory: str) -> Callable[[ModelConfig, int], Any]:
+def _load(factory: str) -> Callable[[ModelConfig, Any], Any]:
     function = load_named(factory, "model.factory")
     if not callable(function):
         raise ConfigError(f"model.factory={factory} is of type {type(function).__name__}, not a function")

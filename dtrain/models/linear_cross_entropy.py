@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dtrain.config.fields import shown
 from dtrain.errors import ModelError, UsageError
-from dtrain.models.causal_lm import IGNORE_INDEX
 from dtrain.precision.forward import autocast_dtype
 from dtrain.sharding.layout import round_up
+from dtrain.tasks import IGNORE_INDEX
 
 _SHARE = 0.05
 """Share of the memory of full FP32 logits that ``auto`` lets a chunk take."""

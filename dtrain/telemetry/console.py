@@ -17,7 +17,7 @@ from dtrain.distributed.logging import logger
 from dtrain.telemetry.live_view import LONG_WAIT, LiveView, start_live
 from dtrain.telemetry.metrics import CHECKPOINTS, METRICS_FILE, StepMetrics, read_metrics
 from dtrain.telemetry.progress import RunProgress, last_checkpoint
-from dtrain.telemetry.texts import clean, compact
+from dtrain.telemetry.texts import clean, rate
 
 if TYPE_CHECKING:  # it imports torch, which those who only want a format need not wait for
     from dtrain.telemetry.precision import PrecisionFindings
@@ -32,10 +32,12 @@ class Console:
         total_steps: of the whole run.
         start_step: the step from which this process continues.
         run_dir: its metrics of the steps before begin the view's curve; its checkpoints are looked up by name.
+        unit: what counts in the loss, ``tokens`` or ``samples``.
     """
 
-    def __init__(self, total_steps: int, start_step: int, run_dir: Path) -> None:
+    def __init__(self, total_steps: int, start_step: int, run_dir: Path, unit: str = "tokens") -> None:
         self._total = total_steps
+        self._unit = unit
         self._run_dir = run_dir
         self._progress = RunProgress(total_steps, start_step)
         self._live: Live | None = None
@@ -49,7 +51,7 @@ class Console:
         """Shows a logged step; a skipped one always gets a line of its own."""
         if self._live is not None:
             self._progress.add(vars(metrics))
-        line = format_step(metrics, self._total)
+        line = format_step(metrics, self._total, self._unit)
         if not metrics.applied:
             logger.warning(line)
         elif self._live is None:
@@ -97,7 +99,7 @@ class Console:
         return LiveView(self._progress, name, time.time(), last_checkpoint(self._run_dir / CHECKPOINTS))
 
 
-def format_step(metrics: StepMetrics, total_steps: int) -> str:
+def format_step(metrics: StepMetrics, total_steps: int, unit: str = "tokens") -> str:
     """Formats one line: ``step 20/200  loss 3.2140  lr 2.00e-03  grad_norm 1.02  45.2k tok/s  310 ms``."""
     head = f"step {metrics.step}/{total_steps}"
     if not metrics.applied:
@@ -108,7 +110,7 @@ def format_step(metrics: StepMetrics, total_steps: int) -> str:
         parts.append(f"loss_scale {metrics.loss_scale:g}")
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps}")
-    parts += [f"{compact(metrics.tokens_per_s)} tok/s", f"{metrics.step_ms:.0f} ms"]
+    parts += [rate(metrics.tokens_per_s, unit), f"{metrics.step_ms:.0f} ms"]
     if metrics.data_wait_ms > LONG_WAIT * metrics.step_ms:
         parts.append(f"data_wait {metrics.data_wait_ms:.0f} ms")
     return "  ".join(parts)

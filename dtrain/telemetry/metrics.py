@@ -3,7 +3,8 @@
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
 ``culprit`` only for a skipped step; the phases only on a CPU; ``slowest_rank`` and ``busy_*_ms`` only with several
 ranks; ``compiled_graphs`` only if blocks are compiled). A validation line is
-``{"step": ..., "val_loss": ...}``, with ``val_loss_ema`` if an average is kept. A sampled step has a line
+``{"step": ..., "val_loss": ...}``, with metrics of the task, such as ``val_accuracy``, and all of them again with
+``_ema`` if an average is kept. A sampled step has a line
 ``{"step": ..., "precision": {...}}`` too: see docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are
 written as ``null``.
 """
@@ -94,7 +95,8 @@ class Summary:
 
     ``tokens_per_s`` and ``wall_s`` cover the time since the run was last started. The rate excludes the first step,
     which compiles, unless it is the only one. ``tokens`` and the rate count targets that count in the loss; ``mfu``
-    counts all tokens that the model computes. It is None if the device's peak rate is unknown.
+    counts all tokens that the model computes. It is None if the device's peak rate is unknown. ``val_metrics`` are
+    those of the task in the last validation, such as ``val_accuracy``; without tokens, ``tokens`` counts samples.
     """
 
     finished: bool
@@ -105,6 +107,7 @@ class Summary:
     train_loss: float | None
     val_loss: float | None
     val_loss_ema: float | None
+    val_metrics: Mapping[str, float]
     tokens_per_s: float | None
     mfu: float | None
     wall_s: float
@@ -122,7 +125,7 @@ class Sink(Protocol):
     def step(self, metrics: StepMetrics) -> None: ...
 
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
-        """Takes ``val_loss`` and, if a moving average of the weights is kept, ``val_loss_ema``."""
+        """Takes ``val_loss`` and metrics; if a moving average of the weights is kept, also those with ``_ema``."""
 
     def precision(self, findings: PrecisionFindings) -> None:
         """Takes what a sampled step lost to precision."""
@@ -228,6 +231,7 @@ def read_summary(run_dir: Path) -> Summary | None:
     """Returns the ``summary.json`` of a run directory, or None if it is missing or invalid."""
     try:
         values = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
+        values = {"val_metrics": {}, **values}  # older runs have none
         return Summary(**{item.name: values[item.name] for item in fields(Summary)})
     except (OSError, ValueError, TypeError, KeyError):
         return None

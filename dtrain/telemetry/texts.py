@@ -18,6 +18,11 @@ def compact(number: float | None) -> str:
     return f"{number:.0f}"
 
 
+def rate(number: float, unit: str) -> str:
+    """Formats how many ``tokens`` or ``samples`` a second: ``45.2k tok/s``, ``312 samples/s``."""
+    return f"{compact(number)} {'tok' if unit == 'tokens' else unit}/s"
+
+
 def duration(seconds: float) -> str:
     """Formats a time: ``0:42``, ``1:02:03``, ``5 d 3 h``."""
     whole = int(min(max(seconds, 0.0), 1e9))

@@ -22,7 +22,7 @@ def flops_by_seq_len(config: RunConfig, dataset: Dataset) -> Mapping[int, int] |
             context = dataset.mean_context
         else:
             context = mean_context(dataset.train, length)
-        flops = train_flops_per_token(config.model, dataset.vocab_size, context)
+        flops = train_flops_per_token(config.model, dataset.task.num_outputs, context)
         if flops is None:
             return None
         found[length] = flops

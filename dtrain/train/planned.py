@@ -26,21 +26,22 @@ from dtrain.planning.devices import Device
 from dtrain.planning.fake_step import fake_batch, fake_engine
 from dtrain.planning.ranks import HOST, NCCL, SOCKETS, planned_ranks
 from dtrain.planning.timeline import Timeline
+from dtrain.tasks import Language, Task
 from dtrain.train.setup import make_engine, torch_settings_restored
 
 _NUM_TREE_MICRO_BATCHES = 8
 """Micro-batches of a planned step in which partial sums stay (``reproducible``); two show all else."""
 
 
-def build_without_values(config: RunConfig, vocab_size: int) -> nn.Module:
+def build_without_values(config: RunConfig, task: Task | int) -> nn.Module:
     """Returns the model of ``config`` without weights, or with weights if its code needs values."""
-    # model=hf has a vocabulary of its own, whatever the data's
-    vocab_size = 1 if config.model.factory == HF_FACTORY else vocab_size
+    if config.model.factory == HF_FACTORY:
+        task = 1  # it has a vocabulary of its own, whatever the data's
     try:
         with torch.device("meta"):
-            return build_model(config.model, vocab_size, config.seed)
+            return build_model(config.model, task, config.seed)
     except (RuntimeError, NotImplementedError):
-        return build_model(config.model, vocab_size, config.seed)
+        return build_model(config.model, task, config.seed)
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class PlannedRun:
         device: device of a rank.
         num_ranks: ranks that share the states.
         batch: a micro-batch of a rank; only shapes and dtypes count.
-        vocab_size: of the data.
+        task: of the data; a number is the vocabulary of a language model.
     """
 
     config: RunConfig
     device: Device
     num_ranks: int
     batch: Mapping[str, Tensor]
-    vocab_size: int
+    task: Task | int
 
     @staticmethod
     def of(config: RunConfig, device: Device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
@@ -73,18 +74,24 @@ class PlannedRun:
         """
         config = config.at_largest_batch()
         train, model = config.train, config.model
-        seq_len = train.seq_len or model.max_seq_len
+        seq_len = train.seq_len or config.targets_per_sample
         try:
             dataset = dataset or load_dataset(config.data, model.max_seq_len)
         except ConfigError:
-            if model.vocab_size is None and model.factory != HF_FACTORY:
+            unknown = model.vocab_size is None and model.factory != HF_FACTORY
+            if unknown or not config.data.is_language:
                 raise
             rows = train.micro_batch_size * model.max_seq_len // seq_len
             tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
             return PlannedRun(config, device, num_ranks, {"tokens": tokens, "targets": tokens}, model.vocab_size or 1)
         ids = dataset.train.order(config.seed, np.arange(train.micro_batch_size, dtype=np.int64))
         batch = cut_rows(dataset.train.batch(ids), seq_len) if train.seq_len else dataset.train.batch(ids)
-        return PlannedRun(config, device, num_ranks, batch, dataset.vocab_size)
+        return PlannedRun(config, device, num_ranks, batch, dataset.task)
+
+    @property
+    def unit(self) -> str:
+        """What counts in the loss: ``tokens`` or ``samples``."""
+        return self.task.unit if isinstance(self.task, Task) else Language.unit
 
     @property
     def num_micro_batches(self) -> int:
@@ -130,7 +137,7 @@ class PlannedRun:
         config = _executable(self.config, self.device)
         cpu = torch.device("cpu")
         comm = planned_ranks(self.num_ranks, self.transport, cpu, on_output, timeline or Timeline(cpu))
-        model = build_without_values(config, self.vocab_size)
+        model = build_without_values(config, self.task)
 
         def build(model: nn.Module, comm: Communicator) -> Engine:
             return make_engine(config, model, comm)

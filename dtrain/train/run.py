@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import torch
+from torch import Tensor
 
 from dtrain.checkpoint.huggingface.folder import TOKENIZER_FOLDER
 from dtrain.config.dump import config_to_dict
@@ -26,8 +26,9 @@ from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, check_model, generate, vocabulary
+from dtrain.models import build_model, check_model, vocabulary
 from dtrain.supervision.supervised import Supervision, supervised
+from dtrain.tasks import SampleOptions
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.host import ENVIRONMENT_FILE, environment
@@ -43,7 +44,7 @@ from dtrain.telemetry.metrics import (
     write_summary,
 )
 from dtrain.telemetry.precision_files import PrecisionFiles
-from dtrain.telemetry.texts import compact, printable
+from dtrain.telemetry.texts import compact, printable, rate
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
@@ -153,12 +154,12 @@ def _train(
     check_same(comm, config, dataset)
     check_tokenizer(config.model, dataset)
     # stored configs name the vocabulary, because the weights of a checkpoint show only its padded size
-    vocab_size = vocabulary(config.model, dataset.vocab_size)
+    vocab_size = vocabulary(config.model, dataset.task) if config.data.is_language else None
     # and an absolute path, because an export may run in another directory
     path = config.model.path and os.path.abspath(config.model.path)
     config = replace(config, model=replace(config.model, vocab_size=vocab_size, path=path))
     meter = PeakMeter(comm.device)
-    model = build_model(config.model, dataset.vocab_size, config.seed)
+    model = build_model(config.model, dataset.task, config.seed)
     check_patterns(config, model)
     check_inputs(model, dataset)
     # before training: a model.path that is removed meanwhile must not end a finished run
@@ -202,7 +203,7 @@ def _train(
             with watch.ending():
                 write_receipt(config, engine, dataset, run_dir, peak)
                 write_page(run_dir)
-        _log_summary(summary, run_dir, stop)
+        _log_summary(summary, run_dir, stop, dataset.task.unit)
     return exit_code
 
 
@@ -258,14 +259,15 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
         write_json(run_dir.path / ENVIRONMENT_FILE, environment(engine.world_size), indent=2)
         write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
         if dataset.tokenizer_file is not None:
-            copy_tokenizer(dataset.tokenizer_file, dataset.codec.end_id, run_dir.path / TOKENIZER_FOLDER)
+            end_id = None if dataset.codec is None else dataset.codec.end_id
+            copy_tokenizer(dataset.tokenizer_file, end_id, run_dir.path / TOKENIZER_FOLDER)
         if engine.library_config is not None:
             write_json(run_dir.path / f"{engine.name}.json", engine.library_config, indent=2)
         sinks.append(MetricsFile(run_dir.path, step))
         sinks.append(FailureFiles(run_dir.path, engine.world_size))
         sinks.append(PrecisionFiles(run_dir.path, step))
         sinks.extend(open_tracker(config.tracker, run_dir.path, settings=redacted(config), start_step=step))
-        sinks.append(Console(config.train.steps, step, run_dir.path))
+        sinks.append(Console(config.train.steps, step, run_dir.path, dataset.task.unit))
 
     decide_on_rank_0(engine.comm, open_all)
     return sinks
@@ -283,10 +285,9 @@ def _make_trainer(
     train = config.train
     data = TrainingData(
         loader=make_loader(config, dataset, engine),
-        validation=lambda: validation_batches(
-            dataset.validation, train.micro_batch_size, train.eval_batches, engine.rank, engine.world_size
-        ),
-        tokens_per_micro_batch=train.micro_batch_size * config.model.max_seq_len,
+        validation=partial(_validation, config, engine, dataset),
+        task=dataset.task,
+        tokens_per_micro_batch=train.micro_batch_size * config.targets_per_sample,
         tokens_before=tokens,
         prefetch=config.data.prefetch,
         growth=config.batch_growth,
@@ -298,6 +299,12 @@ def _make_trainer(
         config=config.checkpoint,
     )
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
+
+
+def _validation(config: RunConfig, engine: Engine, dataset: Dataset) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    train = config.train
+    num = train.eval_batches or None
+    return validation_batches(dataset.validation, train.micro_batch_size, num, engine.rank, engine.world_size)
 
 
 def _summarize(
@@ -319,6 +326,7 @@ def _summarize(
         train_loss=result.train_loss,
         val_loss=result.val_losses.get("val_loss"),
         val_loss_ema=result.val_losses.get("val_loss_ema"),
+        val_metrics={name: value for name, value in result.val_losses.items() if not name.startswith("val_loss")},
         tokens_per_s=timing.tokens_per_s if timing.steps else None,
         mfu=utilization,
         wall_s=wall_s,
@@ -334,29 +342,24 @@ def _summarize(
 
 
 def _write_sample(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> None:
-    """Writes text from the trained model to the console of rank 0 and to ``sample.txt``.
-
-    All ranks generate it, because the forward of a sharded model communicates.
-    """
-    length = config.train.sample_tokens
-    if not length:
+    """Writes what the trained model does to the console of rank 0, to ``sample.txt`` and perhaps ``sample.png``."""
+    if not config.train.sample_tokens:
         return
+    options = SampleOptions(config.train.sample_tokens, config.model.max_seq_len, config.seed)
     try:
-        prompt = torch.tensor([[dataset.codec.end_id or 0]], device=engine.device)
-        generator = torch.Generator().manual_seed(config.seed)
-        with engine.eval():
-            tokens = generate(engine, prompt, length, config.model.max_seq_len, generator)
-        text = dataset.codec.decode(tokens[0, 1:])
+        sample = dataset.task.sample(engine, _validation(config, engine, dataset), options)
         if engine.rank == 0:
-            write_atomically(run_dir.path / "sample.txt", text)
+            write_atomically(run_dir.path / "sample.txt", sample.text)
+            if sample.figure is not None:
+                sample.figure.savefig(run_dir.path / "sample.png")
     except Exception as error:  # perhaps in a user's model; the run is finished and saved
         if engine.rank == 0:
-            logger.warning("no sample, which needs a model(tokens) whose output has logits: %s", describe(error))
+            logger.warning("no sample, which needs %s: %s", dataset.task.needs_for_sample, describe(error))
         return
-    logger.info("sample:\n%s\n", printable(text))
+    logger.info("sample:\n%s\n", printable(sample.text))
 
 
-def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
+def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals, unit: str) -> None:
     if not summary.finished:
         logger.warning(
             "stopped at step %d%s after saving; start the same command with run_dir=%s to continue",
@@ -366,9 +369,9 @@ def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals) -> None:
         )
         return
     losses = {name: getattr(summary, name) for name in ("train_loss", "val_loss", "val_loss_ema")}
-    parts = [f"{name} {loss:.4f}" for name, loss in losses.items() if loss is not None]
+    parts = [f"{name} {loss:.4f}" for name, loss in (losses | dict(summary.val_metrics)).items() if loss is not None]
     if summary.tokens_per_s is not None:
-        parts.append(f"{compact(summary.tokens_per_s)} tok/s")
+        parts.append(rate(summary.tokens_per_s, unit))
         parts.append(f"mfu {100 * summary.mfu:.1f} %" if summary.mfu is not None else "mfu unknown")
     parts.append(f"{summary.skipped_steps} skipped")
     logger.info("done: %d steps  %s", summary.steps, "  ".join(parts))

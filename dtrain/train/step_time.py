@@ -22,7 +22,8 @@ from dtrain.planning.timeline import Communication, Timeline, communicate
 from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
 from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.setup import make_engine, make_loader
-from dtrain.train.trainer import micro_batch_weight, to_device
+from dtrain.train.trainer import micro_batch_weight
+from dtrain.train.validation import to_device
 
 PHASES = ("data_wait_ms", "forward_ms", "backward_ms", "update_ms")
 """Phases of a step, by their names in ``metrics.jsonl``."""
@@ -77,14 +78,14 @@ class PlannedRank:
         config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
         config = config.at_largest_batch()
         dataset = load_dataset(config.data, config.model.max_seq_len)
-        model = build_model(config.model, dataset.vocab_size, config.seed)
+        model = build_model(config.model, dataset.task, config.seed)
         self._flops = flops_by_seq_len(config, dataset)
         self._growth = config.batch_growth
         self._timeline = Timeline(device)
         comm = planned_ranks(num_ranks, transport, device, lambda _: None, self._timeline)
         self.engine: Engine = make_engine(config, model, comm)
         self._loader = make_loader(config, dataset, self.engine)
-        self._tokens = config.train.micro_batch_size * config.model.max_seq_len
+        self._tokens = config.train.micro_batch_size * config.targets_per_sample
         self._prefetch = config.data.prefetch
         self._overlaps = transport == NCCL
 

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
 from dtrain.checkpoint import Retention
@@ -22,15 +21,15 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
-from dtrain.errors import CheckpointError, ConfigError, CorruptionError, ModelError, NonFiniteError
-from dtrain.models import num_targets
-from dtrain.precision.forward import find_loss
+from dtrain.errors import CheckpointError, CorruptionError, NonFiniteError
+from dtrain.tasks import Task, num_targets
 from dtrain.telemetry.memory import peak_memory
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import PhaseTimes, StepTimer, StepTiming
 from dtrain.train.adapters import AdapterCheck
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.signals import StopSignals
+from dtrain.train.validation import to_device, validate
 
 TOKENS = "tokens"
 """Key in a checkpoint's extra: tokens of the applied steps, whose batch sizes may have differed."""
@@ -48,14 +47,16 @@ class TrainingData:
     Attributes:
         loader: this rank's micro-batches, from the engine's data cursor on.
         validation: returns a new iterator over this rank's validation micro-batches, and whether each one counts.
-        tokens_per_micro_batch: the same in all micro-batches, whether they count in the loss or not.
-        tokens_before: tokens that counted in the loss of the steps before.
+        task: what the model learns, and what validation measures.
+        tokens_per_micro_batch: targets, the same in all micro-batches, whether they count in the loss or not.
+        tokens_before: targets that counted in the loss of the steps before.
         prefetch: batches prepared ahead in a thread; 0: none.
         growth: sizes of the batch of each step, for the metrics; None: they have none.
     """
 
     loader: BatchStream
     validation: Validation
+    task: Task
     tokens_per_micro_batch: int
     tokens_before: int = 0
     prefetch: int = 0
@@ -79,7 +80,7 @@ class TrainResult:
     finished: bool
     tokens: int  # that counted in the loss of all applied steps, including those before a resume
     train_loss: float | None
-    val_losses: Mapping[str, float]  # of the last validation
+    val_losses: Mapping[str, float]  # and metrics of the last validation
     timing: StepTiming  # of this run's steps without the first, which compiles
 
 
@@ -274,13 +275,18 @@ class Trainer:
         if self._validated[0] == step:
             return
         with self._timer.paused():
-            losses = {"val_loss": validation_loss(self._engine, self._data.validation())}
+            losses = self._measure("")
             if self._engine.ema_decay is not None:
                 with self._engine.ema():
-                    losses["val_loss_ema"] = validation_loss(self._engine, self._data.validation())
+                    losses |= self._measure("_ema")
         self._validated = (step, losses)
         for sink in self._sinks:
             sink.validation(step, losses)
+
+    def _measure(self, suffix: str) -> dict[str, float]:
+        data = self._data
+        found = validate(self._engine, data.task, data.validation())
+        return {f"val_{name}{suffix}": value for name, value in found.items()}
 
     def _save_with_validation(self, step: int, *, when_busy: str) -> None:
         """Saves, after a validation if ``keep_best`` needs the loss of this step."""
@@ -327,48 +333,6 @@ def micro_batch_weight(micro: dict[str, Tensor], num_tokens: int) -> float:
     weights are exactly 1, and no gradient need be multiplied.
     """
     return num_targets(micro["targets"]) / num_tokens
-
-
-def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Returns ``batch`` on ``device`` without waiting for it."""
-    if device.type == "cuda":
-        # a copy from pageable memory may wait for all that is queued; torch keeps pinned memory until the copy is done
-        batch = {name: tensor.pin_memory() if tensor.device.type == "cpu" else tensor for name, tensor in batch.items()}
-    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-
-
-def validation_loss(engine: Engine, batches: Iterator[tuple[dict[str, Tensor], bool]]) -> float:
-    """Mean loss over the targets of all ranks' micro-batches, of which each rank has the same number.
-
-    One small all-gather; the FP64 sum is in the order of the micro-batches, independent of the world size.
-
-    Args:
-        batches: micro-batches, and whether each one counts.
-
-    Raises:
-        ModelError: the model returns no loss.
-        ConfigError: there is no target that counts.
-    """
-    rows: list[Tensor] = []
-    with engine.eval():
-        for micro, counts in batches:
-            output = engine(**to_device(micro, engine.device))
-            loss = find_loss(output)
-            if loss is None:
-                raise ModelError(
-                    f"a model must return its loss in eval mode too; got a {type(output).__name__} without one"
-                )
-            weight = num_targets(micro["targets"]) if counts else 0
-            # filled in on the device: new_tensor would copy the number there and wait
-            total = loss.double() * weight if weight else loss.new_zeros((), dtype=torch.float64)  # not NaN x 0
-            rows.append(torch.stack((total, loss.new_full((), weight, dtype=torch.float64))))
-    gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")
-    # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
-    totals, weights = gathered.view(engine.world_size, -1, 2).transpose(0, 1).reshape(-1, 2).unbind(1)
-    num_counted = sum(weights.tolist())
-    if not num_counted:
-        raise ConfigError("no target of the validation data counts in the loss; check how the targets are masked")
-    return float(sum(totals.tolist()) / num_counted)
 
 
 def _due(step: int, every: int) -> bool:

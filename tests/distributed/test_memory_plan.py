@@ -67,7 +67,7 @@ def configuration(ranks: int, keys: list[str], defaults: dict[str, Any]) -> RunC
 def build(config: RunConfig, comm: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
     """Returns engine, micro-batch and number of micro-batches of a step."""
     dataset = load_dataset(config.data, config.model.max_seq_len)
-    engine = make_engine(config, build_model(config.model, dataset.vocab_size, config.seed), comm)
+    engine = make_engine(config, build_model(config.model, dataset.task, config.seed), comm)
     size = config.train.micro_batch_size
     batch = dataset.train.batch(dataset.train.order(0, np.arange(size, dtype=np.int64)))
     return engine, batch, config.train.global_batch_size // (size * comm.world_size)

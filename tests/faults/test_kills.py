@@ -220,7 +220,7 @@ POINTS: dict[str, tuple[str, int, int | None]] = {
     "delete: files": (f"{CHECKPOINT}.storage:remove_file", 4, 0),
     "delete: directory": (f"{CHECKPOINT}.storage:remove_directory", 2, 0),
     "save: wait": (f"{CHECKPOINT}.async_saver:AsyncSaver.wait", 6, -1),
-    "end: validation": ("dtrain.train.trainer:validation_loss", 1, -1),
+    "end: validation": ("dtrain.train.trainer:validate", 1, -1),
     "end: summary": ("dtrain.train.run:write_summary", 1, 0),
     "end: lease": (f"{CHECKPOINT}.lease.lease:Lease.release", 1, 0),
 }

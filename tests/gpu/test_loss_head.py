@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.models.causal_lm import IGNORE_INDEX, causal_lm_output
+from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
+from dtrain.tasks import IGNORE_INDEX
 from tests.gpu.device import DEVICE, needs_gpu
 from tests.helpers.oracle import normwise_error
 

@@ -20,7 +20,7 @@ from dtrain.distributed.process_group import ProcessGroup, all_gather_single, re
 from dtrain.distributed.setup import disconnect
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import upload
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 from tests.gpu.device import needs_gpu
 
 pytestmark = needs_gpu("streams")

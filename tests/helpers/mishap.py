@@ -37,7 +37,7 @@ FUNCTIONS = {
     "update": "dtrain.optim.flat:FlatUpdate.update",
     "gather": "dtrain.sharding.replicas:Replica.start_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
-    "validation": "dtrain.train.trainer:validation_loss",
+    "validation": "dtrain.train.trainer:validate",
     "data": "dtrain.data.loader:BatchLoader.__next__",
     "model": "dtrain.models.transformer:build",
     "create": "dtrain.checkpoint.storage:create",

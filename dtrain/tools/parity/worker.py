@@ -29,7 +29,7 @@ from dtrain.tools.parity.oracle import PlainTraining
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.ranks import failure_reason, open_result, read_job
 from dtrain.train.setup import check_inputs, check_patterns, make_engine, make_loader, make_policy, set_threads
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 
 ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
 
@@ -88,7 +88,7 @@ def _train_with_engine(job: ParityJob, config: RunConfig) -> None:
     comm = connect(device, timeout_s=config.launch.timeout_s)
     set_threads(config, comm)
     dataset = load_dataset(config.data, config.model.max_seq_len)
-    model = build_model(config.model, dataset.vocab_size, config.seed)
+    model = build_model(config.model, dataset.task, config.seed)
     check_patterns(config, model)
     check_inputs(model, dataset)
     engine = make_engine(config, model, comm)
@@ -128,7 +128,7 @@ def _plain_training(
     config: RunConfig, dataset: Dataset, device: torch.device, policy: PrecisionPolicy, *, perturbation: float
 ) -> PlainTraining:
     set_matmul_precision(policy)
-    model = build_model(config.model, dataset.vocab_size, config.seed).float().to(device)
+    model = build_model(config.model, dataset.task, config.seed).float().to(device)
     return PlainTraining(
         model,
         cast(OptimConfig, config.optim),  # checked by cli.checks

@@ -100,10 +100,10 @@ def show_roofline(run: PlannedRun, network: Path | None) -> None:
     parts = {"products": bound.products, "other operations": bound.others, "update": bound.update, "step": bound.busy}
     rows = [(name, f"{1e3 * seconds:.4g}", f"{seconds / bound.busy:.0%}") for name, seconds in parts.items()]
     show([Table(f"Least time of a step on {run.device.name}", ("part", "ms", "share"), rows)])
-    tokens = run.config.train.global_batch_size * run.config.model.max_seq_len
+    tokens = run.config.train.global_batch_size * run.config.targets_per_sample
     print(
-        f"at most {tokens / bound.busy:,.0f} tokens/s on {plural(run.num_ranks, 'rank')}: each operation alone, at the "
-        "published rate or bandwidth; nothing is measured, and no run reaches it"
+        f"at most {tokens / bound.busy:,.0f} {run.unit}/s on {plural(run.num_ranks, 'rank')}: each operation alone, at "
+        "the published rate or bandwidth; nothing is measured, and no run reaches it"
     )
     if run.compiles_blocks:
         print("the blocks are taken as uncompiled (model.compile): compiled ones read and write less between products")

@@ -191,7 +191,7 @@ def describe(cause: Cause, run: PlannedRun) -> tuple[str, str]:
         return _describe_rows(size, run)
     if cause.kind == HEAD_DIM:
         return f"head dim {size}", "model.num_heads = model.hidden_dim / head dim" if is_built_in else _origin(run)
-    if size == vocabulary(model, run.vocab_size) and model.factory != HF_FACTORY:
+    if size == vocabulary(model, run.task) and model.factory != HF_FACTORY:
         return f"vocabulary {size}{others}", (
             f"the head of {model.factory}: padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the "
             "vocabulary before the loss"
@@ -223,7 +223,7 @@ def _origin(run: PlannedRun) -> str:
 
 
 def _pad_multiple(cause: Cause, run: PlannedRun) -> int:
-    is_vocabulary = cause.kind not in (BATCH, HEAD_DIM) and cause.size == vocabulary(run.config.model, run.vocab_size)
+    is_vocabulary = cause.kind not in (BATCH, HEAD_DIM) and cause.size == vocabulary(run.config.model, run.task)
     return VOCAB_MULTIPLE if is_vocabulary else cause.multiple
 
 

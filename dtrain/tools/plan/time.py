@@ -108,12 +108,12 @@ def phase_table(times: RankTime) -> Table:
 
 def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]:
     step, train = times.step, run.config.train
-    tokens = train.global_batch_size * run.config.model.max_seq_len
+    tokens = train.global_batch_size * run.config.targets_per_sample
     totals = [busy + waited for busy, waited in zip(step.busy_ms, step.waited_ms, strict=True)]
     low, _, high = quantiles(totals, n=4)
     lines = [
         f"{step.ms:.4g} ms a step (half of them between {low:.4g} and {high:.4g}), {tokens / step.ms * 1e3:,.0f} "
-        f"tokens/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} take "
+        f"{run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} take "
         f"{_duration(train.steps * step.ms / 1e3)}, without evaluation and checkpoints"
     ]
     if run.compiles_blocks:

@@ -34,7 +34,7 @@ from dtrain.tools.probe.trials import FormatTraining, failed_trial, interleave, 
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.setup import check_inputs, check_patterns, check_precision, set_threads, torch_settings_restored
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 
 
 @dataclass
@@ -102,7 +102,7 @@ class _Probe:
         set_threads(self.base, connect(device))
         self.dataset: Dataset = load_dataset(config.data, config.model.max_seq_len)
         self.steps = load_steps(self.base, self.dataset)
-        model = build_model(config.model, self.dataset.vocab_size, config.seed)
+        model = build_model(config.model, self.dataset.task, config.seed)
         check_inputs(model, self.dataset)
         for name in formats:
             check_patterns(config.training(name), model)
@@ -119,7 +119,7 @@ class _Probe:
         num = train.global_batch_size // train.micro_batch_size
         return (
             f"{config.steps} steps of {plural(num, 'micro-batch') if num == 1 else f'{num} micro-batches'} of "
-            f"{train.micro_batch_size} x {config.model.max_seq_len} tokens"
+            f"{train.micro_batch_size} x {self.base.targets_per_sample} {self.dataset.task.unit}"
         )
 
     def run(self, command: str, left_out: dict[str, str]) -> ProbeReport:
@@ -175,7 +175,7 @@ class _Probe:
         return reference, [(done | failed)[name] for name in self.formats]
 
     def _training(self, config: RunConfig, *, perturbed: bool = False) -> FormatTraining:
-        return FormatTraining(config, self.dataset.vocab_size, self.device, perturbed=perturbed)
+        return FormatTraining(config, self.dataset.task, self.device, perturbed=perturbed)
 
     def _noise_runs(self) -> Iterator[NoiseRun]:
         yield self._noise_run("weights an ulp away", self.base, self.steps, perturbed=True)
@@ -201,7 +201,7 @@ class _Probe:
             seed=config.seed, lr=config.optim.lr, float8=config.precision.float8, fp16=FP16Products
         )
         # gradients are largest at the start, and a constant loss scale must hold there too
-        start = build_model(config.model, self.dataset.vocab_size, config.seed).float().to(self.device)
+        start = build_model(config.model, self.dataset.task, config.seed).float().to(self.device)
         first = analyze(start, self._on_device(self.steps[0]), self._formats_of_gradients(), settings)
         if first.loss_scale is not None:
             settings = replace(settings, max_scale=first.loss_scale)

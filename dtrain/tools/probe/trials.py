@@ -19,16 +19,18 @@ from dtrain.distributed.setup import connect
 from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.native import NativeEngine
 from dtrain.engine.outcome import StepOutcome
-from dtrain.models import build_model, num_targets
+from dtrain.models import build_model
 from dtrain.precision.float8.options import resolve_float8
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.fp16_products import FP16Products
 from dtrain.precision.hardware import has_bf16_products
+from dtrain.tasks import Task
 from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, perturb_by_an_ulp
 from dtrain.tools.probe.records import Trial
 from dtrain.tools.ranks import failure_reason
 from dtrain.train.setup import make_engine
-from dtrain.train.trainer import to_device
+from dtrain.train.trainer import micro_batch_weight
+from dtrain.train.validation import to_device
 
 _UNTIMED_STEPS = 3  # of a trial: kernels are chosen and memory is allocated
 
@@ -66,7 +68,7 @@ class FormatTraining:
 
     Args:
         config: the run; its precision is the format.
-        vocab_size: vocabulary of the data.
+        task: of the data.
         device: device to train on.
         perturbed: start an ulp away from the weights of ``config.seed``.
 
@@ -76,19 +78,20 @@ class FormatTraining:
         failure: why the training cannot go on.
     """
 
-    def __init__(self, config: RunConfig, vocab_size: int, device: torch.device, *, perturbed: bool = False) -> None:
+    def __init__(self, config: RunConfig, task: Task | int, device: torch.device, *, perturbed: bool = False) -> None:
         self.name = config.precision.name
         self.losses: list[float] = []
         self.skipped = 0
         self.failure: str | None = None
         self._config = config
-        self._vocab_size = vocab_size
+        self._task = task
+        self._num_targets = config.train.micro_batch_size * config.targets_per_sample
         self._device = device
         self._is_emulated = is_emulated(config, device)
         self._uses_fp16 = "fp16" in (self.name, *config.precision.rules.values())
         self._seconds: list[float] = []
         self._memory = 0
-        model = build_model(config.model, vocab_size, config.seed)
+        model = build_model(config.model, task, config.seed)
         if perturbed:
             perturb_by_an_ulp(model, config.seed)
         with quiet():
@@ -130,7 +133,7 @@ class FormatTraining:
         begin = time.perf_counter()
         with emulated:
             for micro in engine.accumulate(micro_batches):
-                weight = num_targets(micro["targets"]) / micro["targets"].numel()
+                weight = micro_batch_weight(micro, self._num_targets)
                 engine.backward(engine(**to_device(micro, self._device)), weight=weight)
         outcome = engine.step()
         self._wait()
@@ -175,7 +178,7 @@ class FormatTraining:
     def plain_model(self) -> nn.Module:
         """Returns a new module of the user's own, in FP32 on the device, with this training's masters and buffers."""
         config = self._config
-        model = build_model(config.model, self._vocab_size, config.seed).float().to(self._device)
+        model = build_model(config.model, self._task, config.seed).float().to(self._device)
         weights = self.engine.master_state()
         buffers = dict(self.engine.module.named_buffers())
         with torch.no_grad():

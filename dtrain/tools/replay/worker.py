@@ -50,7 +50,8 @@ from dtrain.train.setup import (
     set_threads,
     torch_settings_restored,
 )
-from dtrain.train.trainer import micro_batch_weight, to_device
+from dtrain.train.trainer import micro_batch_weight
+from dtrain.train.validation import to_device
 
 
 def main() -> int:
@@ -107,7 +108,7 @@ class _Replayer:
         self._config = config
         self._dataset = load_dataset(config.data, config.model.max_seq_len)
         _check_data(self._dataset, job, config)
-        model = build_model(config.model, self._dataset.vocab_size, config.seed)
+        model = build_model(config.model, self._dataset.task, config.seed)
         check_patterns(config, model)
         check_inputs(model, self._dataset)
         engine = make_engine(config, model, comm, job.contract)
@@ -142,7 +143,7 @@ class _Replayer:
         return _replayed(engine.attempted_steps, outcome)
 
     def _weight(self, micro: dict[str, Tensor]) -> float:
-        return micro_batch_weight(micro, self._config.train.micro_batch_size * self._config.model.max_seq_len)
+        return micro_batch_weight(micro, self._config.train.micro_batch_size * self._config.targets_per_sample)
 
     def last_step(self, checkpoint: str | None, steps: list[ReplayedStep]) -> ReplayResult:
         """Trains the step that was asked for, and writes down everything about it."""
@@ -188,7 +189,7 @@ class _Replayer:
         engine, source, size = self.engine, self._dataset.train, self._config.train.micro_batch_size
         indices = micro_batch_indices(cursor, number, engine.rank, engine.world_size, size)
         samples = source.order(self._config.seed, indices)
-        texts = [self._dataset.codec.decode(tokens) for tokens in micro["tokens"]]
+        texts = self._dataset.task.describe(micro)
         index = number * engine.world_size + engine.rank
         return MicroBatchRecord(index, samples.tolist(), finite(loss), weight, texts, first_nonfinite(recorder))
 

@@ -12,9 +12,9 @@ import torch
 from dtrain.cli.resolve import compose
 from dtrain.config.data import ChatDataConfig, TextDataConfig
 from dtrain.data import Dataset, load_dataset
-from dtrain.data.dataset import IGNORE_INDEX
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
+from dtrain.tasks import IGNORE_INDEX
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train.run import run_training
 from tests.helpers.hf_models import block_network
@@ -309,13 +309,13 @@ def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     keys: dict[str, Any] = {"files": str(tmp_path / "*.txt"), "validation_percent": 20.0}
     data = load_dataset(TextDataConfig(tokenizer=str(folder / "tokenizer.json"), **keys), 8)
     tokenizer = TokenizerFile(folder)
-    assert (data.vocab_size, data.codec.end_id) == (tokenizer.vocab_size, tokenizer.end_id)
+    assert (data.task.num_outputs, data.codec.end_id) == (tokenizer.vocab_size, tokenizer.end_id)
     batch = data.train.batch(np.arange(data.train.num_samples))
     text = data.codec.decode(batch["tokens"].flatten())
     assert "<|end|>what is two plus " in text
     assert "? é<|end|>" in text
     bytes_only = load_dataset(TextDataConfig(**keys), 8)
-    assert bytes_only.vocab_size == 257
+    assert bytes_only.task.num_outputs == 257
     assert bytes_only.fingerprint != data.fingerprint
     assert bytes_only.fingerprint != load_dataset(TextDataConfig(**keys | {"validation_percent": 30.0}), 8).fingerprint
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")

@@ -12,12 +12,12 @@ from torch import Tensor
 from dtrain.config.growth import BatchGrowth
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.data import BatchLoader, PrefetchedBatches, SampleSource
-from dtrain.data.dataset import IGNORE_INDEX
 from dtrain.data.growing import GrowingBatches, cut_rows
 from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
 from dtrain.models import build_model
+from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.token_shards import MemoryShards
 
 LENGTH, MICRO, WORLD = 16, 2, 2

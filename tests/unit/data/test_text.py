@@ -151,7 +151,7 @@ def test_the_shortest_text_gives_one_window_each_and_less_is_refused(tmp_path: P
 def test_any_bytes_are_text(tmp_path: Path) -> None:
     (tmp_path / "a.bin").write_bytes(bytes(range(256)) * 2)
     data = load(tmp_path / "a.bin")
-    assert data.vocab_size == 257
+    assert data.task.num_outputs == 257
     assert data.codec.decode(torch.tensor([104, 105, END_OF_DOCUMENT, 195, 169, 255])) == "hi<|end|>é�"
     assert data.codec.decode([104, 105]) == "hi"
     assert data.codec.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary

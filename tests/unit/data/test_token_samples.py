@@ -13,8 +13,9 @@ from torch import Tensor
 
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.data.packing import pack_documents
-from dtrain.data.token_samples import IGNORE_INDEX, PackedDocuments, ShardWindows
+from dtrain.data.token_samples import PackedDocuments, ShardWindows
 from dtrain.models import build_model
+from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.token_shards import MemoryShards
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=2, max_size=40).filter(lambda lengths: sum(lengths) > 1)

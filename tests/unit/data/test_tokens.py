@@ -11,8 +11,8 @@ import pytest
 from dtrain.config.data import TokensDataConfig
 from dtrain.data import Dataset, SampleSource, load_dataset, token_samples, tokens
 from dtrain.data.packing import pack_documents, write_plan
-from dtrain.data.token_samples import IGNORE_INDEX
 from dtrain.errors import ConfigError
+from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.token_shards import MemoryShards
 
 SEQ_LEN = 16

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.models import attention, build_model
 from dtrain.models.attention import causal_attention, document_borders
-from dtrain.models.causal_lm import IGNORE_INDEX
+from dtrain.tasks import IGNORE_INDEX
 
 VOCAB = 70
 LENGTH = 24

@@ -14,9 +14,10 @@ from torch import Tensor
 
 import dtrain
 from dtrain.errors import ModelError, UsageError
-from dtrain.models.causal_lm import IGNORE_INDEX, causal_lm_output
+from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
 from dtrain.planning.storages import StorageTracker
+from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import normwise_error
 

@@ -22,6 +22,7 @@ from dtrain.data.growing import GrowingBatches
 from dtrain.data.sampling import Indices
 from dtrain.engine.step import StepEngine
 from dtrain.models import build_model
+from dtrain.tasks import Language
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.precision import PrecisionFindings
 from dtrain.train.flops import flops_between
@@ -90,6 +91,7 @@ def train(rank: int, world: int, name: str) -> Seen:
     data = TrainingData(
         GrowingBatches(loader, GROWTH, 0),
         lambda: validation_batches(Random(), MICRO, 3),
+        Language(VOCAB),
         tokens_per_micro_batch=MICRO * LENGTH,
         growth=GROWTH,
         prefetch=1,

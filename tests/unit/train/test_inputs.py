@@ -17,6 +17,7 @@ from dtrain.data.token_samples import ShardWindows
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
+from dtrain.tasks import Language
 from dtrain.train.setup import check_inputs, check_tokenizer
 from tests.helpers.corpora import write_tokenizer
 from tests.helpers.token_shards import MemoryShards
@@ -34,7 +35,7 @@ class Open(nn.Module):
 
 def dataset(*, masks: bool) -> Dataset:
     source: SampleSource = ShardWindows(MemoryShards([10] * 9), 8, masks)  # type: ignore[arg-type]
-    return Dataset(source, source, "", "", 300, ByteCodec())
+    return Dataset(source, source, "", "", Language(300, ByteCodec()))
 
 
 def test_a_model_without_positions_is_refused_where_the_data_has_them() -> None:

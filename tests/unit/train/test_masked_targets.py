@@ -22,10 +22,11 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
-from dtrain.models.causal_lm import IGNORE_INDEX
+from dtrain.tasks import IGNORE_INDEX, Language
 from dtrain.train import trainer
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult, validation_loss
+from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
+from dtrain.train.validation import validate
 from tests.helpers.ranks import run_ranks
 
 VOCAB, LENGTH, GLOBAL_BATCH, STEPS = 17, 8, 8, 3
@@ -171,5 +172,7 @@ def test_a_validation_micro_batch_without_targets_does_not_count() -> None:
     source = Masked()
     with engine.eval():
         assert math.isnan(engine(**{name: tensor[:1] for name, tensor in first_batch().items()})["loss"].item())
-    found = [validation_loss(engine, validation_batches(source, size, 24 // size)) for size in (1, 4, 12)]
+    found = [
+        validate(engine, Language(VOCAB), validation_batches(source, size, 24 // size))["loss"] for size in (1, 4, 12)
+    ]
     assert found == pytest.approx([found[0]] * 3, rel=1e-6)

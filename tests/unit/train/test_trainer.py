@@ -27,10 +27,12 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError, CommunicationError, CorruptionError, ModelError, NonFiniteError
+from dtrain.tasks import Language
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.precision import PrecisionFindings
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult, to_device, validation_loss
+from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
+from dtrain.train.validation import to_device, validate
 from tests.helpers.ranks import run_ranks
 
 _BATCH = 4
@@ -96,6 +98,9 @@ class _CountingEngine:
     def backward(self, output: dict[str, Tensor], *, weight: float) -> None:
         assert output["loss"].dim() == 0
         assert weight == 1.0
+
+    def copy_buffers(self) -> None:
+        pass
 
     def request_stop(self) -> None:
         self._stop = True
@@ -208,7 +213,7 @@ def _train(
         engine.backward = interrupted  # type: ignore[method-assign]
     trainer = Trainer(
         cast(Engine, engine),
-        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), tokens_per_micro_batch=2, tokens_before=1000),
+        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), Language(50), 2, tokens_before=1000),
         TrainConfig(**config),
         SaveOptions(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
         stop=stop,
@@ -546,7 +551,8 @@ def _validate(rank: int, world: int) -> list[float]:
 
     comm = make_communicator(dist.group.WORLD if world > 1 else None, torch.device("cpu"))
     engine = cast(Engine, _CountingEngine(comm=comm))
-    return [validation_loss(engine, validation_batches(_Source(), 7, num, rank, world)) for num in _NUM_BATCHES]
+    task = Language(50)
+    return [validate(engine, task, validation_batches(_Source(), 7, num, rank, world))["loss"] for num in _NUM_BATCHES]
 
 
 @pytest.mark.processes
@@ -560,4 +566,4 @@ def test_a_model_without_a_loss_is_named() -> None:
     engine = _CountingEngine()
     engine.__class__ = type("Lossless", (_CountingEngine,), {"__call__": lambda self, x, targets: {"logits": x}})
     with pytest.raises(ModelError, match=r"must return its loss .*got a dict"):
-        validation_loss(cast(Engine, engine), validation_batches(_Source(), 2, 1))
+        validate(cast(Engine, engine), Language(50), validation_batches(_Source(), 2, 1))

@@ -31,7 +31,7 @@ from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.tools.ranks import failure_reason, open_result, read_job
 from dtrain.train.setup import make_engine, make_loader, torch_settings_restored
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 
 STEPS = 20
 _FP16_SCALE = 1024.0  # constant: a dynamic scale would begin with skipped steps
@@ -125,7 +125,7 @@ def run_config(case: TrainingCase, *, small: bool) -> RunConfig:
 def _train(config: RunConfig, device: torch.device, datasets: dict[int, Dataset]) -> dict[str, Any]:
     length = config.model.max_seq_len
     dataset = datasets.setdefault(length, datasets.get(length) or load_dataset(config.data, length))
-    model = build_model(config.model, dataset.vocab_size, config.seed)
+    model = build_model(config.model, dataset.task, config.seed)
     engine = make_engine(config, model, connect(device))
     loader = make_loader(config, dataset, engine)
     outcomes = []

@@ -22,7 +22,6 @@ import dtrain
 from dtrain.config.data import TokensDataConfig
 from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig
 from dtrain.data import BatchLoader, load_dataset
-from dtrain.data.dataset import IGNORE_INDEX
 from dtrain.data.packing import Packing, pack_documents
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.text import stdlib_documents
@@ -31,12 +30,13 @@ from dtrain.data.tokenizer import TokenizerFile
 from dtrain.distributed.setup import choose_device
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import BenchError
-from dtrain.models import build_model, num_targets
+from dtrain.models import build_model
+from dtrain.tasks import IGNORE_INDEX, num_targets
 from dtrain.tools.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.tools.bench.records import OperationResults, OperationTiming
 from dtrain.tools.ranks import environment
 from dtrain.tools.tables import plural
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 
 _DESCRIPTION = (
     "{documents:,} documents of the standard library's text, cut to log-normal lengths with a median of {median} "

@@ -41,7 +41,7 @@ from dtrain.tools.bench.records import Footprint, LinearFormat, RankJob
 from dtrain.tools.bench.training.activations import bytes_kept
 from dtrain.tools.bench.training.vote_timing import Stopwatch, time_vote
 from dtrain.tools.ranks import failure_reason, open_result
-from dtrain.train.trainer import to_device
+from dtrain.train.validation import to_device
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def prepare(job: RankJob, device: torch.device) -> RankTraining:
     """Builds the job's model, data and engine or peer; the process group exists."""
     case, config = job.case, run_config(job)
     dataset = load_dataset(config.data, config.model.max_seq_len)
-    model = build_model(config.model, dataset.vocab_size, config.seed)
+    model = build_model(config.model, dataset.task, config.seed)
     loader = BatchLoader(
         dataset.train,
         seed=config.seed,

@@ -46,7 +46,7 @@ def steps(config: ProbeConfig, dataset: Dataset) -> list[MicroBatches]:
 
 
 def start(config: RunConfig, dataset: Dataset, **options: Any) -> FormatTraining:
-    return FormatTraining(config, dataset.vocab_size, CPU, **options)
+    return FormatTraining(config, dataset.task, CPU, **options)
 
 
 def at_scale(config: RunConfig, **scale: Any) -> RunConfig:

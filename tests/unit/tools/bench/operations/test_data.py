@@ -9,10 +9,10 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.config.model import ModelConfig
-from dtrain.data.dataset import IGNORE_INDEX
 from dtrain.data.text import Document
 from dtrain.errors import BenchError
 from dtrain.models import build_model
+from dtrain.tasks import IGNORE_INDEX
 from dtrain.tools.bench.operations import data
 from dtrain.tools.bench.records import OperationResults, read_results
 from dtrain.tools.bench.report.document import describe

@@ -1,0 +1,125 @@
+"""Denoising: a diffusion model that predicts the noise in an image, and images drawn from noise at the end.
+
+Ho et al., "Denoising Diffusion Probabilistic Models" (2020): an image x becomes sqrt(a) x + sqrt(1 - a) e with Gaussian
+noise e, and the model predicts e. The signal's share ``a`` of each time follows the cosine of Nichol and Dhariwal,
+"Improved Denoising Diffusion Probabilistic Models" (2021), section 3.2. Images are drawn without fresh noise between
+steps: Song et al., "Denoising Diffusion Implicit Models" (2021), equation 12 with sigma = 0.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.tasks.task import Sample, SampleOptions, Task, Validation, require_shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from dtrain.engine.interface import Engine
+
+_DRAWN_STEPS = 50
+_MOST_IMAGES = 64
+_LEAST_SIGNAL = 1e-4  # of the last time; exactly none would divide by zero
+
+
+def signal_shares(num_times: int) -> Tensor:
+    """Returns the share of the signal's variance at each time, FP32 [num_times], from almost 1 to almost 0."""
+    times = torch.arange(1, num_times + 1, dtype=torch.float64) / num_times
+    offset = 0.008
+
+    def cosine(time: Tensor) -> Tensor:
+        return torch.cos((time + offset) / (1 + offset) * math.pi / 2).square()
+
+    return (cosine(times) / cosine(torch.zeros((), dtype=torch.float64))).clamp(_LEAST_SIGNAL, 1.0).float()
+
+
+def add_noise(images: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
+    """Returns ``images`` [B, C, H, W] with ``noise`` of the same shape, at signal shares [B]."""
+    shares = shares.view(-1, 1, 1, 1)
+    return shares.sqrt() * images + (1 - shares).sqrt() * noise
+
+
+@dataclass(frozen=True)
+class Denoising(Task):
+    """Mean squared error of the predicted noise.
+
+    A batch has ``noisy`` FP32 [B, C, H, W], ``times`` int64 [B] below ``num_times``, ``classes`` int64 [B], and
+    ``targets``, the noise.
+
+    Attributes:
+        labels: names of the classes.
+        input_shape: shape of one image, [C, H, W], with values in [-1, 1].
+        num_times: times between the image and noise.
+    """
+
+    name = "denoising"
+    labels: tuple[str, ...]
+    input_shape: tuple[int, ...]
+    num_times: int = 1000
+
+    @property
+    def num_outputs(self) -> int:  # type: ignore[override]
+        return len(self.labels)
+
+    def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
+        require_shape(prediction, targets.shape, "the noise of each image")
+        return F.mse_loss(prediction, targets)
+
+    def describe(self, batch: dict[str, Tensor]) -> list[str]:
+        pairs = zip(batch["classes"].tolist(), batch["times"].tolist(), strict=True)
+        return [f"{self.labels[label]} at time {time}" for label, time in pairs]
+
+    def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
+        """Returns images drawn from noise, one or more of each class."""
+        num = max(_MOST_IMAGES // self.num_outputs, 1) * min(self.num_outputs, _MOST_IMAGES)
+        classes = (torch.arange(num) % self.num_outputs).sort().values
+        images = draw(engine, self, classes, torch.Generator().manual_seed(options.seed))
+        return Sample(f"{num} images drawn from noise, by class: {', '.join(self.labels[:num])}", _figure(images))
+
+
+def draw(
+    engine: Engine, task: Denoising, classes: Tensor, generator: torch.Generator, num_steps: int = _DRAWN_STEPS
+) -> Tensor:
+    """Returns an image of each of ``classes`` [B], FP32 [B, C, H, W] in [-1, 1] in host memory; all ranks call."""
+    device = engine.device
+    shares = signal_shares(task.num_times).to(device)
+    times = torch.linspace(task.num_times - 1, 0, num_steps, device=device).round().long()
+    # drawn on the CPU, so that all devices begin with the same noise
+    images = torch.randn(len(classes), *task.input_shape, generator=generator).to(device)
+    classes = classes.to(device)
+    with engine.eval():
+        for step, time in enumerate(times):
+            noise = engine(noisy=images, times=time.expand(len(classes)), classes=classes).prediction
+            share = shares[time]
+            clean = ((images - (1 - share).sqrt() * noise) / share.sqrt()).clamp(-1, 1)
+            if step + 1 == len(times):
+                images = clean
+                break
+            following = shares[times[step + 1]]
+            # the noise that fits the clamped image
+            noise = (images - share.sqrt() * clean) / (1 - share).sqrt()
+            images = following.sqrt() * clean + (1 - following).sqrt() * noise
+    return images.cpu()
+
+
+def _figure(images: Tensor) -> Figure:
+    from matplotlib.figure import Figure  # it takes half a second to import
+
+    columns = math.ceil(math.sqrt(2 * len(images)))
+    rows = math.ceil(len(images) / columns)
+    num, channels, height, width = images.shape
+    filled = images.new_full((rows * columns, channels, height, width), 1.0)
+    filled[:num] = images
+    grid = filled.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    pixels = ((grid.reshape(rows * height, columns * width, channels) + 1) / 2).numpy()
+    figure = Figure(figsize=(10, 10 * rows * height / (columns * width)), dpi=110)
+    axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
+    axes.imshow(pixels.squeeze(-1) if channels == 1 else pixels, cmap="gray", vmin=0, vmax=1)
+    axes.axis("off")
+    return figure

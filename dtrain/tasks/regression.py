@@ -1,0 +1,92 @@
+"""Regression: numbers, with the root mean squared error in the targets' own unit and a picture of the fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dtrain.tasks.task import Sample, SampleOptions, Task, Validation, gather_samples, require_shape
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from dtrain.engine.interface import Engine
+
+
+@dataclass(frozen=True)
+class Regression(Task):
+    """Mean squared error; ``targets`` are FP32 [B, D].
+
+    Attributes:
+        input_shape: shape of one input.
+        mean: of each target value; the model learns (target - mean) / std.
+        std: of each target value.
+    """
+
+    name = "regression"
+    input_shape: tuple[int, ...]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def num_outputs(self) -> int:  # type: ignore[override]
+        return len(self.mean)
+
+    def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
+        require_shape(prediction, targets.shape, "a number for each sample and target value of the data")
+        return F.mse_loss(prediction, targets)
+
+    def sums(self, output: Any, targets: Tensor) -> Tensor:
+        """Returns for each target value the squared errors, the values and their squares, in the data's own unit."""
+        std = targets.new_tensor(self.std).double()
+        errors = (output.prediction.double() - targets.double()) * std
+        values = targets.double() * std  # about the mean: smaller numbers lose less
+        return torch.cat((errors.square().sum(0), values.sum(0), values.square().sum(0)))
+
+    def metrics(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
+        size = self.num_outputs
+        errors, values, squares = (sums[start : start + size] for start in range(0, 3 * size, size))
+        around = sum(square - value * value / count for square, value in zip(squares, values, strict=True))
+        found = {"rmse": math.sqrt(sum(errors) / count / size)}
+        if around > 0:
+            found["r2"] = 1 - sum(errors) / around
+        return found
+
+    def describe(self, batch: dict[str, Tensor]) -> list[str]:
+        values = batch["targets"] * torch.tensor(self.std) + torch.tensor(self.mean)
+        return [", ".join(f"{value:.5g}" for value in row) for row in values.tolist()]
+
+    def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
+        """Returns predicted against true values of the validation samples."""
+        size = self.num_outputs
+        rows = gather_samples(
+            engine, validation, lambda output, batch: torch.cat((batch["targets"], output.prediction), dim=1)
+        )
+        std, mean = torch.tensor(self.std, dtype=torch.float64), torch.tensor(self.mean, dtype=torch.float64)
+        true, predicted = rows[:, :size] * std + mean, rows[:, size:] * std + mean
+        errors = (predicted - true).abs()
+        text = f"half of {len(rows)} validation samples are off by less than {float(errors.median()):.4g}"
+        return Sample(text, _draw(true, predicted, text))
+
+
+def _draw(true: Tensor, predicted: Tensor, title: str) -> Figure:
+    from matplotlib.figure import Figure  # it takes half a second to import
+
+    figure = Figure(figsize=(6.5, 6), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    for column in range(min(10, true.shape[1])):
+        label = f"target {column}" if true.shape[1] > 1 else None
+        axes.plot(true[:, column], predicted[:, column], ".", markersize=4, alpha=0.5, label=label)
+    low, high = float(min(true.min(), predicted.min())), float(max(true.max(), predicted.max()))
+    axes.plot([low, high], [low, high], color="black", linewidth=1)
+    axes.set(xlabel="true value", ylabel="predicted value", title=title, aspect="equal")
+    axes.grid(alpha=0.3)
+    if true.shape[1] > 1:
+        axes.legend()
+    return figure
