@@ -43,6 +43,7 @@ class Language(Task):
     needs_for_sample = "a model(tokens) whose output has logits"
     num_outputs: int
     codec: Codec | None = None
+    input_shape: tuple[int, ...] = ()
 
     def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
         raise NotImplementedError("a language model computes its own loss: forward(tokens=..., targets=...)")

@@ -92,7 +92,7 @@ class Task(ABC):
     needs_for_sample: ClassVar[str] = "a model(inputs) of this task"
     unit: ClassVar[str] = "samples"
     num_outputs: int
-    input_shape: tuple[int, ...] = ()
+    input_shape: tuple[int, ...]
 
     @abstractmethod
     def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,7 +107,6 @@ class Summary:
     train_loss: float | None
     val_loss: float | None
     val_loss_ema: float | None
-    val_metrics: Mapping[str, float]
     tokens_per_s: float | None
     mfu: float | None
     wall_s: float
@@ -119,6 +118,7 @@ class Summary:
     engine: str
     precision: str
     contract: dict[str, Any]
+    val_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Sink(Protocol):
