@@ -25,7 +25,15 @@ NEEDS = {
     ("data", "text"): ["data.files=*.txt"],
     ("data", "tokens"): ["data.path=tokens"],
     ("data", "chat"): ["data.files=*.jsonl", "data.tokenizer=model"],
+    ("data", "images"): ["data.path=photos", "model=convnet"],
+    ("data", "glyphs"): ["model=vit"],
+    ("data", "arrays"): ["data.path=a.safetensors", "model=mlp"],
+    ("data", "friedman"): ["model=mlp"],
     ("model", "hf"): ["model.path=model"],
+    ("model", "convnet"): ["data=glyphs"],
+    ("model", "vit"): ["data=glyphs"],
+    ("model", "mlp"): ["data=friedman"],
+    ("model", "denoiser"): ["data=glyphs", "data.task=denoising"],
     ("schedule", "wsd"): ["schedule.decay_steps=10"],
 }
 

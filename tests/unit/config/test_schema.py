@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
-from dtrain.config.data import ChatDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.config.data import ArraysDataConfig, ChatDataConfig, ImagesDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.engines import Native
 from dtrain.config.fields import CheckedRecord, check_field, in_keys, setting
 from dtrain.config.optim import AdamW, OptimConfig
@@ -27,6 +27,8 @@ def records(config: Any, prefix: str = "") -> list[tuple[str, Any]]:
 
 NEEDS: dict[type[Any], dict[str, Any]] = {
     TextDataConfig: {"files": "*.txt"},
+    ImagesDataConfig: {"path": "photos"},
+    ArraysDataConfig: {"path": "a.safetensors"},
     TokensDataConfig: {"path": "tokens"},
     ChatDataConfig: {"files": "*.jsonl", "tokenizer": "model"},
 }

@@ -17,8 +17,9 @@ import dtrain
 from dtrain.cli.resolve import compose
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
-from dtrain.models import build_model, generate
+from dtrain.models import build_model
 from dtrain.models.loss_head import _tell
+from dtrain.tasks import generate
 from dtrain.train.setup import check_patterns
 from tests.helpers.hf_models import VOCAB as HF_VOCAB
 from tests.helpers.hf_models import model_config, save_hf

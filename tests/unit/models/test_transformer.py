@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError, ModelError
-from dtrain.models import build_model, generate, train_flops_per_token, transformer
+from dtrain.models import build_model, train_flops_per_token, transformer
 from dtrain.models.transformer import Transformer, rotate, rotations
+from dtrain.tasks import generate
 
 SMALL = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=16)
 VOCAB = 70

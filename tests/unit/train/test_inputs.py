@@ -65,7 +65,7 @@ def test_tokens_of_another_tokenizer_than_the_models_are_refused(tmp_path: Path)
 
     def data(folder: Path) -> Dataset:
         file = TokenizerFile(folder)
-        return replace(dataset(masks=False), codec=file, tokenizer_file=file.path)
+        return replace(dataset(masks=False), task=Language(300, file), tokenizer_file=file.path)
 
     hf = ModelConfig(factory=HF_FACTORY, path=str(own))
     check_tokenizer(hf, data(own))

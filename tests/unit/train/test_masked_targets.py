@@ -70,6 +70,7 @@ def make_trainer(engine: Engine, source: Masked, num_micro_batches: int, steps: 
     data = TrainingData(
         BatchLoader(source, 0, size, num_micro_batches, rank, world),
         lambda: validation_batches(source, size, GLOBAL_BATCH // size, rank, world),
+        task=Language(VOCAB),
         tokens_per_micro_batch=size * LENGTH,
     )
     config = TrainConfig(steps=steps, eval_every=0, save_every=0)

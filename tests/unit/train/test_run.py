@@ -19,6 +19,7 @@ from dtrain.cli.resolve import compose
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
 from dtrain.precision.forward import REDUCED_SUMS
+from dtrain.tasks import language
 from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train import run
 from dtrain.train.run import run_training
@@ -237,7 +238,7 @@ def _sample_of_a_broken_model(rank: int, world: int, run_dir: str) -> int:
     def broken(*args: Any) -> Any:
         raise ValueError("no text from me")
 
-    run.generate = broken  # type: ignore[assignment]
+    language.generate = broken  # type: ignore[assignment]
     os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT), 2)
     return _run(rank, world, run_dir, "train.sample_tokens=8")
 
@@ -256,7 +257,7 @@ def _watch_around_the_sample(rank: int, world: int, run_dir: str) -> list[Any]:
     handler = SimpleNamespace(start_callbacks=[], end_callbacks=[])
     sys.modules["torch._dynamo.callback"] = SimpleNamespace(callback_handler=handler)  # type: ignore[assignment]
     seen: list[Any] = []
-    generate, log_summary = run.generate, run._log_summary
+    generate, log_summary = language.generate, run._log_summary
 
     def generate_and_see(engine: Any, *args: Any) -> Any:
         seen.extend((len(handler.start_callbacks), engine.progress))
@@ -266,7 +267,7 @@ def _watch_around_the_sample(rank: int, world: int, run_dir: str) -> list[Any]:
         seen[1] = seen[1].phase.name
         log_summary(*args)
 
-    run.generate, run._log_summary = generate_and_see, log_and_see
+    language.generate, run._log_summary = generate_and_see, log_and_see
     _run(rank, world, run_dir, "train.sample_tokens=2", "train.steps=2", "optim.compile=false")
     return [*seen, len(handler.start_callbacks)]
 
