@@ -1,0 +1,38 @@
+"""Opens images as samples of their task."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+
+from dtrain.config.data import GlyphsDataConfig, ImagesDataConfig
+from dtrain.data.dataset import Dataset, SampleSource
+from dtrain.data.images.glyphs import open_glyphs
+from dtrain.data.images.pictures import ClassifiedPictures, NoisyPictures, PictureSet
+from dtrain.tasks import Classification, Denoising, Task
+
+
+def load_images(config: ImagesDataConfig | GlyphsDataConfig) -> Dataset:
+    """Opens the images that ``config`` names.
+
+    Raises:
+        ConfigError: a folder is missing or does not hold a folder of images for each of at least two classes, or the
+            classes of validation are others.
+    """
+    if isinstance(config, GlyphsDataConfig):
+        opened = open_glyphs(config)
+    else:
+        raise NotImplementedError
+    task: Task
+    train: SampleSource
+    validation: SampleSource
+    if config.task == "denoising":
+        task = Denoising(opened.labels, opened.shape)
+        train = NoisyPictures(opened.train, task, is_drawn=True)
+        validation = NoisyPictures(opened.validation, task, is_drawn=False)
+    else:
+        task = Classification(opened.labels, opened.shape)
+        train = ClassifiedPictures(opened.train, opened.mean, opened.std, is_drawn=True)
+        validation = ClassifiedPictures(opened.validation, opened.mean, opened.std, is_drawn=False)
+    return Dataset(train, validation, opened.fingerprint, opened.description, task)

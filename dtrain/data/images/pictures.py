@@ -1,0 +1,123 @@
+"""Pictures by their id, and the samples of a task that are made of them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dtrain.data.dataset import SampleSource
+from dtrain.data.draws import drawn_ids, generator, spread
+from dtrain.data.sampling import Indices
+from dtrain.tasks import Denoising
+from dtrain.tasks.denoising import add_noise, signal_shares
+
+Pixels = NDArray[np.float32]
+
+_NOISE_STREAM = 1
+"""Stream of the draws of noise; pictures use stream 0."""
+
+
+class Pictures(ABC):
+    """Pictures of classes.
+
+    An id is that of :func:`dtrain.data.draws.drawn_ids`: the draw decides how a picture is changed at random.
+    """
+
+    @property
+    @abstractmethod
+    def num_samples(self) -> int:
+        """Number of samples."""
+
+    @abstractmethod
+    def read(self, ids: Indices) -> tuple[Pixels, Indices]:
+        """Returns pictures FP32 [B, C, S, S] with values in [0, 1], and their classes int64 [B]."""
+
+
+@dataclass(frozen=True)
+class PictureSet:
+    """Pictures to train on and to validate on.
+
+    Attributes:
+        labels: names of the classes.
+        shape: of one picture, [C, S, S].
+        mean: subtracted from a pixel to classify.
+        std: by which it is divided then.
+        fingerprint: see :class:`dtrain.data.dataset.Dataset`.
+        description: one line about the source and the validation split.
+    """
+
+    train: Pictures
+    validation: Pictures
+    labels: tuple[str, ...]
+    shape: tuple[int, int, int]
+    mean: float
+    std: float
+    fingerprint: str
+    description: str
+
+
+@dataclass(frozen=True, eq=False)
+class ClassifiedPictures(SampleSource):
+    """Batches of :class:`dtrain.tasks.Classification`: ``inputs`` (pixel - mean) / std, ``targets`` the classes.
+
+    Attributes:
+        is_drawn: each epoch has a draw of its own.
+    """
+
+    pictures: Pictures
+    mean: float
+    std: float
+    is_drawn: bool
+
+    @property
+    def num_samples(self) -> int:
+        return self.pictures.num_samples
+
+    def order(self, seed: int, indices: Indices) -> Indices:
+        return drawn_ids(seed, indices, self.num_samples) if self.is_drawn else super().order(seed, indices)
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        pixels, classes = self.pictures.read(sample_ids)
+        pixels -= np.float32(self.mean)
+        pixels *= np.float32(1 / self.std)
+        return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(classes)}
+
+
+@dataclass(frozen=True, eq=False)
+class NoisyPictures(SampleSource):
+    """Batches of :class:`dtrain.tasks.Denoising`: pixels in [-1, 1] with noise.
+
+    Attributes:
+        is_drawn: each epoch has noise and times of its own; otherwise the times are evenly spread over the samples.
+    """
+
+    pictures: Pictures
+    task: Denoising
+    is_drawn: bool
+
+    @property
+    def num_samples(self) -> int:
+        return self.pictures.num_samples
+
+    def order(self, seed: int, indices: Indices) -> Indices:
+        return drawn_ids(seed, indices, self.num_samples) if self.is_drawn else super().order(seed, indices)
+
+    def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
+        pixels, classes = self.pictures.read(sample_ids)
+        pixels *= np.float32(2)
+        pixels -= np.float32(1)
+        noise = np.empty_like(pixels)
+        times = spread(sample_ids, self.task.num_times)
+        for row, sample in enumerate(sample_ids):
+            rng = generator(sample, _NOISE_STREAM)
+            rng.standard_normal(dtype=np.float32, out=noise[row])
+            if self.is_drawn:
+                times[row] = rng.integers(self.task.num_times)
+        targets, at = torch.from_numpy(noise), torch.from_numpy(times)
+        noisy = add_noise(torch.from_numpy(pixels), targets, signal_shares(self.task.num_times)[at])
+        return {"noisy": noisy, "times": at, "classes": torch.from_numpy(classes), "targets": targets}
