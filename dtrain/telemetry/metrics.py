@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -31,6 +32,8 @@ CONFIG_FILE = "config.yaml"
 RESTARTS_FILE = "restarts.json"
 CHECKPOINTS = "checkpoints"
 FAILURES = "failures"
+METRIC = re.compile(r"val_(?!loss)\w{1,40}", re.ASCII)
+"""Names of the metrics of a validation, such as ``val_accuracy``."""
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
 _PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
 _GRAPHS = "compiled_graphs"

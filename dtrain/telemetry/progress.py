@@ -11,6 +11,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from dtrain.checkpoint.directory import committed_checkpoints, step_of
+from dtrain.telemetry.metrics import METRIC
 from dtrain.telemetry.texts import clean
 
 _VALIDATION_LOSSES = ("val_loss", "val_loss_ema")
@@ -105,7 +106,8 @@ class RunProgress:
         if type(step) is not int or not 0 <= step < _STEP_LIMIT:
             return
         if "val_loss" in line:
-            self.val_losses = {name: _number(line[name]) for name in _VALIDATION_LOSSES if name in line}
+            names = [name for name in line if name in _VALIDATION_LOSSES or METRIC.fullmatch(name)]
+            self.val_losses = {name: _number(line[name]) for name in names}
             self.validated_step = step
         elif "applied" in line:
             self._add_training(step, line)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-from dataclasses import asdict, dataclass
-
 from dtrain.config.data import GlyphsDataConfig, ImagesDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.images.glyphs import open_glyphs
-from dtrain.data.images.pictures import ClassifiedPictures, NoisyPictures, PictureSet
+from dtrain.data.images.pictures import ClassifiedPictures, NoisyPictures
 from dtrain.tasks import Classification, Denoising, Task
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -13,16 +14,17 @@ import numpy as np
 from dtrain.config.dump import defaults
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import directory_error
-from dtrain.telemetry.metrics import write_atomically
+from dtrain.telemetry.metrics import METRIC, write_atomically
 from dtrain.telemetry.report.curves import COLORS, Curve, chart, number
 from dtrain.telemetry.report.read import Run, Series, flatten
 
+_RATE = "Rate"
 _CHARTS = (  # title, fields, logarithmic
     ("Loss", ("loss", "val_loss", "val_loss_ema"), False),
     ("Gradient norm", ("grad_norm",), True),
     ("Learning rate", ("lr",), False),
     ("Loss scale", ("loss_scale",), True),
-    ("Tokens per second", ("tokens_per_s",), False),
+    (_RATE, ("tokens_per_s",), False),
 )
 _PHASES = (
     ("data_wait_ms", "data"),
@@ -46,6 +48,7 @@ class Section:
     notes: Sequence[str] = ()
     charts: Sequence[tuple[str, str]] = ()
     text: str = ""
+    picture: str = ""  # as a data URI
 
 
 def write_report(paths: Sequence[Path], out: Path, *, deep: bool = False) -> None:
@@ -88,11 +91,20 @@ def page(runs: Sequence[Run]) -> str:
 def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
     found = []
     skipped = [skip["step"] for run in runs for skip in run.metrics.skips]
-    for title, fields, log in _CHARTS:
+    metrics = dict.fromkeys(name.removesuffix("_ema") for run in runs for name in run.metrics.series)
+    own = [
+        (name.removeprefix("val_").upper() if len(name) < 9 else name.removeprefix("val_").capitalize(), name)
+        for name in metrics
+        if METRIC.fullmatch(name)
+    ]
+    more = [(title, (name, f"{name}_ema"), False) for title, name in own]
+    for title, fields, log in [*_CHARTS[:1], *more, *_CHARTS[1:]]:
         curves = [curve for name in fields for curve in _curves(runs, name)]
         if title == "Loss scale" and all((np.asarray(curve.values) == 1.0).all() for curve in curves):
             continue
         marks = skipped if title in ("Loss", "Loss scale") else []
+        if title == _RATE:
+            title = f"{runs[0].unit.capitalize()} per second"
         svg = chart(title, curves, log=log, marks=marks)
         if svg:
             found.append((title, svg))
@@ -101,9 +113,9 @@ def _charts(runs: Sequence[Run]) -> list[tuple[str, str]]:
 
 def _curves(runs: Sequence[Run], name: str) -> Iterator[Curve]:
     """Yields a curve for each group of runs; those that differ only in their seed are a band."""
-    dashed = name.startswith("val_loss")
+    dashed = name.startswith("val_loss") or name.endswith("_ema")
     for color, group in enumerate(_groups(runs)):
-        series = [run.metrics.series[name] for run in group if run.metrics.series[name]]
+        series = [run.metrics.series[name] for run in group if run.metrics.series.get(name)]
         if not series:
             continue
         label = f"{_group_name(group)} {name}"
@@ -166,7 +178,8 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     tiles = [
         ("loss", _text(final("loss"))),
         ("validation loss", _text(final("val_loss"))),
-        ("tokens / s", _text(tokens_s)),
+        *((name.removeprefix("val_"), _text(value)) for name, value in summary.get("val_metrics", {}).items()),
+        (f"{run.unit} / s", _text(tokens_s)),
         ("MFU", f"{100 * mfu:.1f} %" if isinstance(mfu, float) else "unknown"),
         ("skipped steps", _text(last.get("skipped_steps", 0))),
         ("peak memory", _bytes(float(max(peaks))) if len(peaks) else "-"),
@@ -189,7 +202,8 @@ def _sections(run: Run) -> Iterator[Section]:
     yield _ranks(run)
     environment = dict(flatten(run.environment))
     yield Section("Environment", ("", ""), [(key, _text(value)) for key, value in environment.items()])
-    yield Section("Sample", text=run.sample)
+    picture = base64.b64encode(run.picture).decode()
+    yield Section("Sample", text=run.sample, picture=f"data:image/png;base64,{picture}" if picture else "")
 
 
 def _what_ran(run: Run) -> Section:

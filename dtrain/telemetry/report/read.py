@@ -18,11 +18,13 @@ import numpy as np
 import yaml
 
 from dtrain.checkpoint.inspection import CheckpointStatus, verify
+from dtrain.config.data import DataConfig
+from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.config.yaml_files import check_size
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.redaction.redact import redact_text, redact_values
 from dtrain.telemetry.host import ENVIRONMENT_FILE
-from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, FAILURES, METRICS_FILE, SUMMARY_FILE
+from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, FAILURES, METRIC, METRICS_FILE, SUMMARY_FILE
 from dtrain.telemetry.texts import printable
 
 SERIES = (
@@ -30,9 +32,12 @@ SERIES = (
     "data_wait_ms", "forward_ms", "backward_ms", "update_ms", "rank_wait_ms", "busy_slowest_ms", "busy_median_ms",
     "busy_spread_ms",
 )  # fmt: skip
-"""Fields of ``metrics.jsonl`` that are kept, each as steps and values."""
+"""Fields of ``metrics.jsonl`` that are kept, each as steps and values; beside them the metrics of validations."""
 
 _MAX_SKIPS = 200  # listed
+_MAX_METRICS = 8
+_MAX_PICTURE = 1_000_000  # bytes
+_PNG = b"\x89PNG\r\n\x1a\n"
 _MAX_SAMPLE = 4000  # characters
 _BATCH = 1000  # lines
 
@@ -158,6 +163,22 @@ class Run:
             return ""
         return redact_text(printable(text))[:_MAX_SAMPLE]
 
+    @cached_property
+    def picture(self) -> bytes:
+        """``sample.png``; empty if there is none."""
+        try:
+            with (self.path / "sample.png").open("rb") as file:
+                data = file.read(_MAX_PICTURE + 1)
+        except OSError:
+            return b""
+        return data if data.startswith(_PNG) and len(data) <= _MAX_PICTURE else b""
+
+    @property
+    def unit(self) -> str:
+        """What counts in the loss: ``tokens`` or ``samples``."""
+        data = GROUP_OPTIONS["data"].get(str(self.config.get("data.name")), DataConfig)
+        return "tokens" if data.is_language else "samples"
+
     @property
     def state(self) -> str:
         """``finished``, ``stopped`` (it resumes) or ``unfinished``: it runs, or was killed."""
@@ -179,7 +200,8 @@ class _Lines:
     """Lines with the same keys: their step and the fields that are kept, one line after the other."""
 
     def __init__(self, keys: Collection[str]) -> None:
-        self.names = ["step", *(name for name in SERIES if name in keys)]
+        metrics = [name for name in keys if METRIC.fullmatch(name)] if "val_loss" in keys else []
+        self.names = ["step", *(name for name in SERIES if name in keys), *metrics[:_MAX_METRICS]]
         self._values = array("d")
         self._get = itemgetter(*self.names) if self.names[1:] else lambda record: (record["step"],)
 
@@ -233,7 +255,7 @@ def _series(lines: Collection[_Lines]) -> dict[str, Series]:
     for own in lines:
         steps, *_ = columns = list(own.columns().values())
         for name, values in zip(own.names[1:], columns[1:], strict=True):
-            found[name].append((steps, values))
+            found.setdefault(name, []).append((steps, values))
     series = {}
     for name, parts in found.items():
         at = np.concatenate([np.asarray(steps) for steps, _ in parts] or [np.empty(0)])
