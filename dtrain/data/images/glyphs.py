@@ -54,13 +54,13 @@ class Glyphs(Pictures):
     """Characters of fonts, changed at random; also those of validation, whose changes are always the same.
 
     Attributes:
-        bitmaps: uint8 [characters, fonts, R, R].
+        corners: of the bitmaps, uint32 [fonts, characters, R, R]; see :func:`_corners`.
         size: height and width of the images.
         noise: largest of the uniform noise that is added to a pixel.
         count: number of samples.
     """
 
-    bitmaps: NDArray[np.uint8]
+    corners: NDArray[np.uint32]
     size: int
     noise: float
     count: int
@@ -70,10 +70,8 @@ class Glyphs(Pictures):
         return self.count
 
     def read(self, ids: Indices) -> tuple[Pixels, Indices]:
-        num_classes, num_fonts = self.bitmaps.shape[:2]
-        # neighbors in id are different characters, so that any first samples are of all classes
-        glyphs = ids % self.count % (num_classes * num_fonts)
-        fonts, classes = np.divmod(glyphs, num_classes)
+        num_fonts, num_classes = self.corners.shape[:2]
+        glyphs = ids % self.count % (num_fonts * num_classes)
         draws = np.empty((len(ids), 7))
         images = np.empty((len(ids), self.size * self.size), np.float32)
         for row, sample in enumerate(ids):
@@ -82,13 +80,13 @@ class Glyphs(Pictures):
             if self.noise:
                 rng.random(dtype=np.float32, out=images[row])
         transforms, levels = self._transforms(2 * draws[:, :6] - 1), self.noise * draws[:, 6:].astype(np.float32)
-        glyph = _sample(self.bitmaps[classes, fonts], transforms, self.size)
+        glyph = _interpolate(self.corners.reshape(-1, *self.corners.shape[2:]), glyphs, transforms, self.size)
         if self.noise:
             images *= levels
             images += glyph * (1 - levels)
         else:
             images = glyph
-        return images.reshape(-1, 1, self.size, self.size), classes
+        return images.reshape(-1, 1, self.size, self.size), glyphs % num_classes
 
     def _transforms(self, draws: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the maps [B, 2, 3] from a pixel of the image to the bitmap, both in [-1, 1], for draws in [-1, 1]."""
@@ -104,24 +102,39 @@ class Glyphs(Pictures):
         return maps
 
 
-def _sample(bitmaps: NDArray[np.uint8], maps: NDArray[np.float64], size: int) -> NDArray[np.float32]:
-    """Returns bitmaps [B, R, R] at the mapped pixels of images [B, size * size], by bilinear interpolation, in [0, 1].
+def _corners(bitmaps: NDArray[np.uint8]) -> NDArray[np.uint32]:
+    """Returns each pixel [..., R, R] with its neighbors to the right, below, and both, in one number: one is read."""
+    padded = np.pad(bitmaps, [*[(0, 0)] * (bitmaps.ndim - 2), (0, 1), (0, 1)])
+    neighbors = (padded[..., :-1, :-1], padded[..., :-1, 1:], padded[..., 1:, :-1], padded[..., 1:, 1:])
+    return np.stack(neighbors, axis=-1).view(np.uint32)[..., 0]
 
-    Pixels outside of a bitmap are 0: its border is.
+
+def _interpolate(
+    corners: NDArray[np.uint32], glyphs: Indices, maps: NDArray[np.float64], size: int
+) -> NDArray[np.float32]:
+    """Returns images [B, size * size] in [0, 1]: bitmaps, between pixels bilinear, at the mapped places of the pixels.
+
+    Outside of a bitmap is its border, which is 0.
+
+    Args:
+        corners: [glyphs, R, R].
+        glyphs: which of them, [B].
+        maps: [B, 2, 3] from a pixel of the image to the bitmap, both in [-1, 1].
     """
-    num, side = bitmaps.shape[:2]
+    side = corners.shape[-1]
     axis = (2 * np.arange(size) + 1) / size - 1
     grid = np.stack((np.tile(axis, size), np.repeat(axis, size), np.ones(size * size)))
     places = ((maps @ grid + 1) * (side / 2) - 0.5).astype(np.float32)
-    np.clip(places, 0, side - 1.001, out=places)
-    corners = places.astype(np.int32)
-    places -= corners
+    np.clip(places, 0, side - 1, out=places)
+    first = places.astype(np.int32)
+    places -= first
     x, y = places[:, 0], places[:, 1]
-    flat = bitmaps.reshape(-1)
-    first = corners[:, 1] * side + corners[:, 0] + np.arange(num, dtype=np.int32)[:, None] * (side * side)
-    top = flat[first] * (1 - x) + flat[first + 1] * x
-    bottom = flat[first + side] * (1 - x) + flat[first + side + 1] * x
-    return (top + (bottom - top) * y) / np.float32(255)
+    found = corners.reshape(-1)[first[:, 1] * side + first[:, 0] + (glyphs * side * side)[:, None]]
+    values = found.view(np.uint8).reshape(*x.shape, 4).astype(np.float32)
+    top = values[..., 0] + (values[..., 1] - values[..., 0]) * x
+    bottom = values[..., 2] + (values[..., 3] - values[..., 2]) * x
+    images: NDArray[np.float32] = (top + (bottom - top) * y) * np.float32(1 / 255)
+    return images
 
 
 def open_glyphs(config: GlyphsDataConfig) -> PictureSet:
@@ -138,11 +151,10 @@ def open_glyphs(config: GlyphsDataConfig) -> PictureSet:
     noise = _NOISE if config.task == "classification" else 0.0
     # the bitmaps, because another version of pillow may draw them differently
     digest = hashlib.sha256(json.dumps([config.task, config.size, count, held_out]).encode())
-    digest.update(train)
-    digest.update(validation)
+    digest.update(train.tobytes() + validation.tobytes())
     return PictureSet(
-        Glyphs(train, config.size, noise, count),
-        Glyphs(validation, config.size, noise, held_out),
+        Glyphs(_corners(train), config.size, noise, count),
+        Glyphs(_corners(validation), config.size, noise, held_out),
         labels,
         (1, config.size, config.size),
         float(train.mean() / 255),
@@ -155,17 +167,17 @@ def open_glyphs(config: GlyphsDataConfig) -> PictureSet:
 
 @cache
 def draw_glyphs(which: str, size: int, fonts: tuple[str, ...]) -> NDArray[np.uint8]:
-    """Returns the bitmaps of all characters in ``fonts``, uint8 [characters, fonts, R, R], R about twice ``size``.
+    """Returns the bitmaps of all characters in ``fonts``, uint8 [fonts, characters, R, R], R about twice ``size``.
 
     Raises:
         ConfigError: the installed matplotlib lacks a font.
     """
     side = min(2 * size, _LARGEST_BITMAP)
     opened = [_open_font(font, round(_EM * side)) for font in fonts]
-    blur = ImageFilter.BoxBlur((side / size - 1) / 2)  # else thin strokes would fall between the sampled places
-    drawn = np.zeros((len(characters(which)), len(fonts), side, side), np.uint8)
-    for row, character in zip(drawn, characters(which), strict=True):
-        for bitmap, font in zip(row, opened, strict=True):
+    blur = ImageFilter.BoxBlur(max(side / size - 1, 0) / 2)  # else thin strokes would fall between the sampled places
+    drawn = np.zeros((len(fonts), len(characters(which)), side, side), np.uint8)
+    for bitmaps, font in zip(drawn, opened, strict=True):
+        for bitmap, character in zip(bitmaps, characters(which), strict=True):
             image = Image.new("L", (side, side))
             # all on one line, so that a small letter differs from its capital
             ImageDraw.Draw(image).text((side / 2, (1 + _EM / 2) * side / 2), character, 255, font, anchor="ms")
