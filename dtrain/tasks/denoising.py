@@ -1,14 +1,17 @@
-"""Denoising: a diffusion model that predicts the noise in an image, and images drawn from noise at the end.
+"""Denoising: a diffusion model, which tells images from noise, and images drawn from noise at the end.
 
 Ho et al., "Denoising Diffusion Probabilistic Models" (2020): an image x becomes sqrt(a) x + sqrt(1 - a) e with Gaussian
-noise e, and the model predicts e. The signal's share ``a`` of each time follows the cosine of Nichol and Dhariwal,
-"Improved Denoising Diffusion Probabilistic Models" (2021), section 3.2. Images are drawn without fresh noise between
-steps: Song et al., "Denoising Diffusion Implicit Models" (2021), equation 12 with sigma = 0.
+noise e. The model predicts sqrt(a) e - sqrt(1 - a) x, the velocity of Salimans and Ho, "Progressive Distillation for
+Fast Sampling of Diffusion Models" (2022), appendix D, because e alone says little about x where a is almost 0. The
+signal's share ``a`` of each time follows the cosine of Nichol and Dhariwal, "Improved Denoising Diffusion Probabilistic
+Models" (2021), section 3.2. Images are drawn without fresh noise between steps: Song et al., "Denoising Diffusion
+Implicit Models" (2021), equation 12 with sigma = 0.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -39,18 +42,18 @@ def signal_shares(num_times: int) -> Tensor:
     return (cosine(times) / cosine(torch.zeros((), dtype=torch.float64))).clamp(_LEAST_SIGNAL, 1.0).float()
 
 
-def add_noise(images: Tensor, noise: Tensor, shares: Tensor) -> Tensor:
-    """Returns ``images`` [B, C, H, W] with ``noise`` of the same shape, at signal shares [B]."""
-    shares = shares.view(-1, 1, 1, 1)
-    return shares.sqrt() * images + (1 - shares).sqrt() * noise
+def add_noise(images: Tensor, noise: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns ``images`` [B, C, H, W] with ``noise`` of the same shape at signal shares [B], and their velocity."""
+    signal, rest = shares.sqrt().view(-1, 1, 1, 1), (1 - shares).sqrt().view(-1, 1, 1, 1)
+    return signal * images + rest * noise, signal * noise - rest * images
 
 
 @dataclass(frozen=True)
 class Denoising(Task):
-    """Mean squared error of the predicted noise.
+    """Mean squared error of the predicted velocity.
 
     A batch has ``noisy`` FP32 [B, C, H, W], ``times`` int64 [B] below ``num_times``, ``classes`` int64 [B], and
-    ``targets``, the noise.
+    ``targets``, the velocity, FP32 [B, C, H, W].
 
     Attributes:
         labels: names of the classes.
@@ -68,7 +71,7 @@ class Denoising(Task):
         return len(self.labels)
 
     def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
-        require_shape(prediction, targets.shape, "the noise of each image")
+        require_shape(prediction, targets.shape, "the velocity of each pixel")
         return F.mse_loss(prediction, targets)
 
     def describe(self, batch: dict[str, Tensor]) -> list[str]:
@@ -86,26 +89,29 @@ class Denoising(Task):
 def draw(
     engine: Engine, task: Denoising, classes: Tensor, generator: torch.Generator, num_steps: int = _DRAWN_STEPS
 ) -> Tensor:
-    """Returns an image of each of ``classes`` [B], FP32 [B, C, H, W] in [-1, 1] in host memory; all ranks call."""
+    """Returns an image of each of ``classes`` [B], FP32 [B, C, H, W] in [-1, 1] in host memory; all ranks call.
+
+    They are of the averaged weights, if the engine keeps an average.
+    """
     device = engine.device
     shares = signal_shares(task.num_times).to(device)
     times = torch.linspace(task.num_times - 1, 0, num_steps, device=device).round().long()
     # drawn on the CPU, so that all devices begin with the same noise
     images = torch.randn(len(classes), *task.input_shape, generator=generator).to(device)
     classes = classes.to(device)
-    with engine.eval():
+    averaged = engine.ema() if engine.ema_decay is not None else nullcontext()
+    with averaged, engine.eval():
         for step, time in enumerate(times):
-            noise = engine(noisy=images, times=time.expand(len(classes)), classes=classes).prediction
+            velocity = engine(noisy=images, times=time.expand(len(classes)), classes=classes).prediction
             share = shares[time]
-            clean = ((images - (1 - share).sqrt() * noise) / share.sqrt()).clamp(-1, 1)
+            clean = (share.sqrt() * images - (1 - share).sqrt() * velocity).clamp(-1, 1)
             if step + 1 == len(times):
-                images = clean
                 break
-            following = shares[times[step + 1]]
             # the noise that fits the clamped image
             noise = (images - share.sqrt() * clean) / (1 - share).sqrt()
+            following = shares[times[step + 1]]
             images = following.sqrt() * clean + (1 - following).sqrt() * noise
-    return images.cpu()
+    return clean.cpu()
 
 
 def _figure(images: Tensor) -> Figure:

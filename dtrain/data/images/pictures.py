@@ -118,6 +118,7 @@ class NoisyPictures(SampleSource):
             rng.standard_normal(dtype=np.float32, out=noise[row])
             if self.is_drawn:
                 times[row] = rng.integers(self.task.num_times)
-        targets, at = torch.from_numpy(noise), torch.from_numpy(times)
-        noisy = add_noise(torch.from_numpy(pixels), targets, signal_shares(self.task.num_times)[at])
+        at = torch.from_numpy(times)
+        shares = signal_shares(self.task.num_times)[at]
+        noisy, targets = add_noise(torch.from_numpy(pixels), torch.from_numpy(noise), shares)
         return {"noisy": noisy, "times": at, "classes": torch.from_numpy(classes), "targets": targets}
