@@ -28,7 +28,7 @@ _FRIEDMAN_ID = 1991  # of the draws: the same data at every seed, so that runs c
 
 
 @dataclass(frozen=True, eq=False)
-class Table:
+class ArrayTable:
     """Inputs x [N, D, ...], and as targets y classes [N] or values [N, D].
 
     Attributes:
@@ -50,7 +50,7 @@ class Table:
 
 
 @dataclass(frozen=True, eq=False)
-class Scale:
+class Standardization:
     """Mean and standard deviation, FP64, at each index of dimension 1: columns of [N, D], channels of [N, C, H, W]."""
 
     mean: Tensor
@@ -63,13 +63,13 @@ class Scale:
 
 
 @dataclass(frozen=True, eq=False)
-class TableRows(SampleSource):
+class ArrayRows(SampleSource):
     """Rows of a table; ``rows`` is int64 [n]."""
 
-    table: Table
+    table: ArrayTable
     rows: Indices
-    x_scale: Scale
-    y_scale: Scale | None
+    x_scale: Standardization
+    y_scale: Standardization | None
 
     @property
     def num_samples(self) -> int:
@@ -112,7 +112,7 @@ def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
         _check_values(held_out)
     x_scale = _scale(table.x, rows[0], standardize)
     y_scale = None if table.has_classes else _scale(table.y, rows[0], standardize)
-    sources = (TableRows(table, rows[0], x_scale, y_scale), TableRows(held_out, rows[1], x_scale, y_scale))
+    sources = (ArrayRows(table, rows[0], x_scale, y_scale), ArrayRows(held_out, rows[1], x_scale, y_scale))
     settings = [config.validation_percent, standardize, table.sha256, held_out.sha256]
     how = "of them held out for validation" if held_out is table else f"of {held_out.label} to validate on"
     return Dataset(
@@ -123,7 +123,7 @@ def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
     )
 
 
-def friedman(config: FriedmanDataConfig) -> Table:
+def friedman(config: FriedmanDataConfig) -> ArrayTable:
     """Returns samples of Friedman's function of ten variables, of which five matter.
 
     y = 10 sin(pi x1 x2) + 20 (x3 - 0.5)^2 + 10 x4 + 5 x5 + noise, with x uniform in [0, 1]: Friedman, "Multivariate
@@ -137,10 +137,10 @@ def friedman(config: FriedmanDataConfig) -> Table:
     # in FP32, so that the last bit of a sine does not tell processors apart
     values = y.astype(np.float32)[:, None]
     sha256 = hashlib.sha256(x.tobytes() + values.tobytes()).hexdigest()
-    return Table(torch.from_numpy(x), torch.from_numpy(values), "data=friedman", sha256)
+    return ArrayTable(torch.from_numpy(x), torch.from_numpy(values), "data=friedman", sha256)
 
 
-def open_table(key: str, name: str) -> Table:
+def open_table(key: str, name: str) -> ArrayTable:
     """Maps the tensors of a file; rows are read when they are used.
 
     Args:
@@ -170,7 +170,7 @@ def open_table(key: str, name: str) -> Table:
         y = y.long()
     elif y.dim() == 1:
         y = y.unsqueeze(1)
-    return Table(x, y, label, sha256_of(path))
+    return ArrayTable(x, y, label, sha256_of(path))
 
 
 def _check_shapes(x: Tensor, y: Tensor, label: str) -> None:
@@ -189,7 +189,7 @@ def _check_shapes(x: Tensor, y: Tensor, label: str) -> None:
         )
 
 
-def _require_same_kind(table: Table, held_out: Table) -> None:
+def _require_same_kind(table: ArrayTable, held_out: ArrayTable) -> None:
     if table.x.shape[1:] != held_out.x.shape[1:] or table.y.shape[1:] != held_out.y.shape[1:]:
         raise ConfigError(
             f"{held_out.label} has x {list(held_out.x.shape)} and y {list(held_out.y.shape)}, but {table.label} "
@@ -210,7 +210,7 @@ def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
         yield start, values[start : start + size]
 
 
-def _check_values(table: Table) -> None:
+def _check_values(table: ArrayTable) -> None:
     for name, values in (("x", table.x), ("y", table.y)):
         if not values.is_floating_point():
             continue
@@ -232,7 +232,7 @@ def _check_values(table: Table) -> None:
         )
 
 
-def _scale(values: Tensor, rows: Indices, standardize: bool) -> Scale:
+def _scale(values: Tensor, rows: Indices, standardize: bool) -> Standardization:
     """Returns mean and deviation over these rows, in one pass; the deviation of a constant column is 1.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
@@ -240,7 +240,7 @@ def _scale(values: Tensor, rows: Indices, standardize: bool) -> Scale:
     width = values.shape[1]
     mean, spread = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
     if not standardize:
-        return Scale(mean, torch.ones_like(spread))
+        return Standardization(mean, torch.ones_like(spread))
     count = 0
     low, high = torch.full_like(mean, torch.inf), torch.full_like(mean, -torch.inf)
     is_used = torch.zeros(len(values), dtype=torch.bool)
@@ -258,10 +258,10 @@ def _scale(values: Tensor, rows: Indices, standardize: bool) -> Scale:
         count = total
         low, high = low.minimum(columns.amin(dim=1)), high.maximum(columns.amax(dim=1))
     # a constant column may have a tiny deviation by rounding
-    return Scale(mean, torch.where(low == high, 1.0, (spread / count).sqrt()))
+    return Standardization(mean, torch.where(low == high, 1.0, (spread / count).sqrt()))
 
 
-def _task(table: Table, held_out: Table, y_scale: Scale | None) -> Task:
+def _task(table: ArrayTable, held_out: ArrayTable, y_scale: Standardization | None) -> Task:
     shape = tuple(table.x.shape[1:])
     if y_scale is not None:
         return Regression(shape, tuple(y_scale.mean.tolist()), tuple(y_scale.std.tolist()))

@@ -154,8 +154,13 @@ def _fixed_prefix(pattern: str) -> Path:
 
 def is_held_out(name: str, percent: float) -> bool:
     """Returns whether what has this name is for validation, by the hash of the name."""
+    return name_hash(name) < percent / 100 * 2**64
+
+
+def name_hash(name: str) -> int:
+    """Returns a number below 2^64."""
     digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()  # names need not be UTF-8
-    return int.from_bytes(digest[:8], "big") < percent / 100 * 2**64
+    return int.from_bytes(digest[:8], "big")
 
 
 def _encode(tokenizer: TokenizerFile, documents: list[Document]) -> Tokens:

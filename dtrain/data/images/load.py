@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dtrain.config.data import GlyphsDataConfig, ImagesDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
+from dtrain.data.images.folder import open_folder
 from dtrain.data.images.glyphs import open_glyphs
 from dtrain.data.images.pictures import ClassifiedPictures, NoisyPictures
 from dtrain.tasks import Classification, Denoising, Task
@@ -16,10 +17,7 @@ def load_images(config: ImagesDataConfig | GlyphsDataConfig) -> Dataset:
         ConfigError: a folder is missing or does not hold a folder of images for each of at least two classes, or the
             classes of validation are others.
     """
-    if isinstance(config, GlyphsDataConfig):
-        opened = open_glyphs(config)
-    else:
-        raise NotImplementedError
+    opened = open_glyphs(config) if isinstance(config, GlyphsDataConfig) else open_folder(config)
     task: Task
     train: SampleSource
     validation: SampleSource
