@@ -10,7 +10,6 @@ import hashlib
 import json
 import string
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -165,7 +164,6 @@ def open_glyphs(config: GlyphsDataConfig) -> PictureSet:
     )
 
 
-@cache
 def draw_glyphs(which: str, size: int, fonts: tuple[str, ...]) -> NDArray[np.uint8]:
     """Returns the bitmaps of all characters in ``fonts``, uint8 [fonts, characters, R, R], R about twice ``size``.
 

@@ -57,7 +57,7 @@ class Decoder:
                 try:
                     answers = self._ask(files, views)
                 except BaseException:
-                    _end(self._workers)  # an answer may be left in a pipe
+                    _end(self._workers, self._logs)  # an answer may be left in a pipe
                     raise
         pixels = np.frombuffer(b"".join(answers), np.uint8)
         return pixels.reshape(len(files), self._size, self._size, -1)
