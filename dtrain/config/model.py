@@ -197,7 +197,7 @@ class ModelKeys(CheckedRecord):
                     f"{self._entry(item.name)} is not used with {self._key('factory')}={self.factory}, which takes "
                     f"{', '.join(used)}; remove it"
                 )
-        if self.factory == HF_IMAGES_FACTORY and self.args and self.weights == "load":
+        if self.factory == HF_IMAGES_FACTORY and self.path and self.args and self.weights == "load":
             raise ConfigError(
                 f"{self._key('args')}.{next(iter(self.args))} replaces an entry of config.json, so the stored weights "
                 f"may not fit; it needs {self._key('weights')}=random"

@@ -7,7 +7,7 @@ which takes seconds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -101,23 +101,23 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
         ConfigError: transformers is missing, or the folder holds no model that can be trained.
     """
     hf_config = read_hf_config(config)
-    model_class = _transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    model_class = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     attention = "sdpa" if model_class._supports_sdpa else "eager"
     options = {"dtype": torch.float32, "attn_implementation": attention}
     is_meta = torch.empty(0).is_meta
-    with _quiet():
+    with quiet():
         try:
             if config.weights == "random" or is_meta:
                 model = model_class._from_config(hf_config, **options)
             else:
-                model = _load(model_class, hf_config, str(config.path), options)
+                model = load_weights(model_class, hf_config, str(config.path), options)
             keeps_apart = takes_positions(model) if is_meta else keeps_documents_apart(model)
             loss_head = _loss_head(config, model, vocab_size)
         except ConfigError:
             raise
         except Exception as error:  # the class decides what it raises for values and weights that do not fit
             raise ConfigError(
-                f"model.path={config.path}: transformers cannot build the model: {_line(error)}"
+                f"model.path={config.path}: transformers cannot build the model: {one_line(error)}"
             ) from error
     if config.lora.r:
         add_adapters(model, config.lora)
@@ -139,7 +139,21 @@ def _loss_head(config: ModelConfig, hf: Any, vocab_size: int) -> LossHead:
     return loss_head
 
 
-def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) -> Any:
+def load_weights(
+    model_class: Any, hf_config: Any, path: str, options: dict[str, Any], *, draws_head: bool = False
+) -> Any:
+    """Returns a model with the weights of the folder ``path``.
+
+    Args:
+        model_class: of transformers.
+        hf_config: configuration of the model.
+        path: a folder that :func:`check_folder` has accepted.
+        options: further arguments of ``from_pretrained``.
+        draws_head: whether weights outside of the base model may be drawn at random, if the folder has none that fit.
+
+    Raises:
+        ConfigError: the files lack other weights, or hold them in another shape.
+    """
     model, info = model_class.from_pretrained(
         path,
         config=hf_config,
@@ -150,13 +164,18 @@ def _load(model_class: Any, hf_config: Any, path: str, options: dict[str, Any]) 
         ignore_mismatched_sizes=True,  # else transformers refuses with a report in its log
         **options,
     )
+    head: list[str] = []
     for problem, found in (("lack", info["missing_keys"]), ("have another shape for", info["mismatched_keys"])):
-        if found:  # transformers would draw these at random
-            name = min(entry if isinstance(entry, str) else entry[0] for entry in found)
+        names = sorted(entry if isinstance(entry, str) else entry[0] for entry in found)
+        others = [name for name in names if not draws_head or name.startswith(f"{model.base_model_prefix}.")]
+        if others:  # transformers would draw these at random
             raise ConfigError(
-                f"model.path={path}: its weights {problem} {name!r} (in all {len(found)}) of "
+                f"model.path={path}: its weights {problem} {others[0]!r} (in all {len(others)}) of "
                 f"{model_class.__name__}; give the folder of the whole model, or model.weights=random"
             )
+        head += names
+    if head:
+        logger.info("model.path=%s: the head is new, drawn at random: %s", path, ", ".join(sorted(head)))
     if unused := info["unexpected_keys"]:
         logger.info(
             "model.path=%s: %s has no place for %d tensors of the files, such as '%s'; they are left out, also "
@@ -172,29 +191,8 @@ def read_hf_config(config: ModelConfig) -> Any:
     Raises:
         ConfigError: transformers is missing, or the folder holds no model that can be trained.
     """
-    values = check_folder(config)
-    transformers = _transformers()
-    kind = values.get("model_type")
-    if kind not in transformers.CONFIG_MAPPING:
-        code = " its own Python files would run, and dtrain runs none;" if "auto_map" in values else ""
-        raise ConfigError(
-            f"model.path={config.path}: transformers {transformers.__version__} has no model_type {kind!r:.80};{code} "
-            "take a model that transformers contains"
-        )
-    config_class = transformers.CONFIG_MAPPING[kind]
-    with _quiet():
-        try:
-            aliases, known = config_class.attribute_map, {*config_class().to_dict(), *values}
-            for key in config.args:
-                if key in aliases:
-                    raise ConfigError(f"model.args.{key} is called {aliases[key]} in the config.json of {kind}")
-                if key not in known:
-                    raise ConfigError(f"model.args.{key} is no entry of the config.json of {kind}{nearest(key, known)}")
-            hf_config = config_class.from_dict(replaced(values, config.args))
-        except ConfigError:
-            raise
-        except Exception as error:  # the class decides what it raises for a bad value
-            raise ConfigError(f"model.path={config.path}: {CONFIG} is not valid: {_line(error)}") from error
+    hf_config = make_config(check_folder(config), config.args, f"model.path={config.path}")
+    transformers, kind = import_transformers(), hf_config.model_type
     if type(hf_config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"model.path={config.path}: model_type {kind} is no causal language model")
     if (text := hf_config.get_text_config()) is not hf_config:
@@ -212,6 +210,41 @@ def read_hf_config(config: ModelConfig) -> Any:
     return hf_config
 
 
+def make_config(values: Mapping[str, Any], args: Mapping[str, Any], source: str) -> Any:
+    """Returns the configuration of transformers with entries ``values``, and ``args`` in it.
+
+    Args:
+        values: what ``config.json`` holds.
+        args: entries that replace some of it.
+        source: setting that ``values`` come from, for messages.
+
+    Raises:
+        ConfigError: transformers has no such model, or no such entry, or does not accept one.
+    """
+    transformers = import_transformers()
+    kind = values.get("model_type")
+    if kind not in transformers.CONFIG_MAPPING:
+        code = " its own Python files would run, and dtrain runs none;" if "auto_map" in values else ""
+        raise ConfigError(
+            f"{source}: transformers {transformers.__version__} has no model_type {kind!r:.80};{code} "
+            "take a model that transformers contains"
+        )
+    config_class = transformers.CONFIG_MAPPING[kind]
+    with quiet():
+        try:
+            aliases, known = config_class.attribute_map, {*config_class().to_dict(), *values}
+            for key in args:
+                if key in aliases:
+                    raise ConfigError(f"model.args.{key} is called {aliases[key]} in the config.json of {kind}")
+                if key not in known:
+                    raise ConfigError(f"model.args.{key} is no entry of the config.json of {kind}{nearest(key, known)}")
+            return config_class.from_dict(replaced(values, args))
+        except ConfigError:
+            raise
+        except Exception as error:  # the class decides what it raises for a bad value
+            raise ConfigError(f"{source}: {CONFIG} is not valid: {one_line(error)}") from error
+
+
 def check_folder(config: ModelConfig) -> dict[str, Any]:
     """Returns ``config.json`` of ``config.path`` after the checks that need no import of transformers.
 
@@ -219,8 +252,7 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
         ConfigError: transformers is not installed, there is no such folder or file, or the weights are quantized or an
             adapter.
     """
-    if find_spec("transformers") is None:
-        raise ConfigError("model=hf needs transformers, which is not installed; pip install 'dtrain[hf]'")
+    check_installed(config)
     path = Path(str(config.path))
     try:
         values = read_config(path)
@@ -238,6 +270,12 @@ def check_folder(config: ModelConfig) -> dict[str, Any]:
             "unrounded ones; give the folder of the model before quantization"
         )
     return values
+
+
+def check_installed(config: ModelConfig) -> None:
+    """Raises ``ConfigError`` if transformers is not installed, without importing it."""
+    if find_spec("transformers") is None:
+        raise ConfigError(f"model={config.name} needs transformers, which is not installed; pip install 'dtrain[hf]'")
 
 
 def check_model(config: ModelConfig) -> None:
@@ -273,19 +311,19 @@ def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
 
 
 @cache
-def _transformers() -> Any:
-    """Imports transformers."""
+def import_transformers() -> Any:
+    """Imports transformers; raises ``ConfigError`` if that fails."""
     try:
         import transformers
     except ImportError as error:
         raise ConfigError(
-            f"model=hf needs transformers, whose import failed: {_line(error)}; pip install 'dtrain[hf]'"
+            f"transformers is needed, but its import failed: {one_line(error)}; pip install 'dtrain[hf]'"
         ) from error
     return transformers
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Context without the progress bars and warnings of transformers; its errors are raised."""
     from transformers.utils import logging
 
@@ -300,6 +338,6 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """Returns the message of ``error`` in one line."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]

@@ -63,7 +63,8 @@ class PixelAttention(nn.Module):
         pixels = self.norm(x).flatten(2).transpose(1, 2)
         queries, keys, values = self.qkv(pixels).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
-        return x + self.out(mixed).transpose(1, 2).unflatten(2, x.shape[2:])
+        out: Tensor = x + self.out(mixed).transpose(1, 2).unflatten(2, x.shape[2:])
+        return out
 
 
 class Downsample(nn.Module):

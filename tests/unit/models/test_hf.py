@@ -227,6 +227,6 @@ def test_without_transformers_the_pip_line_is_named(folders: dict[str, Path], mo
         build_hf(folders["llama"])
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "transformers", None)
-    hf_module._transformers.cache_clear()
+    hf_module.import_transformers.cache_clear()
     with pytest.raises(ConfigError, match=re.escape("pip install 'dtrain[hf]'")):
         build_hf(folders["llama"])
