@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _DRAWN_STEPS = 50
 _MOST_IMAGES = 64
+_MOST_COLUMNS = 16
+_BORDER = 1  # pixels between images
 _LEAST_SIGNAL = 1e-4  # of the last time; exactly none would divide by zero
 
 
@@ -80,10 +82,12 @@ class Denoising(Task):
 
     def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
         """Returns images drawn from noise, one or more of each class."""
-        num = max(_MOST_IMAGES // self.num_outputs, 1) * min(self.num_outputs, _MOST_IMAGES)
-        classes = (torch.arange(num) % self.num_outputs).sort().values
+        columns = min(self.num_outputs, _MOST_COLUMNS)
+        num = max(_MOST_IMAGES // columns, 1) * columns if columns == self.num_outputs else _MOST_IMAGES
+        classes = torch.arange(num) % self.num_outputs
         images = draw(engine, self, classes, torch.Generator().manual_seed(options.seed))
-        return Sample(f"{num} images drawn from noise, by class: {', '.join(self.labels[:num])}", _figure(images))
+        named = ", ".join(self.labels[label] for label in classes[: self.num_outputs].tolist())
+        return Sample(f"{num} images drawn from noise, of the classes {named}", _figure(images, columns))
 
 
 def draw(
@@ -114,15 +118,13 @@ def draw(
     return clean.cpu()
 
 
-def _figure(images: Tensor) -> Figure:
+def _figure(images: Tensor, columns: int) -> Figure:
     from matplotlib.figure import Figure  # it takes half a second to import
 
-    columns = math.ceil(math.sqrt(2 * len(images)))
-    rows = math.ceil(len(images) / columns)
-    num, channels, height, width = images.shape
-    filled = images.new_full((rows * columns, channels, height, width), 1.0)
-    filled[:num] = images
-    grid = filled.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
+    padded = F.pad(images, (0, _BORDER, 0, _BORDER), value=1.0)
+    _, channels, height, width = padded.shape
+    rows = len(images) // columns
+    grid = padded.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
     pixels = ((grid.reshape(rows * height, columns * width, channels) + 1) / 2).numpy()
     figure = Figure(figsize=(10, 10 * rows * height / (columns * width)), dpi=110)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
