@@ -87,10 +87,16 @@ class ModelKeys(CheckedRecord):
 
     name: str = "tiny"
     factory: str = setting(
-        DEFAULT_FACTORY, "Function that builds the model: package.module:function, called with (config, vocab_size)."
+        DEFAULT_FACTORY,
+        "Function that builds the model: package.module:function, called with (config, vocab_size), and for images and "
+        "numbers with (config, task).",
     )
-    num_layers: int = at_least(4, 1, "Transformer blocks.")
-    hidden_dim: int = at_least(256, 1, "Width of the residual stream.")
+    num_layers: int = at_least(
+        4, 1, "Transformer blocks; of convnet and denoiser residual blocks of a stage, of mlp hidden layers."
+    )
+    hidden_dim: int = at_least(
+        256, 1, "Width of the residual stream, of the hidden layers, or of the first stage of convnet and denoiser."
+    )
     num_heads: int = at_least(4, 1, "Attention heads of a block.")
     num_kv_heads: int | None = at_least(None, 1, "Key-value heads of a block; null: as many as num_heads.")
     ffn_dim: int | None = at_least(
@@ -109,7 +115,9 @@ class ModelKeys(CheckedRecord):
         kind=str | int,
         what=_CHUNKS,
     )
-    label_smoothing: float = between(0.0, 0.0, 1.0, "Share of the target that is spread over all tokens, in training.")
+    label_smoothing: float = between(
+        0.0, 0.0, 1.0, "Share of the target that is spread over all tokens or classes, in training."
+    )
     z_loss: float = at_least(
         0.0, 0.0, "Coefficient of the mean squared logarithm of the softmax's denominator in the loss of training."
     )

@@ -44,7 +44,7 @@ from dtrain.telemetry.metrics import (
 CONTRACT_FILE = "precision.json"
 
 _MAY_CHANGE = (
-    *("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout"),
+    *("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout", "model.channels_last"),
     *(f"model.{name}" for name in LOSS_KEYS),
 )
 """Keys of the model that a resume may change."""
