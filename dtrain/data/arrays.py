@@ -190,16 +190,16 @@ def _check_shapes(x: Tensor, y: Tensor, label: str) -> None:
 
 
 def _require_same_kind(table: ArrayTable, held_out: ArrayTable) -> None:
-    if table.x.shape[1:] != held_out.x.shape[1:] or table.y.shape[1:] != held_out.y.shape[1:]:
-        raise ConfigError(
-            f"{held_out.label} has x {list(held_out.x.shape)} and y {list(held_out.y.shape)}, but {table.label} "
-            f"x {list(table.x.shape)} and y {list(table.y.shape)}; expected equal shapes apart from the rows"
-        )
     if table.has_classes != held_out.has_classes:
         kinds = {True: "whole numbers", False: "floats"}
         raise ConfigError(
             f"{held_out.label} has {kinds[held_out.has_classes]} in y, but {table.label} {kinds[table.has_classes]}; "
             "expected whole numbers (classes) in both, or floats in both"
+        )
+    if table.x.shape[1:] != held_out.x.shape[1:] or table.y.shape[1:] != held_out.y.shape[1:]:
+        raise ConfigError(
+            f"{held_out.label} has x {list(held_out.x.shape)} and y {list(held_out.y.shape)}, but {table.label} "
+            f"x {list(table.x.shape)} and y {list(table.y.shape)}; expected equal shapes apart from the rows"
         )
 
 

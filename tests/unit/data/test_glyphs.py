@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import grid_sample
+
+from dtrain.config.data import GlyphsDataConfig
+from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
+from dtrain.data.images import glyphs
+from dtrain.errors import ConfigError
+from dtrain.tasks import Classification
+
+
+@pytest.fixture(scope="module")
+def dataset() -> Dataset:
+    return load_dataset(GlyphsDataConfig(size=16), 0)
+
+
+def test_the_samples_are_images_of_62_classes_in_fonts_that_are_trained_on_or_validated_on(dataset: Dataset) -> None:
+    assert isinstance(dataset.task, Classification)
+    assert "".join(dataset.task.labels) == "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    assert dataset.task.input_shape == (1, 16, 16)
+    assert (dataset.train.num_samples, dataset.validation.num_samples) == (20 * 62 * 16, 992)
+    assert not set(glyphs.TRAINING_FONTS) & set(glyphs.VALIDATION_FONTS)
+    batch = dataset.train.batch(dataset.train.order(0, np.arange(2000)))
+    assert list(batch) == ["inputs", "targets"]
+    assert batch["inputs"].shape == (2000, 1, 16, 16)
+    assert batch["inputs"].dtype == torch.float32
+    assert abs(float(batch["inputs"].mean())) < 0.3
+    assert 0.8 < float(batch["inputs"].std()) < 1.2
+    # within an epoch every character has the same number of samples
+    targets = dataset.train.batch(dataset.train.order(0, np.arange(dataset.train.num_samples)))["targets"]
+    assert set(Counter(targets.tolist()).values()) == {20 * 16}
+
+
+def test_what_is_learned_from_the_training_fonts_reads_the_fonts_of_validation(dataset: Dataset) -> None:
+    """The mean image of each class is the simplest classifier; by chance it would be right once in 62 times."""
+    train = dataset.train.batch(dataset.train.order(0, np.arange(8000)))
+    means = torch.stack([train["inputs"][train["targets"] == label].mean(0) for label in range(62)]).flatten(1)
+    validation = dataset.validation.batch(np.arange(992))
+    distances = torch.cdist(validation["inputs"].flatten(1), means)
+    assert float((distances.argmin(1) == validation["targets"]).float().mean()) > 0.25
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 2**63 - 1),
+    start=st.integers(0, 10**9),
+    places=st.permutations(range(6)),
+)
+def test_a_sample_has_the_same_bits_in_any_batch(dataset: Dataset, seed: int, start: int, places: list[int]) -> None:
+    ids = dataset.train.order(seed, start + np.arange(6))
+    together = dataset.train.batch(ids)
+    shuffled = dataset.train.batch(ids[places])
+    for name, values in together.items():
+        assert torch.equal(values[places], shuffled[name])
+        assert torch.equal(values[2:3], dataset.train.batch(ids[2:3])[name])
+
+
+def test_ranks_and_a_resumed_run_get_the_bits_of_one_rank(dataset: Dataset) -> None:
+    loader = BatchLoader(dataset.train, 3, 8, 2, cursor=dataset.train.num_samples - 24)  # into the second epoch
+    whole = [torch.cat([micro["inputs"] for micro in next(loader)]) for _ in range(3)]
+    ranks = [BatchLoader(dataset.train, 3, 8, 1, rank, 2, loader.cursor - 16) for rank in range(2)]
+    assert torch.equal(whole[2], torch.cat([next(rank)[0]["inputs"] for rank in ranks]))
+    assert not torch.equal(whole[0], whole[2])
+
+
+def test_epochs_and_seeds_differ_and_validation_does_not(dataset: Dataset) -> None:
+    train, validation, size = dataset.train, dataset.validation, dataset.train.num_samples
+    epochs = [train.order(seed, epoch * size + np.arange(size)) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(set(ids % size) == set(range(size)) for ids in epochs)  # each has all samples,
+    assert len(set(np.concatenate(epochs).tolist())) == 4 * size  # but in other draws
+    same_sample = np.array([ids[ids % size == 7][0] for ids in epochs])
+    assert len(train.batch(same_sample)["inputs"].flatten(1).unique(dim=0)) == 4
+    assert len(train.batch(same_sample)["targets"].unique()) == 1
+    first, second = (validation.batch(validation.order(0, epoch * 992 + np.arange(992))) for epoch in (0, 5))
+    order = [values.flatten(1).double().sum(1).sort().values for values in (first["inputs"], second["inputs"])]
+    assert torch.equal(*order)
+
+
+def test_validation_gives_each_sample_once_if_batches_do_not_divide_it(dataset: Dataset) -> None:
+    rows = [
+        batch["inputs"]
+        for rank in range(3)
+        for batch, counts in validation_batches(dataset.validation, 100, None, rank, 3)
+        if counts
+    ]
+    assert [len(batch) for batch in rows].count(92) == 1
+    assert len(torch.cat(rows).flatten(1).unique(dim=0)) == sum(map(len, rows)) == 992
+
+
+def test_the_interpolation_is_that_of_torch() -> None:
+    rng = np.random.default_rng(0)
+    bitmaps = np.zeros((3, 20, 20), np.uint8)
+    bitmaps[:, 1:-1, 1:-1] = rng.integers(0, 256, (3, 18, 18))
+    maps = rng.uniform(-1.2, 1.2, (8, 2, 3))
+    chosen = rng.integers(0, 3, 8)
+    ours = glyphs._interpolate(glyphs._corners(bitmaps), chosen, maps, 12)
+    grid = torch.nn.functional.affine_grid(torch.from_numpy(maps).float(), [8, 1, 12, 12], align_corners=False)
+    images = torch.from_numpy(bitmaps[chosen, None] / np.float32(255))
+    expected = grid_sample(images, grid, padding_mode="border", align_corners=False)
+    torch.testing.assert_close(torch.from_numpy(ours), expected.flatten(1), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("size", [8, 33, 160])
+def test_any_size_shows_whole_characters(size: int) -> None:
+    drawn = glyphs.draw_glyphs("digits", size, ("DejaVuSans", "cmr10"))
+    assert drawn.shape[:2] == (2, 10)
+    for bitmap in drawn.reshape(-1, *drawn.shape[2:]):
+        rows, columns = np.nonzero(bitmap > 64)
+        side = len(bitmap)
+        assert min(rows.min(), columns.min()) > 0.05 * side
+        assert max(rows.max(), columns.max()) < 0.95 * side
+        assert rows.max() - rows.min() > 0.4 * side
+    source = load_dataset(GlyphsDataConfig(size=size, characters="digits"), 0).validation
+    assert source.batch(np.arange(4))["inputs"].shape == (4, 1, size, size)
+
+
+def test_the_fingerprint_tells_settings_apart_and_a_missing_font_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = [
+        GlyphsDataConfig(characters="digits", size=size, validation_percent=p) for size in (8, 9) for p in (0, 5)
+    ]
+    configs.append(GlyphsDataConfig(characters="digits", size=8, task="denoising"))
+    datasets = [load_dataset(config, 0) for config in configs]
+    assert len({dataset.fingerprint for dataset in datasets}) == 5
+    assert datasets[0].validation.num_samples == 10  # one of each class
+    assert load_dataset(configs[0], 0).fingerprint == datasets[0].fingerprint
+    monkeypatch.setattr(glyphs, "TRAINING_FONTS", ("DejaVuSans", "NoSuchFont"))
+    with pytest.raises(ConfigError, match=r"cannot read the font .*NoSuchFont\.ttf.*install matplotlib again"):
+        load_dataset(configs[0], 0)
