@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dtrain.config.data import ArraysDataConfig, FriedmanDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
-from dtrain.data.draws import generator, held_out_rows
+from dtrain.data.draws import CONTENT, generator, held_out_rows
 from dtrain.data.sampling import Indices
 from dtrain.data.shards.format import sha256_of
 from dtrain.errors import ConfigError
@@ -129,7 +129,7 @@ def friedman(config: FriedmanDataConfig) -> ArrayTable:
     y = 10 sin(pi x1 x2) + 20 (x3 - 0.5)^2 + 10 x4 + 5 x5 + noise, with x uniform in [0, 1]: Friedman, "Multivariate
     Adaptive Regression Splines", The Annals of Statistics 19 (1991), section 4.3.
     """
-    rng = generator(_FRIEDMAN_ID, 0)
+    rng = generator(_FRIEDMAN_ID, CONTENT)
     x = rng.random((config.samples, _FRIEDMAN_DIM), dtype=np.float32)
     x1, x2, x3, x4, x5 = x[:, :5].T.astype(np.float64)
     y = 10 * np.sin(np.pi * x1 * x2) + 20 * (x3 - 0.5) ** 2 + 10 * x4 + 5 * x5

@@ -10,6 +10,9 @@ import numpy as np
 
 from dtrain.data.sampling import Indices, mix, sample_ids
 
+CONTENT, NOISE = range(2)
+"""Streams: of what a sample shows, and of the noise that is added to it."""
+
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)  # SplitMix64's, so that 0 does not hash to 0
 _LARGEST_ID = 2**62
 
@@ -27,7 +30,7 @@ def generator(sample_id: int, stream: int) -> np.random.Generator:
     """Returns a generator of its own for this id (Philox: Salmon et al., "Parallel Random Numbers", SC 2011).
 
     Args:
-        stream: number of the purpose, so that two of them do not draw the same numbers.
+        stream: :data:`CONTENT` or :data:`NOISE`, which draw different numbers.
     """
     return np.random.Generator(np.random.Philox(key=np.array([sample_id, stream], np.uint64)))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from dtrain.config.data import ImagesDataConfig
-from dtrain.data.draws import generator
+from dtrain.data.draws import CONTENT, generator
 from dtrain.data.images.decode import ImageError, View, decode
 from dtrain.data.images.pictures import Pictures, PictureSet, Pixels
 from dtrain.data.images.workers import Decoder, one_line
@@ -26,8 +26,6 @@ _SHARES = (0.25, 1.0)  # of an image's area, as part of it
 _ASPECT = 4 / 3
 _CENTER, _DEVIATION = 0.5, 0.5  # so that values are in [-1, 1]
 _LOOKED_AT = 32  # files that are read when a folder is opened
-
-_STREAM = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +58,7 @@ class ImageFiles(Pictures):
         return pixels * np.float32(1 / 255), self.classes[samples]
 
     def _view(self, sample: int) -> View:
-        share, aspect, right, down, mirror = generator(sample, _STREAM).random(5).tolist()
+        share, aspect, right, down, mirror = generator(sample, CONTENT).random(5).tolist()
         low, high = _SHARES
         is_mirrored = self.augment == "crop_flip" and mirror < 0.5
         return low + (high - low) * share, _ASPECT ** (2 * aspect - 1), right, down, is_mirrored
@@ -109,7 +107,7 @@ def open_folder(config: ImagesDataConfig) -> PictureSet:
 
 
 def _expand(path: str) -> str:
-    return os.path.expandvars(os.path.expanduser(path))
+    return os.path.expandvars(os.path.expanduser(path)).rstrip("/") or "/"
 
 
 def _list_classes(key: str, path: str) -> dict[str, list[str]]:

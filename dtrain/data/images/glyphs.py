@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from dtrain.config.data import GlyphsDataConfig
-from dtrain.data.draws import generator
+from dtrain.data.draws import CONTENT, generator
 from dtrain.data.images.pictures import Pictures, PictureSet, Pixels
 from dtrain.data.sampling import Indices
 from dtrain.errors import ConfigError
@@ -39,8 +39,6 @@ _SCALE = 0.15
 _SLANT = 0.15
 _SHIFT = 0.08  # of the image's side
 _NOISE = 0.2
-
-_STREAM = 0
 
 
 def characters(which: str) -> str:
@@ -74,7 +72,7 @@ class Glyphs(Pictures):
         draws = np.empty((len(ids), 7))
         images = np.empty((len(ids), self.size * self.size), np.float32)
         for row, sample in enumerate(ids):
-            rng = generator(sample, _STREAM)
+            rng = generator(sample, CONTENT)
             rng.random(out=draws[row])
             if self.noise:
                 rng.random(dtype=np.float32, out=images[row])

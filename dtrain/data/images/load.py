@@ -23,10 +23,10 @@ def load_images(config: ImagesDataConfig | GlyphsDataConfig) -> Dataset:
     validation: SampleSource
     if config.task == "denoising":
         task = Denoising(opened.labels, opened.shape)
-        train = NoisyPictures(opened.train, task, is_drawn=True)
-        validation = NoisyPictures(opened.validation, task, is_drawn=False)
+        train = NoisyPictures(opened.train, True, task)
+        validation = NoisyPictures(opened.validation, False, task)
     else:
         task = Classification(opened.labels, opened.shape)
-        train = ClassifiedPictures(opened.train, opened.mean, opened.std, is_drawn=True)
-        validation = ClassifiedPictures(opened.validation, opened.mean, opened.std, is_drawn=False)
+        train = ClassifiedPictures(opened.train, True, opened.mean, opened.std)
+        validation = ClassifiedPictures(opened.validation, False, opened.mean, opened.std)
     return Dataset(train, validation, opened.fingerprint, opened.description, task)

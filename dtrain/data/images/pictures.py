@@ -11,15 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dtrain.data.dataset import SampleSource
-from dtrain.data.draws import drawn_ids, generator, spread
+from dtrain.data.draws import NOISE, drawn_ids, generator, spread
 from dtrain.data.sampling import Indices
 from dtrain.tasks import Denoising
 from dtrain.tasks.denoising import add_noise, signal_shares
 
 Pixels = NDArray[np.float32]
-
-_NOISE_STREAM = 1
-"""Stream of the draws of noise; pictures use stream 0."""
 
 
 class Pictures(ABC):
@@ -62,16 +59,8 @@ class PictureSet:
 
 
 @dataclass(frozen=True, eq=False)
-class ClassifiedPictures(SampleSource):
-    """Batches of :class:`dtrain.tasks.Classification`: ``inputs`` (pixel - mean) / std, ``targets`` the classes.
-
-    Attributes:
-        is_drawn: each epoch has a draw of its own.
-    """
-
+class _PictureSamples(SampleSource):
     pictures: Pictures
-    mean: float
-    std: float
     is_drawn: bool
 
     @property
@@ -80,6 +69,18 @@ class ClassifiedPictures(SampleSource):
 
     def order(self, seed: int, indices: Indices) -> Indices:
         return drawn_ids(seed, indices, self.num_samples) if self.is_drawn else super().order(seed, indices)
+
+
+@dataclass(frozen=True, eq=False)
+class ClassifiedPictures(_PictureSamples):
+    """Batches of :class:`dtrain.tasks.Classification`: ``inputs`` (pixel - mean) / std, ``targets`` the classes.
+
+    Attributes:
+        is_drawn: pictures change at random, in each epoch in another way.
+    """
+
+    mean: float
+    std: float
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         pixels, classes = self.pictures.read(sample_ids)
@@ -89,23 +90,14 @@ class ClassifiedPictures(SampleSource):
 
 
 @dataclass(frozen=True, eq=False)
-class NoisyPictures(SampleSource):
+class NoisyPictures(_PictureSamples):
     """Batches of :class:`dtrain.tasks.Denoising`: pixels in [-1, 1] with noise.
 
     Attributes:
-        is_drawn: each epoch has noise and times of its own; otherwise the times are evenly spread over the samples.
+        is_drawn: pictures, noise and times differ in each epoch; otherwise times are evenly spread over samples.
     """
 
-    pictures: Pictures
     task: Denoising
-    is_drawn: bool
-
-    @property
-    def num_samples(self) -> int:
-        return self.pictures.num_samples
-
-    def order(self, seed: int, indices: Indices) -> Indices:
-        return drawn_ids(seed, indices, self.num_samples) if self.is_drawn else super().order(seed, indices)
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         pixels, classes = self.pictures.read(sample_ids)
@@ -114,7 +106,7 @@ class NoisyPictures(SampleSource):
         noise = np.empty_like(pixels)
         times = spread(sample_ids, self.task.num_times)
         for row, sample in enumerate(sample_ids):
-            rng = generator(sample, _NOISE_STREAM)
+            rng = generator(sample, NOISE)
             rng.standard_normal(dtype=np.float32, out=noise[row])
             if self.is_drawn:
                 times[row] = rng.integers(self.task.num_times)
