@@ -60,10 +60,10 @@ class HFImageModel(nn.Module):
 def build(config: ModelConfig, task: Task) -> HFImageModel:
     """Builds the model in FP32, whatever its files hold; on ``meta`` without reading weights.
 
-    With the weights of a folder, the head is drawn at random if it is for another number of outputs. With random weights,
-    channels and size of the images are those of ``task`` too, unless ``model.args`` has them. Without a folder,
-    ``model.args`` are entries of config.json: with a ``model_type`` beside the defaults of its class, otherwise beside
-    those of a small vision transformer.
+    With the weights of a folder, the head is drawn at random if it is for another number of outputs. With random
+    weights, channels and size of the images are those of ``task`` too, unless ``model.args`` has them. Without a
+    folder, ``model.args`` are entries of config.json: with a ``model_type`` beside the defaults of its class, otherwise
+    beside those of a small vision transformer.
 
     Raises:
         ConfigError: transformers is missing; the data are no images, or of a size that the model does not take; or the
