@@ -65,21 +65,26 @@ def test_norms_stay_in_fp32(precision: str) -> None:
         train(engine, TASK, steps=1)
 
 
-def test_channels_last_changes_the_layout_and_no_number() -> None:
+@pytest.mark.parametrize("channels", [1, 3])
+def test_channels_last_changes_the_layout_and_no_number(channels: int) -> None:
+    task = classification(channels, 12, 10)
     results = []
-    for channels_last in (False, True):
-        model = network(channels_last=channels_last)
+    for channels_last in (False, True, "auto"):
+        model = build("images.convnet", task, num_layers=1, hidden_dim=16, channels_last=channels_last)
         seen: list[Tensor] = []
-        model.model.blocks[2].conv2.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))
-        output = model(**batch(TASK))
+        for module in model.modules():
+            if isinstance(module, nn.Conv2d):
+                module.register_forward_hook(lambda _, args, output, seen=seen: seen.append(output))
+        output = model(**batch(task))
         output.loss.backward()
-        (convolved,) = seen
-        assert convolved.is_contiguous(memory_format=torch.channels_last) is channels_last
-        assert convolved.is_contiguous() is not channels_last
+        assert len(seen) == 9
+        for convolved in seen:
+            assert convolved.is_contiguous(memory_format=torch.channels_last) is bool(channels_last)
         assert all(p.is_contiguous() for p in model.parameters())
         results.append((output.prediction, *(p.grad for p in model.parameters())))
-    for plain, last in zip(*results, strict=True):
+    for plain, last, auto in zip(*results, strict=True):
         torch.testing.assert_close(plain, last, rtol=1e-4, atol=1e-5)
+        assert torch.equal(last, auto), "auto has the channels last on a CPU"
 
 
 def test_every_stage_trains_as_plain_pytorch() -> None:
