@@ -9,6 +9,7 @@ Stop it with Ctrl-C and start it again: it resumes at the next batch, also on an
 import argparse
 import math
 import signal
+from contextlib import suppress
 
 import torch
 import torch.distributed as dist
@@ -44,10 +45,8 @@ def main():
         precision="bf16",
     )
     log = print if engine.rank == 0 else lambda _: None
-    try:
+    with suppress(dtrain.checkpoint.NoCheckpointError):  # damaged ones are an error: a run never restarts unnoticed
         engine.load(args.out)
-    except dtrain.checkpoint.NoCheckpointError:  # damaged ones are another error: a run never restarts unnoticed
-        pass
     log(f"starts after step {engine.attempted_steps}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: engine.request_stop())  # the next step tells all ranks
