@@ -125,9 +125,9 @@ def train(files, epochs):
         confusion = evaluate(engine, held_out, len(classes))
         correct, total = int(confusion.diag().sum()), int(confusion.sum())
         log(f"epoch {epoch}: loss {outcome.loss:.3f}, held-out accuracy {correct / total:.3f} ({correct} of {total})")
-    worst = int(confusion.fill_diagonal_(0).argmax())
-    true, guess = divmod(worst, len(classes))
-    log(f"worst pair: {classes[true]} taken for {classes[guess]}, {int(confusion[true, guess])} times")
+    true, guess = divmod(int(confusion.fill_diagonal_(0).argmax()), len(classes))
+    if times := int(confusion[true, guess]):
+        log(f"worst pair: {classes[true]} taken for {classes[guess]}, {times} times")
 
 
 def main():

@@ -10,7 +10,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/decisions/*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    [
+        *ROOT.glob("docs/*.md"),
+        *ROOT.glob("docs/examples/*.*"),
+        *ROOT.glob("docs/decisions/*.md"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
 )
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 
