@@ -60,10 +60,9 @@ def main():
             dist.all_reduce(counts)
         total = 1000 * generator.world_size
         covered = sum(count > total / MODES / 3 for count in counts.tolist())  # a third of its share, or more
+        near = int(counts.sum()) / total
         if generator.rank == 0:
-            print(
-                f"step {step}: covers {covered} of {MODES} modes; {int(counts.sum()) / total:.0%} of samples near one"
-            )
+            print(f"step {step}: covers {covered} of {MODES} modes; {near:.0%} of samples near one")
 
     report(0)
     for step in range(1, args.steps + 1):

@@ -24,7 +24,7 @@ import dtrain
 SIZE, BATCH, LR = 32, 32, 2e-3  # pixels of a side; images of a rank in a step; peak learning rate
 
 
-def draw_digits(root, count=1225):
+def draw_digits(root, count=1300):
     """Writes images of digits in the fonts of matplotlib, at random places, sizes, angles and colors."""
     draws = random.Random(0)
     fonts = sorted(Path(matplotlib.get_data_path(), "fonts/ttf").glob("DejaVuSans*.ttf"))
@@ -118,13 +118,16 @@ def train(files, epochs):
     held_out = loader(files[::5], shuffle=False)
     total_steps = epochs * len(training)
     for epoch in range(1, epochs + 1):
+        loss = seen = 0.0
         for x, y, weight in training:
             logits = engine(x.to(engine.device, memory_format=torch.channels_last))
             engine.backward(cross_entropy(logits, y.to(engine.device)), weight=int(weight.sum()))
             outcome = engine.step(lr=LR * (1 - engine.attempted_steps / total_steps))
+            loss, seen = loss + outcome.loss * outcome.weight, seen + outcome.weight  # of all ranks
         confusion = evaluate(engine, held_out, len(classes))
-        correct, total = int(confusion.diag().sum()), int(confusion.sum())
-        log(f"epoch {epoch}: loss {outcome.loss:.3f}, held-out accuracy {correct / total:.3f} ({correct} of {total})")
+        total = int(confusion.sum())
+        accuracy = int(confusion.diag().sum()) / total
+        log(f"epoch {epoch}: loss {loss / seen:.3f} over {seen:.0f} images, accuracy {accuracy:.3f} over {total}")
     true, guess = divmod(int(confusion.fill_diagonal_(0).argmax()), len(classes))
     if times := int(confusion[true, guess]):
         log(f"worst pair: {classes[true]} taken for {classes[guess]}, {times} times")

@@ -49,7 +49,7 @@ def main():
     engine = dtrain.initialize(
         model,
         optimizer=dtrain.AdamW(lr=3e-3, weight_decay=0.0),
-        schedule=dtrain.Cosine(warmup_steps=10, total_steps=args.steps),
+        schedule=dtrain.Cosine(total_steps=args.steps),
         precision="bf16",  # of the products; the masters of the adapters are FP32
         zero_stage=3,  # shards the frozen weights over the ranks too
     )
@@ -69,8 +69,10 @@ def main():
         samples = training[starts + torch.arange(LENGTH)].to(engine.device)
         engine.backward(engine(input_ids=samples, labels=samples))  # takes an output that has a loss
         outcome = engine.step()
-        if step % 25 == 0:
-            log(f"step {step}: loss {outcome.loss:.3f}" if outcome.applied else f"step {step}: {outcome.culprit}")
+        if not outcome.applied:
+            log(f"step {step} skipped ({outcome.reason}): {outcome.culprit}")
+        elif step % 25 == 0:
+            log(f"step {step}: loss {outcome.loss:.3f}")
     log(f"held-out loss {before:.3f} -> {held_out_loss():.3f}")
 
     masters = engine.master_state()  # of what was trained: whole FP32 tensors on rank 0; all ranks call

@@ -41,7 +41,7 @@ def main():
     engine = dtrain.initialize(
         model,
         optimizer=dtrain.AdamW(lr=1e-2, weight_decay=0.01),
-        schedule=dtrain.Cosine(warmup_steps=20, total_steps=args.steps),
+        schedule=dtrain.Cosine(total_steps=args.steps),
         precision="bf16",
     )
     log = print if engine.rank == 0 else lambda _: None
@@ -59,7 +59,8 @@ def main():
         epoch, index = divmod(engine.attempted_steps, batches_per_epoch)
         order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
         batch = order.split(BATCH)[index]  # the last one of an epoch is smaller
-        # every rank runs the same number of micro-batches, whose sizes may differ
+        # every rank runs the same number of micro-batches, whose sizes may differ; for a rank without any sample, which
+        # needs more than 15 ranks here, see RankBatches in image_folder.py
         rounds = math.ceil(len(batch) / (engine.world_size * MICRO_BATCH))
         own = batch.tensor_split(rounds * engine.world_size)[engine.rank :: engine.world_size]
         for micro_batch in engine.accumulate(own):
