@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import multiprocessing
 import os
 import re
 import runpy
@@ -40,6 +41,8 @@ class Output(io.StringIO):
 
 def run_script(folder: Path, command: str, stop_at: str | None = None) -> str:
     """Returns what ``python COMMAND`` prints in ``folder``; rank 0 is told to stop after it has printed ``stop_at``."""
+    # how DataLoader starts its workers: a rank of the tests inherits forkserver, whose workers would import torch again
+    multiprocessing.set_start_method("fork", force=True)
     name, *arguments = command.split()
     os.chdir(folder)
     sys.argv = [name, *arguments]
