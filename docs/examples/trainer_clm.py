@@ -3,8 +3,8 @@
     python trainer_clm.py --output_dir out --text_file book.txt --max_steps 300
     torchrun --standalone --nproc_per_node=2 trainer_clm.py --output_dir out --bf16 --zero_stage 2
 
-Ranks without a GPU need --use_cpu. The options are those of transformers' TrainingArguments, and those of ScriptArguments
-below. After an interruption, the same command with --resume continues with equal bits.
+Ranks without a GPU need --use_cpu. The options are those of transformers' TrainingArguments and of ScriptArguments.
+After an interruption, the same command with --resume True continues with equal bits.
 """
 
 import math
@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, HfArgumentParser, TrainingArguments, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    TrainingArguments,
+    set_seed,
+)
 
 import dtrain
 from dtrain.integrations.trainer import Trainer  # the first changed line: it was "from transformers import Trainer"

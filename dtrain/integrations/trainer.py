@@ -8,8 +8,10 @@
 
     MyTrainer(model, args, train_dataset=data, dtrain={"engine": dtrain.Native(zero_stage=2)}).train()
 
-``Trainer`` of this module is such a class of :class:`transformers.Trainer` itself. Data, learning rates, logs, callbacks
-and metrics stay those of transformers; forward, backward, clipping, update and checkpoints are the engine's.
+``Trainer`` of this module is such a class of :class:`transformers.Trainer` itself. Data, learning rates, logs,
+callbacks and metrics stay those of transformers; forward, backward, clipping, update and checkpoints are the engine's.
+The gradient is that of plain Trainer under DDP, however it weights its losses: :mod:`dtrain.integrations.driver` says
+why.
 """
 
 from __future__ import annotations
@@ -20,17 +22,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dtrain.checkpoint import verify
 from dtrain.distributed.logging import logger
-from dtrain.errors import CheckpointError, ConfigError
+from dtrain.errors import ConfigError
 from dtrain.integrations.accelerate import Accelerator
 from dtrain.integrations.prepared import PreparedModel
 from dtrain.integrations.trainer_arguments import check_arguments, check_model, check_optimizer, scheduler_text
+from dtrain.integrations.trainer_checkpoints import FOLDER, STATE, missing_part, newest_complete
 
 _Base: Any = object  # the methods of Trainer follow it in a class's bases
 
@@ -39,15 +42,27 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     """Makes the subclass of ``transformers.Trainer`` that follows it in a class's bases train on an engine.
 
     Attributes:
-        dtrain: arguments of :class:`dtrain.integrations.accelerate.Accelerator` that choose the engine and its
-            precision; set it in a subclass, or pass ``dtrain=`` to the constructor. By default ``native``, in the
-            precision of ``TrainingArguments``.
+        dtrain: arguments of :class:`dtrain.integrations.accelerate.Accelerator`, such as ``engine``, ``precision`` and
+            ``blocks``; set it in a subclass, or pass ``dtrain=`` to the constructor. By default the engine is
+            ``native``, in the precision of ``TrainingArguments``.
 
     Raises:
-        ConfigError: an argument of ``TrainingArguments`` that an engine cannot honor, before training.
+        ConfigError: an argument of ``TrainingArguments`` that an engine cannot honor, before training; or a class in
+            which the mixin does not come first.
     """
 
     dtrain: Mapping[str, Any] = {}
+    model: Any
+    _warned_step = 0
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        before = cls.__mro__[: cls.__mro__.index(TrainerMixin)]
+        if any(kind.__module__ == "transformers.trainer" for kind in before):
+            raise ConfigError(
+                f"class {cls.__name__}: TrainerMixin must come first, or Trainer's own methods are used; write class "
+                f"{cls.__name__}(TrainerMixin, ...)"
+            )
 
     def __init__(self, *args: Any, dtrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if dtrain is not None:
@@ -62,6 +77,11 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         check_model(self.model)
         with _accelerator_of_dtrain():
             super().create_accelerator_and_postprocess()
+        if not isinstance(self.accelerator, Accelerator):
+            raise ConfigError(
+                f"{type(self).__name__}.create_accelerator_and_postprocess has made an accelerator of its own; leave "
+                f"that to Trainer's"
+            )
         if self.args.logging_nan_inf_filter:
             logger.info("logging_nan_inf_filter is switched off: it would hide the losses of skipped steps")
             self.args.logging_nan_inf_filter = False
@@ -104,6 +124,14 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Runs forward and backward of one micro-batch."""
+        step, every = self.state.global_step + 1, self.state.save_steps
+        if self.args.save_strategy == "steps" and (step % every == 0 or step == self.state.max_steps):
+            self.engine.expect_save()
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        return loss
+
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         outcome, step = self.optimizer.outcome, self.engine.attempted_steps
         if outcome is not None and not outcome.applied and step > self._warned_step:
@@ -113,8 +141,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         if self._globalstep_last_logged == self.state.global_step and not math.isfinite(tr_loss):
             tr_loss.zero_()  # transformers subtracts what it has logged, and NaN - NaN is NaN
-
-    _warned_step = 0
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluates or predicts in the engine's precision, on all ranks together."""
@@ -172,7 +198,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         elif resume_from_checkpoint and (missing := missing_part(Path(resume_from_checkpoint))):
             raise ConfigError(
                 f"{resume_from_checkpoint} is not a complete checkpoint of Trainer with dtrain: {missing}; "
-                f"resume_from_checkpoint=True takes the newest complete one, and from_pretrained starts from its weights"
+                f"resume_from_checkpoint=True takes the newest complete one, from_pretrained starts from its weights"
             )
         return super().train(resume_from_checkpoint or None, *args, **kwargs)
 
@@ -203,41 +229,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             super()._load_best_model()
 
 
-FOLDER = "dtrain"
-"""Name of the folder of the engine's checkpoint in a folder ``checkpoint-N`` of Trainer."""
-
-STATE = "trainer_state.json"
-
-
-def missing_part(folder: Path) -> str:
-    """Returns what is missing or damaged in a folder ``checkpoint-N``; empty if it is complete."""
-    try:
-        if not (folder / FOLDER).is_dir():
-            return f"it has no folder {FOLDER}/, as with save_only_model=True or without dtrain"
-        json.loads((folder / STATE).read_text(encoding="utf-8"))  # written last
-        problems = [status.problem for status in verify(folder / FOLDER, fast=True).checkpoints if status.problem]
-    except (OSError, ValueError, CheckpointError) as error:
-        return str(error)
-    return "; ".join(problems)
-
-
-def newest_complete(output_dir: Path) -> int:
-    """Returns the step of the newest complete checkpoint in ``output_dir``, -1 if there is none."""
-    steps = [int(path.name[11:]) for path in output_dir.glob("checkpoint-*") if path.name[11:].isdigit()]
-    for step in sorted(steps, reverse=True):
-        folder = output_dir / f"checkpoint-{step}"
-        missing = missing_part(folder)
-        if not missing:
-            return step
-        logger.warning(f"{folder} is not complete, so an older checkpoint is used: {missing}")
-    return -1
-
-
 @contextmanager
 def _accelerator_of_dtrain() -> Iterator[None]:
     """Context in which Trainer creates dtrain's accelerator."""
-    import transformers.trainer as module
-
+    module: Any = import_module("transformers.trainer")
     before = module.Accelerator
     module.Accelerator = Accelerator
     try:

@@ -44,19 +44,28 @@ def check_arguments(args: Any) -> None:
     started = LaunchEnv.read().world_size
     if started != args.world_size:
         raise ConfigError(
-            f"the launcher has started {started} ranks, but TrainingArguments counts {args.world_size}; on ranks "
-            f"without a GPU pass use_cpu=True"
+            f"the launcher has started {started} ranks, but TrainingArguments counts {args.world_size}; start them by "
+            f"torchrun, and on ranks without a GPU pass use_cpu=True"
         )
 
 
 def check_model(model: Any) -> None:
     """Raises ``ConfigError`` for a model that transformers has sharded, split over devices, or quantized."""
     if getattr(model, "is_distributed_loading_by_transformers", False) or (getattr(model, "tp_size", None) or 1) > 1:
-        raise ConfigError("the model was sharded by from_pretrained(distributed_config=... or tp_plan=...); load it whole")
+        raise ConfigError(
+            "the model was sharded by from_pretrained(distributed_config=...) or tp_plan=...; load it whole, and shard "
+            "it by dtrain={'engine': dtrain.Native(zero_stage=3)}"
+        )
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
-        raise ConfigError("the model is split over devices by device_map; load it without one, and shard it by zero_stage=3")
-    if getattr(model, "is_quantized", False) or getattr(model, "hf_quantizer", None) is not None:
-        raise ConfigError("the model's weights are quantized, and training starts from the unrounded ones; load those")
+        raise ConfigError(
+            "the model is split over devices by device_map; load it whole, and shard it by "
+            "dtrain={'engine': dtrain.Native(zero_stage=3)}"
+        )
+    if getattr(model, "is_quantized", False):
+        raise ConfigError(
+            "the model's weights are quantized, and training starts from the unrounded ones; load it without a "
+            "quantization_config"
+        )
 
 
 def check_optimizer(args: Any) -> None:

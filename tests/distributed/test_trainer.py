@@ -1,4 +1,4 @@
-"""Trainer on an engine over two ranks: equal to transformers' own under DDP, skips and resumes on all ranks together."""
+"""Trainer on an engine over two ranks: equal to transformers' own under DDP, killed, and resumed with equal bits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,12 @@ def train_each(rank: int, world: int, folder: Path) -> dict[str, Any]:
         assert trainer.engine.name == name.split("-")[0]
     of_rank = {"average_tokens_across_devices": False}
     train("plain, tokens of a rank", transformers.Trainer, **of_rank)
-    train("native-1, tokens of a rank", EngineTrainer, **of_rank, trainer={"dtrain": {"engine": dtrain.Native(zero_stage=1)}})
+    train(
+        "native-1, tokens of a rank",
+        EngineTrainer,
+        **of_rank,
+        trainer={"dtrain": {"engine": dtrain.Native(zero_stage=1)}},
+    )
     Overflowing.on_rank = 1
     trainer = train("overflow", Overflowing)
     assert (trainer.engine.applied_steps, trainer.lr_scheduler.last_epoch) == (5, 5)
