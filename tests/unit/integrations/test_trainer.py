@@ -15,8 +15,6 @@ import transformers
 from safetensors.torch import load_file
 
 import dtrain
-from dtrain.checkpoint import verify
-from dtrain.errors import ConfigError
 from dtrain.integrations.trainer import TrainerMixin
 from tests.helpers.oracle import normwise_error
 from tests.helpers.trainers import (
@@ -30,6 +28,7 @@ from tests.helpers.trainers import (
 )
 
 Plain = transformers.Trainer
+FILE = "model.safetensors"
 STEPS = 6
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/trainer_clm.py"
 
@@ -96,6 +95,26 @@ def test_trains_as_plain_trainer(
     assert len(runs[0].values("loss")) >= STEPS
 
 
+def test_classifies_images_with_running_statistics(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    pixels = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    rows = [{"pixel_values": one, "labels": torch.tensor(n % 3)} for n, one in enumerate(pixels)]
+    runs = []
+    for kind in (Plain, EngineTrainer):
+        torch.manual_seed(0)
+        folder = tmp_path / kind.__name__
+        trainer = kind(transformers.ResNetForImageClassification(config), arguments(folder), train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        runs.append(([x["loss"] for x in trainer.state.log_history if "loss" in x], load_file(folder / FILE)))
+    (expected_losses, expected), (losses, weights) = runs
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    statistics = {name for name in expected if "running" in name}
+    assert statistics
+    assert weights.keys() == expected.keys()
+    assert normwise_error({n: weights[n] for n in statistics}, {n: expected[n] for n in statistics}) < 1e-5
+
+
 def test_rows_without_targets_count_for_nothing(tmp_path: Path) -> None:
     rows = text_rows(48)
     assert any((row["labels"] == -100).all() for row in rows)
@@ -158,7 +177,7 @@ def test_bf16_alone_trains_and_saves_fp32_masters(tmp_path: Path) -> None:
     for name, value in run.weights.items():  # from_pretrained takes the dtype that config.json states
         assert value.dtype == torch.float32, name
         assert torch.equal(value, masters.get(name, masters["transformer.wte.weight"])), name
-    assert "lm_head.weight" not in load_file(tmp_path / "final" / "model.safetensors")
+    assert "lm_head.weight" not in load_file(tmp_path / "final" / FILE)
     losses = run.values("loss")
     assert losses == pytest.approx(run_trainer(Plain, tmp_path / "plain", bf16=True).values("loss"), rel=2e-2)
 
@@ -189,92 +208,6 @@ def test_evaluation_before_training_changes_nothing(tmp_path: Path) -> None:
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses == run_trainer(EngineTrainer, tmp_path, bf16=True).values("loss")
-
-
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "max_steps": -1, "bf16": True}
-    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    rows = text_rows(24)  # four steps an epoch
-    whole = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, **options)
-    for step in (2, 4, 6, 8):
-        assert verify(tmp_path / f"checkpoint-{step}" / "dtrain").ok
-    assert not list(tmp_path.glob("checkpoint-*/optimizer.pt"))
-    shutil.rmtree(tmp_path / "final")
-    state = tmp_path / "checkpoint-8" / "trainer_state.json"
-    state.write_text(state.read_text()[:100])
-    next((tmp_path / "checkpoint-6" / "dtrain").glob("step-*/manifest.json")).unlink()
-    resumed = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, resume=True, **options)
-    assert resumed.trainer._initial_global_step == 4
-    assert [
-        message.split(" is not complete")[0][-1] for message in caplog.messages if "is not complete" in message
-    ] == [
-        "8",
-        "6",
-    ]
-    assert resumed.values("loss") == whole.values("loss")
-    assert resumed.values("grad_norm") == whole.values("grad_norm")
-    for name, value in whole.weights.items():
-        assert torch.equal(resumed.weights[name], value), name
-
-
-def test_limits_and_loads_the_best_checkpoint(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"save_steps": 2, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2}
-    run = run_trainer(
-        EngineTrainer,
-        tmp_path,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        greater_is_better=True,  # of a loss that falls: the first is the best
-        **options,
-    )
-    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
-    first, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 6))
-    assert not torch.equal(first["transformer.wte.weight"], last["transformer.wte.weight"])
-    for name, value in first.items():
-        assert torch.equal(run.weights[name], value), name
-
-
-def test_weights_without_states(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
-    run_trainer(EngineTrainer, tmp_path, **options)
-    assert not (tmp_path / "checkpoint-3" / "dtrain").exists()
-    with pytest.raises(ConfigError, match=r"checkpoint-6 is not a complete checkpoint .* no folder dtrain/"):
-        run_trainer(EngineTrainer, tmp_path, resume=str(tmp_path / "checkpoint-6"), **options)
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
-        run_trainer(EngineTrainer, tmp_path, resume=True, **options)
-
-
-def test_a_new_run_replaces_the_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
-    announced = []
-
-    class Watch(transformers.TrainerCallback):
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            engine = kwargs["optimizer"].driver.engine
-            announced.append(engine._audit.is_pending)  # the update has left fingerprints of what it wrote
-
-    for seed in (0, 1):
-        options = {"save_strategy": "steps", "save_steps": 3, "seed": seed, "trainer": {"callbacks": [Watch()]}}
-        run = run_trainer(EngineTrainer, tmp_path, **options)
-    assert announced == 2 * [False, False, True, False, False, True]
-    status = verify(tmp_path / "checkpoint-6" / "dtrain")
-    assert status.ok
-    assert len(status.checkpoints) == 1
-    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
-    assert torch.equal(saved["transformer.wte.weight"], run.weights["transformer.wte.weight"])
-
-
-def test_trains_twice(tmp_path: Path) -> None:
-    trainer = EngineTrainer(build_model(), arguments(tmp_path, max_steps=2), train_dataset=text_rows(48))
-    trainer.train()
-    before = trainer.engine.master_state()
-    trainer.train()
-    assert trainer.engine.attempted_steps == 4
-    assert not all(torch.equal(before[name], value) for name, value in trainer.engine.master_state().items())
 
 
 # -- what a script may ask for -----------------------------------------------------------------------------------------
@@ -374,3 +307,12 @@ def test_the_example_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.Cap
     again = main([*given, "--use_cpu", "--bf16", "--resume", "True"])
     assert again["eval_loss"] == metrics["eval_loss"]
     assert capsys.readouterr().out.count("it writes: b'import ") == 2
+
+
+def test_trains_twice(tmp_path: Path) -> None:
+    trainer = EngineTrainer(build_model(), arguments(tmp_path, max_steps=2), train_dataset=text_rows(48))
+    trainer.train()
+    before = trainer.engine.master_state()
+    trainer.train()
+    assert trainer.engine.attempted_steps == 4
+    assert not all(torch.equal(before[name], value) for name, value in trainer.engine.master_state().items())
