@@ -28,11 +28,11 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import connect
 from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError, UsageError
-from dtrain.integrations.checkpoints import load_engines, save_engines
+from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
 from dtrain.integrations.driver import EngineDriver
 from dtrain.integrations.graph import trained_by
 from dtrain.integrations.optimizers import record_of
-from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer, parameters_of
+from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
 from dtrain.integrations.settings import (
     ENGINE_OPTIONS,
     autocast_dtype,
@@ -166,7 +166,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     def _build(self, model: PreparedModel, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
         record = record_of(optimizer, model.module)
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        engine = initialize(model.module, optimizer=record, comm=connect(self.device), **self._engine_options)
+        device = self.device if self.device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
+        engine = initialize(model.module, optimizer=record, comm=connect(device), **self._engine_options)
         # a library may have replaced the parameters, whose memory the optimizer would keep
         now = dict(model.module.named_parameters())
         for group in optimizer.param_groups:
@@ -254,7 +255,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             raise UsageError(f"clip_grad_norm_(norm_type={norm_type}): an engine clips the 2-norm of all gradients")
         if not max_norm > 0:
             raise UsageError(f"clip_grad_norm_(max_norm={max_norm}): expected a number above 0")
-        given = {id(parameter) for parameter in parameters_of(parameters)}
+        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
         for driver in self._drivers:
             own = list(driver.engine.module.parameters())
             trained = {id(parameter) for parameter in own if parameter.requires_grad}
@@ -301,15 +302,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the whole weights on rank 0, {} elsewhere; all ranks call. Trained ones are the FP32 masters."""
-        if self._is_saving:  # the engines save them
-            return {}
         driver = next(
             (d for d in self._drivers if model is d.engine.module or d is getattr(model, "driver", None)), None
         )
         if driver is None:
             state: dict[str, Any] = super().get_state_dict(self.unwrap_model(model))
             return state
-        return whole_state_dict(driver.engine)
+        # accelerate's save_state asks for wrapped ones
+        return SavedByEngine() if self._is_saving and not unwrap else whole_state_dict(driver.engine)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Saves everything to a folder; all ranks call.
@@ -320,13 +320,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             save_engines(self._drivers, Path(folder), {"step": self.step})
-            weights.clear()
+            weights[:] = [own for own in weights if not isinstance(own, SavedByEngine)]
 
         # registered last, so that the user's own hooks have been called
         handle = self.register_save_state_pre_hook(save)
         self._is_saving = True
         try:
-            return super().save_state(output_dir, safe_serialization, **options)
+            saved = super().save_state(output_dir, safe_serialization, **options)
+            self.wait_for_everyone()  # so that a rank that loads finds the files of all
+            return saved
         finally:
             self._is_saving = False
             handle.remove()
@@ -337,7 +339,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
         def load(models: list[nn.Module], folder: str) -> None:
             extras.extend(load_engines(self._drivers, Path(folder)))
-            models.clear()
+            models[:] = [model for model in models if getattr(model, "driver", None) is None]
 
         handle = self.register_load_state_pre_hook(load)
         try:

@@ -14,6 +14,12 @@ from dtrain.errors import CheckpointError
 from dtrain.integrations.driver import EngineDriver
 
 _FOLDER = "dtrain"
+
+
+class SavedByEngine(dict[str, Any]):
+    """Stands in accelerate's list of weights for a model whose engine saves them."""
+
+
 _CURRENT = "current.json"
 
 
@@ -31,6 +37,7 @@ def save_engines(drivers: Sequence[EngineDriver], folder: Path, extra: Mapping[s
     comm, home = drivers[0].engine.comm, folder / _FOLDER
     name = on_rank_0(comm, f"saving {home}", lambda: _free_name(home), CheckpointError)
     for number, driver in enumerate(drivers):
+        driver.close()
         driver.engine.save(home / name / f"model_{number}", extra=extra)
     on_rank_0(comm, f"saving {home}", lambda: _commit(home, name, len(drivers)), CheckpointError)
 

@@ -80,7 +80,7 @@ class EngineDriver:
         self._is_weighted = weight is not None
         self._num_backwards += 1
         self._round += 1
-        self._close()
+        self.close()
 
     def end_round(self) -> None:
         """Ends a round; see [Note: the last micro-batch]."""
@@ -107,7 +107,7 @@ class EngineDriver:
         if self._block is not None:
             if expects_last or not self._is_last:
                 return
-            self._close()  # a forward without a backward opened it, before gradients had to wait
+            self.close()  # a forward without a backward opened it, before gradients had to wait
         if self._is_last and self.has_backward:
             raise UsageError(
                 "a second accelerator.backward before optimizer.step(), in a loop that had one a step so far; put the "
@@ -118,7 +118,8 @@ class EngineDriver:
         self._block = self.engine.micro_batch(last=expects_last)
         self._block.__enter__()
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Ends the micro-batch that is open, if any; its forward may have had no backward."""
         if self._block is not None:
             block, self._block = self._block, None
             block.__exit__(None, None, None)
@@ -143,7 +144,7 @@ class EngineDriver:
             raise UsageError("optimizer.step() without accelerator.backward(loss) before it")
         factor = 1.0 if self._is_weighted else self._num_backwards / self._gradient_state.num_steps
         outcome = self.engine.step(lr=self._rates.current(), max_grad_norm=self._max_grad_norm, grad_factor=factor)
-        self._close()
+        self.close()
         self.end_round()
         for norm in self._norms:
             assert self.engine.grad_norm is not None

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from torch import Tensor, nn
+from accelerate.utils import convert_to_fp32
+from torch import nn
 
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
@@ -41,11 +42,12 @@ class PreparedModel(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """The engine; raises ``UsageError`` before the optimizer is prepared."""
+        """The engine, outside any forward; raises ``UsageError`` before the optimizer is prepared."""
         if self.driver is None:
             raise UsageError(
                 "this model has no engine, because its optimizer is not prepared; call accelerator.prepare(optimizer)"
             )
+        self.driver.close()
         return self.driver.engine
 
     def __getattr__(self, name: str) -> Any:
@@ -68,7 +70,7 @@ class PreparedModel(nn.Module):
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         low = nullcontext() if self._autocast_dtype is None else torch.autocast(device, self._autocast_dtype)
         with low:
-            return _floats(self.module(*args, **kwargs))
+            return convert_to_fp32(self.module(*args, **kwargs))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing, because each step clears its gradients; refused where they would be discarded."""
@@ -96,12 +98,6 @@ class PreparedModel(nn.Module):
             return self.module.load_state_dict(state_dict, strict=strict)
         with self.engine.modify_weights():
             return self.module.load_state_dict(state_dict, strict=strict)
-
-
-def _floats(output: Any) -> Any:
-    from accelerate.utils import convert_to_fp32
-
-    return convert_to_fp32(output)
 
 
 def _refuse_discard(driver: EngineDriver) -> None:
@@ -158,8 +154,3 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
                 "this optimizer state was saved without dtrain; resume from a folder of this Accelerator's save_state"
             )
         self.optimizer.load_state_dict(state_dict)
-
-
-def parameters_of(parameters: Any) -> list[Tensor]:
-    """Returns the argument of ``clip_grad_norm_`` as a list."""
-    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -128,6 +128,11 @@ def test_backwards_before_a_step_add_up_without_accumulate() -> None:
     for _ in range(3):
         for loss in losses(model):  # both forwards come before the first backward
             accelerator.backward(loss)
+            model.eval()
+            with torch.no_grad():
+                loss_of(model)
+            loss_of(model)  # with gradients, and no backward
+            model.train()
         optimizer.step()
     for name, value in plain_step(losses).items():
         torch.testing.assert_close(accelerator.get_state_dict(model)[name], value)
@@ -250,8 +255,11 @@ def test_whole_weights_and_the_users_module(engine: Any, tmp_path: Path) -> None
     accelerator.backward(F.cross_entropy(model(tokens), tokens))
     optimizer.step()
     model.eval()
+    evaluating = []
+    module.register_forward_pre_hook(lambda *_: evaluating.append(model.driver.engine._evaluating))
     with torch.inference_mode():
         want = model(tokens)
+    assert evaluating == [True]
     with torch.no_grad():
         assert torch.equal(model(tokens), want)
     model.train()
@@ -279,6 +287,7 @@ def test_a_run_resumes_inside_an_epoch_with_equal_bits(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared()
+    teacher = accelerator.prepare(build(4).requires_grad_(False))
 
     class Counter:
         value = 0
@@ -292,24 +301,29 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
     counter, called = Counter(), []
     accelerator.register_for_checkpointing(counter)
     accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: called.append((len(models), weights.pop()))
+        lambda models, weights, folder: called.append((len(models), weights.pop(0)))
     )
-    accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models.pop() is model))
+    accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models[0] is model))
     for value in (1, 2):
-        accelerator.backward(loss_of(model))
-        optimizer.step()
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model))
+            optimizer.step()
         counter.value = value
         accelerator.save_state(tmp_path)
     want = accelerator.get_state_dict(model)
     accelerator.backward(loss_of(model))
     optimizer.step()
-    counter.value = 5
+    counter.value, accelerator.step = 5, 5
+    (tmp_path / "random_states_0.pkl").unlink()  # as for a rank that has not saved
+    teacher.module[0].weight.data.zero_()
+    loss_of(model)  # a forward without a backward
     accelerator.load_state(tmp_path)
-    assert counter.value == 2
+    assert torch.equal(teacher.module[0].weight, build(4)[0].weight)
+    assert (counter.value, accelerator.step) == (2, 2)
     assert model.engine.applied_steps == 2
     assert all(torch.equal(value, want[name]) for name, value in accelerator.get_state_dict(model).items())
     assert [path.name for path in (tmp_path / "dtrain").glob("save-*")] == ["save-2"]
-    assert called == [(1, {}), (1, {}), True]
+    assert called == [(2, {}), (2, {}), True]
     (tmp_path / "dtrain" / "current.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected a folder that dtrain's Accelerator\.save_state has written"):
         accelerator.load_state(tmp_path)
