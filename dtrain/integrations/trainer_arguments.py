@@ -21,7 +21,7 @@ _REFUSED = {
 }
 """What to do instead, by argument."""
 
-_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "rmsprop")
+_OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of ``optim`` whose update is elementwise and whose states an engine keeps."""
 
 

@@ -78,8 +78,9 @@ def sum_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
         ((Plain, EngineTrainer), {}, {"trainer": {"compute_loss_func": sum_over_items}}),
         ((Plain, EngineTrainer), {"accepts_loss_kwargs": False}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
         ((_TwiceTheLoss, _TwiceOnEngine), {}, {"optim": "sgd", "learning_rate": 0.1}),
+        ((Plain, EngineTrainer), {}, {"optim": "adagrad"}),
     ],
-    ids=["tokens", "no clipping, short last step", "label smoothing", "loss function", "mean of means", "own loss"],
+    ids=["tokens", "no clipping, short last step", "label smoothing", "loss function", "mean of means", "own", "adagrad"],
 )
 def test_trains_as_plain_trainer(
     kinds: tuple[type, type], model: dict[str, Any], options: dict[str, Any], tmp_path: Path
