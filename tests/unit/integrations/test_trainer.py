@@ -80,7 +80,7 @@ def sum_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
         ((_TwiceTheLoss, _TwiceOnEngine), {}, {"optim": "sgd", "learning_rate": 0.1}),
         ((Plain, EngineTrainer), {}, {"optim": "adagrad"}),
     ],
-    ids=["tokens", "no clipping, short last step", "label smoothing", "loss function", "mean of means", "own", "adagrad"],
+    ids=["tokens", "no clipping, short last step", "smoothing", "loss function", "mean of means", "own", "adagrad"],
 )
 def test_trains_as_plain_trainer(
     kinds: tuple[type, type], model: dict[str, Any], options: dict[str, Any], tmp_path: Path
