@@ -58,7 +58,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             ``ACCELERATE_MIXED_PRECISION``, else of ``precision``.
         **options: other arguments of accelerate's Accelerator, and those in
             :data:`dtrain.integrations.settings.ENGINE_OPTIONS`: of :func:`dtrain.initialize`. ``max_grad_norm`` is None
-            by default: ``clip_grad_norm_`` sets the threshold of a step.
+            by default: ``clip_grad_norm_`` sets the threshold of a step. ``optimizer`` is a record such as
+            ``dtrain.Muon()`` that updates in the place of the prepared optimizer, which then gives the learning rate.
 
     Raises:
         ConfigError: arguments or environment variables that choose another backend, or contradict each other.
@@ -164,10 +165,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return model
 
     def _build(self, model: PreparedModel, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        record = record_of(optimizer, model.module)
+        options = {"optimizer": record_of(optimizer, model.module), **self._engine_options}
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         device = self.device if self.device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
-        engine = initialize(model.module, optimizer=record, comm=connect(device), **self._engine_options)
+        engine = initialize(model.module, comm=connect(device), **options)
         # a library may have replaced the parameters, whose memory the optimizer would keep
         now = dict(model.module.named_parameters())
         for group in optimizer.param_groups:

@@ -22,7 +22,7 @@ from dtrain.config.engines import EngineConfig
 from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 
-ENGINE_OPTIONS = ("loss_scale", "max_grad_norm", "ema_decay", "audit", "blocks", "seed", "frozen_source")
+ENGINE_OPTIONS = ("optimizer", "loss_scale", "max_grad_norm", "ema_decay", "audit", "blocks", "seed", "frozen_source")
 """Arguments of ``dtrain.initialize`` that the Accelerator takes beside ``engine`` and ``precision``."""
 
 _NATIVE = "engine=dtrain.Native(zero_stage=3) shards parameters, gradients and states"
