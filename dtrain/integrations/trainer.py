@@ -42,9 +42,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     """Makes the subclass of ``transformers.Trainer`` that follows it in a class's bases train on an engine.
 
     Attributes:
-        dtrain: arguments of :class:`dtrain.integrations.accelerate.Accelerator`, such as ``engine``, ``precision`` and
-            ``blocks``; set it in a subclass, or pass ``dtrain=`` to the constructor. By default the engine is
-            ``native``, in the precision of ``TrainingArguments``.
+        dtrain: arguments of :class:`dtrain.integrations.accelerate.Accelerator`, such as ``engine``, ``precision``,
+            ``blocks`` and ``optimizer``; set it in a subclass, or pass ``dtrain=`` to the constructor. By default the
+            engine is ``native``, with the precision and the optimizer of ``TrainingArguments``. The learning rate is
+            always that of ``TrainingArguments``.
 
     Raises:
         ConfigError: an argument of ``TrainingArguments`` that an engine cannot honor, before training; or a class in

@@ -74,7 +74,8 @@ def check_optimizer(args: Any) -> None:
     if name not in _OPTIMIZERS:
         raise ConfigError(
             f"TrainingArguments(optim='{name}') is not supported with dtrain, whose update of the sharded masters is "
-            f"elementwise and in FP32; use {', '.join(_OPTIMIZERS)}, or pass an optimizer of torch by optimizers="
+            f"elementwise and in FP32; use {', '.join(_OPTIMIZERS)}; an optimizer of torch, by optimizers=; or one of "
+            f"dtrain's, by the default optim and dtrain={{'optimizer': dtrain.AdamWBF16()}}"
         )
 
 

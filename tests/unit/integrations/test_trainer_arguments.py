@@ -40,6 +40,20 @@ def test_settings_of_a_class_and_of_a_call(tmp_path: Path) -> None:
     assert module.Trainer is module.Trainer
 
 
+def test_an_optimizer_of_dtrain_follows_the_schedule_of_trainer(tmp_path: Path) -> None:
+    muon = dtrain.Muon(weight_decay=0.0, adamw=["*wpe*"])
+    run = run_trainer(EngineTrainer, tmp_path, lr_scheduler_type="constant", trainer={"dtrain": {"optimizer": muon}})
+    engine = dtrain.initialize(build_model(), optimizer=muon, precision="fp32", seed=42)
+    batches = list(EngineTrainer(build_model(), run.trainer.args, train_dataset=text_rows(48)).get_train_dataloader())
+    for step in range(6):
+        micro_batches = batches[3 * step : 3 * step + 3]
+        count = sum(int((batch["labels"] != -100).sum()) for batch in micro_batches)
+        for batch in engine.accumulate(micro_batches):
+            engine.backward(engine(**batch, num_items_in_batch=count).loss * len(micro_batches))
+        assert run.values("loss")[step] == pytest.approx(engine.step(lr=1e-3).loss, rel=1e-5)
+    assert run.trainer.engine.memory()["matrices"] == engine.memory()["matrices"] > 0
+
+
 def test_nan_filter_is_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", logger="dtrain"):
         trainer = EngineTrainer(build_model(), arguments(tmp_path))
