@@ -32,7 +32,13 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.integrations.accelerate import Accelerator
 from dtrain.integrations.prepared import PreparedModel
-from dtrain.integrations.trainer_arguments import check_arguments, check_model, check_optimizer, scheduler_text
+from dtrain.integrations.trainer_arguments import (
+    check_arguments,
+    check_model,
+    check_optimizer,
+    check_version,
+    scheduler_text,
+)
 from dtrain.integrations.trainer_checkpoints import FOLDER, STATE, missing_part, newest_complete
 
 _Base: Any = object  # the methods of Trainer follow it in a class's bases
@@ -74,6 +80,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         """Creates dtrain's accelerator in the place of accelerate's."""
+        check_version(import_module("transformers").__version__)
         check_arguments(self.args)
         check_model(self.model)
         with _accelerator_of_dtrain():

@@ -25,6 +25,19 @@ _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of ``optim`` whose update is elementwise and whose states an engine keeps."""
 
 
+OLDEST = (5, 23)
+"""Oldest version of transformers with the methods of Trainer that the mixin follows."""
+
+
+def check_version(version: str) -> None:
+    """Raises ``ConfigError`` if ``version`` of transformers is older than :data:`OLDEST`."""
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
+        raise ConfigError(
+            f"Trainer with dtrain needs transformers {'.'.join(map(str, OLDEST))} or newer, and {version} is "
+            f"installed; pip install -U transformers, or use dtrain.integrations.accelerate in a loop of your own"
+        )
+
+
 def check_arguments(args: Any) -> None:
     """Raises ``ConfigError`` for a ``TrainingArguments`` that no engine can honor."""
     for name, instead in _REFUSED.items():

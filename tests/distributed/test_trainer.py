@@ -18,11 +18,12 @@ from tests.helpers.trainers import (
     Overflowing,
     be_rank,
     build_model,
+    needs_trainer,
     run_trainer,
     text_rows,
 )
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, needs_trainer]
 
 WORLD = 2
 ENGINES = {
@@ -78,33 +79,43 @@ def test_two_ranks_train_as_plain_trainer(tmp_path: Path) -> None:
         assert results["overflow"]["learning_rate"] == pytest.approx([1e-3 * (1 - n / 6) for n in (0, 1, 2, 2, 3, 4)])
 
 
-def train_and_save(rank: int, world: int, folder: Path, kind: type, resume: bool) -> tuple[dict[str, Any], Any, int]:
+def train_and_save(rank: int, world: int, *runs: tuple[Path, type, bool]) -> list[tuple[dict[str, Any], Any, int]]:
+    """Trains for eight steps, in each folder with a kind of trainer, from its start or from a checkpoint."""
     be_rank(rank, world)
-    run = run_trainer(
-        kind,
-        folder,
-        model=build_model(resid_pdrop=0.1),
-        rows=text_rows(48),  # four steps an epoch
-        resume=resume,
-        bf16=True,
-        max_steps=8,
-        save_strategy="steps",
-        save_steps=2,
-        trainer={"dtrain": {"engine": dtrain.Native(zero_stage=2)}},
-    )
-    return {key: run.values(key) for key in KEYS}, run.weights, run.trainer._initial_global_step
+    results = []
+    for folder, kind, resume in runs:
+        run = run_trainer(
+            kind,
+            folder,
+            model=build_model(resid_pdrop=0.1),
+            rows=text_rows(48),  # four steps an epoch
+            resume=resume,
+            bf16=True,
+            max_steps=8,
+            save_strategy="steps",
+            save_steps=2,
+            trainer={"dtrain": {"engine": dtrain.Native(zero_stage=2)}},
+        )
+        results.append(({key: run.values(key) for key in KEYS}, run.weights, run.trainer._initial_global_step))
+    return results
 
 
 def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
-    whole = run_ranks(WORLD, train_and_save, tmp_path / "whole", EngineTrainer, False)
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
     with pytest.raises(RankFailure, match="died without a result"):
-        run_ranks(WORLD, train_and_save, tmp_path / "killed", KilledInSave, False)
-    assert (tmp_path / "killed" / "checkpoint-6" / "dtrain" / "step-00000006").is_dir()
-    resumed = run_ranks(WORLD, train_and_save, tmp_path / "killed", EngineTrainer, True)
-    for (logs, weights, start), (expected_logs, expected, _) in zip(resumed, whole, strict=True):
+        run_ranks(WORLD, train_and_save, (killed, KilledInSave, False))
+    assert (killed / "checkpoint-6" / "dtrain" / "step-00000006").is_dir()
+    ranks = run_ranks(WORLD, train_and_save, (killed, EngineTrainer, True), (whole, EngineTrainer, False))
+    for (logs, weights, start), (expected_logs, expected, _) in ranks:
         assert start == 4
+        assert len(expected_logs["loss"]) == 8
         assert logs == expected_logs  # of all steps: trainer_state.json has those before the kill
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-    assert expected_logs["loss"]
-    assert len(whole[0][1]) > 0
+    # all steps are taken, so that one rank and another engine only load, and save again
+    options = {"max_steps": 8, "resume": str(whole / "checkpoint-8")}
+    again = run_trainer(EngineTrainer, tmp_path / "again", trainer={"dtrain": {"engine": "ddp"}}, **options)
+    assert again.trainer.engine.applied_steps == 8
+    saved = ranks[0][1][1]
+    assert len(saved) > 0
+    assert all(torch.equal(again.weights[name], value) for name, value in saved.items())

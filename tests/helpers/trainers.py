@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import transformers
@@ -16,7 +17,12 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from dtrain.integrations.trainer import TrainerMixin
+from dtrain.integrations.trainer_arguments import OLDEST
 from tests.helpers.hf_models import hf_config
+
+needs_trainer = pytest.mark.skipif(
+    tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST, reason="transformers is too old"
+)
 
 Row = dict[str, Tensor]
 

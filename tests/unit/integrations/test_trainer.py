@@ -23,6 +23,7 @@ from tests.helpers.trainers import (
     Run,
     arguments,
     build_model,
+    needs_trainer,
     run_trainer,
     text_rows,
 )
@@ -31,6 +32,8 @@ Plain = transformers.Trainer
 FILE = "model.safetensors"
 STEPS = 6
 EXAMPLE = Path(__file__).parents[3] / "docs/examples/trainer_clm.py"
+
+pytestmark = needs_trainer
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,10 @@ import dtrain
 from dtrain.errors import ConfigError
 from dtrain.integrations import trainer as module
 from dtrain.integrations.trainer import TrainerMixin
-from tests.helpers.trainers import EngineTrainer, arguments, build_model, run_trainer, text_rows
+from dtrain.integrations.trainer_arguments import check_version
+from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_trainer, run_trainer, text_rows
+
+pytestmark = needs_trainer
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +126,11 @@ def test_every_argument_is_kept_refused_or_has_no_effect() -> None:
     listed = [name for names in (REFUSED, WITHOUT_EFFECT, KEPT) for name in names.split()]
     assert len(listed) == len(set(listed))
     assert {field.name for field in fields(transformers.TrainingArguments)} <= set(listed)
+
+
+def test_refuses_an_older_transformers() -> None:
+    with pytest.raises(ConfigError, match=r"needs transformers 5\.23 or newer, and 5\.9\.0 is installed"):
+        check_version("5.9.0")
 
 
 def test_the_mixin_comes_first() -> None:

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 import dtrain
 from dtrain.checkpoint import verify
 from dtrain.errors import ConfigError
-from tests.helpers.trainers import EngineTrainer, arguments, build_model, run_trainer, text_rows
+from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_trainer, run_trainer, text_rows
+
+pytestmark = needs_trainer
 
 
 @pytest.fixture(autouse=True)
