@@ -25,13 +25,11 @@ from torch import Tensor, nn
 
 from dtrain.config.engines import EngineConfig
 from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.distributed.setup import connect
-from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError, UsageError
+from dtrain.integrations.build import build, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
 from dtrain.integrations.driver import EngineDriver
-from dtrain.integrations.graph import trained_by
-from dtrain.integrations.optimizers import record_of
+from dtrain.integrations.graph import driver_of
 from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
 from dtrain.integrations.settings import (
     ENGINE_OPTIONS,
@@ -142,39 +140,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     ) -> PreparedOptimizer:
         """Builds the engine of the prepared model that has the optimizer's parameters."""
         if not isinstance(optimizer, PreparedOptimizer):
-            optimizer = self._build(self._model_of(optimizer), optimizer)
+            optimizer = build(model_of(optimizer, self._models), optimizer, self.device, self._engine_options)
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
-
-    def _model_of(self, optimizer: torch.optim.Optimizer) -> PreparedModel:
-        given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = [m for m in self._models if given & {id(p) for p in m.parameters()}]
-        if len(models) != 1:
-            what = f"parameters of {len(models)} models" if models else "parameters of no prepared model"
-            raise ConfigError(
-                f"the {type(optimizer).__name__} has {what}; give one optimizer the parameters of one model, and call "
-                f"accelerator.prepare(model, optimizer) with both"
-            )
-        model: PreparedModel = models[0]
-        if model.driver is not None:
-            raise ConfigError(
-                f"the {type(model.module).__name__} has an optimizer already; one optimizer with parameter groups "
-                f"updates all parameters of a model"
-            )
-        return model
-
-    def _build(self, model: PreparedModel, optimizer: torch.optim.Optimizer) -> PreparedOptimizer:
-        options = {"optimizer": record_of(optimizer, model.module), **self._engine_options}
-        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        device = self.device if self.device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
-        engine = initialize(model.module, comm=connect(device), **options)
-        # a library may have replaced the parameters, whose memory the optimizer would keep
-        now = dict(model.module.named_parameters())
-        for group in optimizer.param_groups:
-            group["params"] = [now.get(names[id(parameter)], parameter) for parameter in group["params"]]
-        model.driver = EngineDriver(engine, optimizer)
-        return PreparedOptimizer(optimizer, model.driver)
 
     @property
     def _drivers(self) -> list[EngineDriver]:
@@ -223,25 +192,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
                 f"accelerator.backward({given[0]}=...) is not kept: an engine runs one backward of a micro-batch and "
                 f"frees its graph; leave it out"
             )
-        self._driver(loss, model).backward(loss, weight)
-
-    def _driver(self, loss: Any, model: nn.Module | None) -> EngineDriver:
-        drivers = self._drivers
-        if model is not None:
-            drivers = [driver for driver in drivers if driver is getattr(model, "driver", None)]
-        elif len(drivers) > 1:
-            drivers = trained_by(loss, drivers)
-        if len(drivers) == 1:
-            return drivers[0]
-        if drivers:
-            raise UsageError(
-                f"the loss depends on the parameters of {len(drivers)} prepared models, and a backward updates one; "
-                f"say which: accelerator.backward(loss, model=model), or freeze the others around it"
-            )
-        raise UsageError(
-            "accelerator.backward: the loss depends on no model that was prepared with its optimizer; call "
-            "accelerator.prepare(model, optimizer)"
-        )
+        driver_of(loss, model, self._drivers).backward(loss, weight)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Lets the next step of the parameters' engine clip its gradient to the global norm ``max_norm``.

@@ -86,9 +86,10 @@ def run(
     history, batch = History(), resume_at
     for epoch in range(resume_at // len(train), script.epochs):
         model.train()
-        train.set_epoch(epoch)
         first = batch - epoch * len(train)
-        for x, y in accelerator.skip_first_batches(train, first) if first else train:
+        batches = accelerator.skip_first_batches(train, first) if first else train
+        batches.set_epoch(epoch)
+        for x, y in batches:
             with accelerator.accumulate(model):
                 loss = F.cross_entropy(script.transform(model(x), batch), y)
                 accelerator.backward(loss)

@@ -397,6 +397,7 @@ def test_ranks_that_accelerate_does_not_see_are_refused(monkeypatch: pytest.Monk
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
     with pytest.raises(ConfigError, match=re.escape("give Accelerator(cpu=True)")):
         fresh(cpu=False)
 
