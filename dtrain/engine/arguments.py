@@ -56,6 +56,30 @@ def checked_lr(lr: Any, step: int) -> float:
     return float(lr)
 
 
+def checked_max_grad_norm(given: Any, default: float | None) -> float:
+    """Returns the clipping threshold of a step, infinite for no clipping, or raises ``UsageError``.
+
+    Args:
+        given: that of ``engine.step``; None: the default.
+        default: that of ``initialize``; None: no clipping.
+    """
+    if given is None:
+        return math.inf if default is None else default
+    if not is_number(given) or not given > 0:
+        raise UsageError(
+            f"engine.step(max_grad_norm={given!r}): expected a number above 0, math.inf for no clipping, or None for "
+            f"the threshold of dtrain.initialize"
+        )
+    return float(given)
+
+
+def checked_grad_factor(given: Any) -> float:
+    """Returns the factor of a step's gradient as a Python number, or raises ``UsageError``."""
+    if not is_number(given) or not 0 < given < math.inf:
+        raise UsageError(f"engine.step(grad_factor={given!r}): expected a finite number above 0")
+    return float(given)
+
+
 def check_save_options(options: Mapping[str, Any]) -> None:
     """Raises ``UsageError`` for an option of ``engine.save`` of another type than its documented one."""
     expected = {

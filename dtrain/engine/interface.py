@@ -44,6 +44,8 @@ class Engine(ABC):
         explain_skips: whether the culprit of a skipped step names the module where it went wrong
             (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
             the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
+        grad_norm: gradient norm of the last step before clipping, a 0-dim FP64 tensor on the device; None before any.
+            Unlike :attr:`StepOutcome.grad_norm` it makes the host wait only if it is read, not if it is copied there.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Engine(ABC):
     ema_decay: float | None = None
     library_config: Mapping[str, Any] | None = None
     explain_skips: bool = False
+    grad_norm: Tensor | None = None
 
     def __init__(self) -> None:
         self._current = MicroBatch()
@@ -268,12 +271,19 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def step(self, *, lr: float | None = None) -> StepOutcome:
+    def step(
+        self, *, lr: float | None = None, max_grad_norm: float | None = None, grad_factor: float = 1.0
+    ) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none.
 
+        All arguments must be the same on all ranks.
+
         Args:
-            lr: overrides the schedule for this step, except of groups with a schedule of their own; the same on all
-                ranks.
+            lr: overrides the schedule for this step, except of groups with a schedule of their own.
+            max_grad_norm: overrides the clipping threshold of :func:`dtrain.initialize` for this step; ``math.inf``
+                clips nothing, None keeps that threshold.
+            grad_factor: factor of this step's gradient, before its norm is taken. For loops that add the gradients of
+                their micro-batches instead of averaging them: the number of micro-batches.
 
         Raises:
             CorruptionError: the audit found wrong bits; nothing was updated. Load a checkpoint.

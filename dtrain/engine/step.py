@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.progress import Phase
-from dtrain.engine.arguments import checked_lr
+from dtrain.engine.arguments import checked_grad_factor, checked_lr, checked_max_grad_norm
 from dtrain.engine.audit.replay import MicroBatchReplay
 from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.blocks.compiled import CompiledBlocks
@@ -93,7 +93,7 @@ class StepEngine(StoredEngine):
         self._autocast = Autocast(self.contract, self.module, self.device)
         self._compiled = self._install_blocks()
         self._losses = LossAccumulator(self.device)
-        self._vote_tensors = VoteTensors(self.options.max_grad_norm)
+        self._vote_tensors = VoteTensors()
         self._finalizer = StepFinalizer(
             self.comm,
             request.loss_scale,
@@ -232,7 +232,9 @@ class StepEngine(StoredEngine):
     # -- vote and update ---------------------------------------------------------------------------------------------
 
     @names_collectives("step")
-    def step(self, *, lr: float | None = None) -> StepOutcome:
+    def step(
+        self, *, lr: float | None = None, max_grad_norm: float | None = None, grad_factor: float = 1.0
+    ) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none; on a GPU the host does not wait for it."""
         self.progress.begin(Phase.UPDATE)
         self._finalize_step()
@@ -240,6 +242,8 @@ class StepEngine(StoredEngine):
         with self._noting_corruption():
             self._checkpointer.raise_failed_save()
         self._require_usable("step")
+        max_grad_norm = checked_max_grad_norm(max_grad_norm, self.options.max_grad_norm)
+        grad_factor = checked_grad_factor(grad_factor)
         if not self._losses:
             raise UsageError("engine.step without engine.backward before it; a step needs at least one micro-batch")
         self._check_step()
@@ -251,7 +255,7 @@ class StepEngine(StoredEngine):
         if lr is None:
             lr = peak * self.options.schedule.factor(self.applied_steps)
         lr = checked_lr(lr, self.attempted_steps)
-        decision = self._vote(lr)
+        decision = self._vote(lr, max_grad_norm, grad_factor)
         if self.sample is not None:
             self.sample.begin_update()
         if self._audit.is_pending:  # not before: if the step fails, the record still protects what is saved
@@ -318,7 +322,7 @@ class StepEngine(StoredEngine):
         self._calls.end_step()
         self._has_old_gradients = True
 
-    def _vote(self, lr: float) -> Decision:
+    def _vote(self, lr: float, max_grad_norm: float, grad_factor: float) -> Decision:
         """Gathers a row of each rank and derives the same decision on every rank."""
         squares = self._squares()
         host = HostRecord(
@@ -329,6 +333,8 @@ class StepEngine(StoredEngine):
             data_cursor=self.data_cursor,
             lr=lr,
             loss_scale=self.loss_scale.scale,
+            max_grad_norm=max_grad_norm,
+            grad_factor=grad_factor,
             written_weights=self._written.hash,
             stop_requested=int(self._stop_requested),
             save_failed=int(self._checkpointer.has_failed),
@@ -338,6 +344,7 @@ class StepEngine(StoredEngine):
         row = self._vote_tensors.record(host, self._losses, self.monitor, squares)
         rows = self.comm.gather_rows(row, label="vote")
         decision, packed = self._vote_tensors.decide(rows, **sums)
+        self.grad_norm = decision.grad_norm
         self._finalizer.post(packed, tuple(self.comm.schedule.log), self._written.text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision

@@ -111,12 +111,12 @@ def decide(
     canonical_squares,
     canonical_weights,
     num_ranks,
-    max_grad_norm,
     AGREE: tl.constexpr,
     LOSS_SCALE: tl.constexpr,
+    MAX_GRAD_NORM: tl.constexpr,
+    GRAD_FACTOR: tl.constexpr,
     HOST: tl.constexpr,
     FIELDS: tl.constexpr,
-    CLIPS: tl.constexpr,
     CANONICAL: tl.constexpr,
     MAX_NORM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -128,12 +128,12 @@ def decide(
         rows: int64 [num_ranks, FIELDS].
         canonical_squares, canonical_weights: FP64 sums in canonical order, if CANONICAL.
         num_ranks: number of rows.
-        max_grad_norm: clipping threshold, if CLIPS.
         AGREE: number of fields, the first of a row, in which the ranks must agree.
         LOSS_SCALE: field of the loss scale.
+        MAX_GRAD_NORM: field of the clipping threshold; infinite: the gradient is not clipped.
+        GRAD_FACTOR: field of the factor of the gradient.
         HOST: number of the host's fields.
         FIELDS: number of fields of a row.
-        CLIPS: whether gradients are clipped.
         CANONICAL: whether the canonical sums replace those of the rows.
         MAX_NORM: norm of the applied gradient above which the step is skipped.
         BLOCK: elements read at a time.
@@ -172,15 +172,15 @@ def decide(
     if CANONICAL:
         sum_weights = tl.load(canonical_weights)
         sum_squares = tl.load(canonical_squares)
+    max_grad_norm = tl.load(rows + MAX_GRAD_NORM).to(tl.float64, bitcast=True)
     divisor = tl.load(rows + LOSS_SCALE).to(tl.float64, bitcast=True) * sum_weights
+    divisor = divisor / tl.load(rows + GRAD_FACTOR).to(tl.float64, bitcast=True)
     norm = tl.sqrt(sum_squares) / divisor
-    clipped = divisor
-    applied = norm
-    if CLIPS:
-        clip = max_grad_norm / (norm + 1e-6)
-        clip = tl.where(clip > 1.0, 1.0, clip)  # NaN stays
-        clipped = divisor / clip
-        applied = norm * clip
+    clip = max_grad_norm / (norm + 1e-6)
+    clip = tl.where(clip > 1.0, 1.0, clip)  # NaN stays
+    clip = tl.where(max_grad_norm == float("inf"), 1.0, clip)
+    clipped = divisor / clip
+    applied = norm * clip
     code = (sum_weights > 0.0).to(tl.int64) ^ 1  # 1: empty, also if NaN
     code = tl.where((code == 0) & (applied > MAX_NORM), 2, code)
     code = tl.where(_is_finite(sum_squares), code, 2)

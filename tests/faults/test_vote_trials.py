@@ -45,6 +45,7 @@ CPU = torch.device("cpu")
 FP32_MAX = torch.finfo(torch.float32).max
 MAX_MICRO_BATCHES = 3
 MAX_GRAD_NORM = 0.5
+_FLOATS = ("lr", "loss_scale", "max_grad_norm", "grad_factor")  # of the fields in which ranks must agree
 SCALE = 64.0
 CONFIG = '{"lr": 1}'
 
@@ -228,7 +229,7 @@ def divergence(trial: Trial, rng: random.Random) -> None:
     if trial.world > 1:
         name = rng.choice(MUST_AGREE)
         trial.odd_rank = rng.randrange(1, trial.world)
-        trial.differs = {name: rng.choice([13, 1 << 40]) if name not in ("lr", "loss_scale") else 0.125}
+        trial.differs = {name: 0.125 if name in _FLOATS else rng.choice([13, 1 << 40])}
 
 
 FAULTS = (bad_losses, bad_gradients, large_gradients, bad_weights, no_weights, idle_rank, divergence)
@@ -358,7 +359,8 @@ class SimulatedCommunicator(SingleRank):
 def host_record(trial: Trial, rank: int) -> HostRecord:
     values = {
         "step": 7, "config_hash": 1 << 54, "num_micro_batches": trial.num_micro_batches, "schedule_hash": 99,
-        "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "written_weights": 0,
+        "data_cursor": 640, "lr": 1e-3, "loss_scale": SCALE, "max_grad_norm": MAX_GRAD_NORM,
+        "grad_factor": 1.0, "written_weights": 0,
         "stop_requested": int(trial.stop == rank), "save_failed": int(trial.failed_save == rank), "busy_s": 0.0,
     }  # fmt: skip
     return HostRecord(**{**values, **(trial.differs if rank == trial.odd_rank else {})})
@@ -382,7 +384,7 @@ class Rank:
         placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
         self.segments = [placement.segment(layout, rank) for layout in self.layouts]
         self.main_grads = [segment.of(full) for segment, full in zip(self.segments, main_grads, strict=True)]
-        self.host, self.vote = host_record(trial, rank), VoteTensors(MAX_GRAD_NORM)
+        self.host, self.vote = host_record(trial, rank), VoteTensors()
         self.finalizer = StepFinalizer(
             self.comm,
             LossScaleState.of(LossScale("calibrated", init=SCALE, calibration_steps=2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -19,8 +20,8 @@ FLOATS = {field.name for record in (HostRecord, DeviceRecord) for field in field
 # two micro-batches of weight 1 and loss 2
 _CLEAN = {
     "step": 4, "config_hash": 1 << 55, "num_micro_batches": 2, "schedule_hash": 77, "data_cursor": 640, "lr": 1e-3,
-    "loss_scale": 8.0, "written_weights": 0, "stop_requested": 0, "save_failed": 0, "busy_s": 0.0, "sum_weights": 2.0,
-    "sum_weighted_loss": 4.0, "sum_squares": 100.0,
+    "loss_scale": 8.0, "max_grad_norm": math.inf, "grad_factor": 1.0, "written_weights": 0, "stop_requested": 0,
+    "save_failed": 0, "busy_s": 0.0, "sum_weights": 2.0, "sum_weighted_loss": 4.0, "sum_squares": 100.0,
 }  # fmt: skip
 
 

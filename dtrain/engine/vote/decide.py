@@ -20,6 +20,9 @@ from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FI
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
 """Reasons not to apply a step, by code from 1. If several hold, the highest counts. The last two end the run."""
 
+# adjacent in the row: loss scale, clipping threshold and factor of the gradient
+_STEP_FLOATS = slice(COLUMNS["loss_scale"], COLUMNS["written_weights"])
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -29,7 +32,8 @@ class Decision:
         code: 0 to apply, else 1 + the index of the reason in :data:`REASONS`.
         loss: weighted mean over all micro-batches of all ranks.
         grad_norm: global L2 norm of the unscaled gradient; not finite if the step is skipped for it.
-        grad_divisor: loss scale x sum of weights / clip coefficient; main grads divided by it are the clipped gradient.
+        grad_divisor: loss scale x sum of weights / (gradient factor x clip coefficient); main grads divided by it are
+            the clipped gradient.
     """
 
     code: Tensor
@@ -46,7 +50,6 @@ class Decision:
 def decide(
     rows: Tensor,
     *,
-    max_grad_norm: float | None = None,
     sum_squares: Tensor | None = None,
     sum_weights: Tensor | None = None,
 ) -> Decision:
@@ -54,7 +57,6 @@ def decide(
 
     Args:
         rows: int64 [world_size, number of fields], of all ranks; see :mod:`dtrain.engine.vote.record`.
-        max_grad_norm: clipping threshold, or None.
         sum_squares: the global sum of squares, if it was formed in canonical order; None sums those in the rows.
         sum_weights: the global sum of weights, likewise.
     """
@@ -65,11 +67,11 @@ def decide(
     weights = totals[0] if sum_weights is None else sum_weights
     squares = totals[2] if sum_squares is None else sum_squares
     # the one division of a step: gradients are summed as they are, times loss scale and weight
-    column = COLUMNS["loss_scale"]
-    divisor = rows[0, column : column + 1].view(torch.float64)[0] * weights
+    loss_scale, max_grad_norm, grad_factor = rows[0, _STEP_FLOATS].view(torch.float64).unbind()
+    divisor = loss_scale * weights / grad_factor
     norm = squares.sqrt() / divisor
     # 1e-6 as in torch.nn.utils.clip_grad_norm_
-    clip = torch.ones_like(norm) if max_grad_norm is None else (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    clip = torch.where(max_grad_norm.isinf(), 1.0, (max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
     has_weight = weights > 0  # not if NaN
     vetoes = (
         ~has_weight,
@@ -88,7 +90,7 @@ def decide(
 def applied_values(numel: int) -> list[int]:
     """Returns ``numel`` values of :meth:`Decision.pack` that say that the step was applied, for any number of ranks."""
     zeros = HostRecord.from_row([0] * NUM_HOST)
-    row = [*replace(zeros, loss_scale=1.0).to_row(), *DeviceRecord(sum_weights=1.0).to_row()]
+    row = [*replace(zeros, loss_scale=1.0, grad_factor=1.0).to_row(), *DeviceRecord(sum_weights=1.0).to_row()]
     num_decided = numel % NUM_FIELDS  # code, loss, norm and divisor: the bits of 0.0
     return [0] * num_decided + row * (numel // NUM_FIELDS)
 

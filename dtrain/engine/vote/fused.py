@@ -25,12 +25,10 @@ class FusedVoteTensors(VoteTensors):
     """The same in two launches a step.
 
     Args:
-        max_grad_norm: clipping threshold, or None.
         device: device of the tensors.
     """
 
-    def __init__(self, max_grad_norm: float | None, device: torch.device) -> None:
-        super().__init__(max_grad_norm)
+    def __init__(self, device: torch.device) -> None:
         self._device = device
         self.bad_gradient = torch.full((), NEVER, dtype=torch.int64, device=device)
 
@@ -70,12 +68,12 @@ class FusedVoteTensors(VoteTensors):
             rows if sum_squares is None else sum_squares,
             rows if sum_weights is None else sum_weights,
             rows.shape[0],
-            self._max_grad_norm or 0.0,
             AGREE=len(MUST_AGREE),
             LOSS_SCALE=COLUMNS["loss_scale"],
+            MAX_GRAD_NORM=COLUMNS["max_grad_norm"],
+            GRAD_FACTOR=COLUMNS["grad_factor"],
             HOST=NUM_HOST,
             FIELDS=NUM_FIELDS,
-            CLIPS=self._max_grad_norm is not None,
             CANONICAL=sum_squares is not None,
             MAX_NORM=MAX_NORM,
             BLOCK=vote.BLOCK,
@@ -98,7 +96,7 @@ def fused_vote(
         ConfigError: Triton failed to compile or to launch.
     """
     squares = SquareSums(grads, chunk, by_chunk=options.reproducible)
-    vote_tensors = FusedVoteTensors(options.max_grad_norm, comm.device)
+    vote_tensors = FusedVoteTensors(comm.device)
     try:  # compiled now, because in a step a failure of one rank would leave the others waiting
         squares.compute()
         vote_tensors.decide(torch.zeros(comm.world_size, NUM_FIELDS, dtype=torch.int64, device=comm.device))

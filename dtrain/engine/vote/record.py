@@ -49,13 +49,15 @@ class HostRecord(_Record):
         data_cursor: samples consumed before this step.
         lr: learning rate of this step.
         loss_scale: in force during this step's backward.
+        max_grad_norm: norm to which this step's gradient is clipped; infinite for no clipping.
+        grad_factor: of this step's gradient, before its norm is taken.
         written_weights: hash of what the user has written to the parameters since the last step; 0 for nothing.
         stop_requested: 1 if a stop after this step was requested on this rank.
         save_failed: 1 if this rank knows that the asynchronous save under way has failed.
         busy_s: seconds in which this rank did not wait for others, in the window of steps that this one ends; else 0.
     """
 
-    layout = "5q2d3qd"
+    layout = "5q4d3qd"
 
     step: int
     config_hash: int
@@ -64,6 +66,8 @@ class HostRecord(_Record):
     data_cursor: int
     lr: float
     loss_scale: float
+    max_grad_norm: float
+    grad_factor: float
     written_weights: int
     stop_requested: int
     save_failed: int
@@ -104,7 +108,8 @@ COLUMNS = {field.name: number for number, field in enumerate((*fields(HostRecord
 """Column of each field in a row."""
 
 MUST_AGREE = (
-    "step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale", "written_weights"
+    "step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale", "max_grad_norm",
+    "grad_factor", "written_weights"
 )  # fmt: skip
 """Fields that differ only if the ranks have diverged; the earliest cause first. They are the first of a row."""
 

@@ -14,17 +14,11 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 class VoteTensors:
     """The device's part of a vote in tensor code: some fifty small operations a step.
 
-    Args:
-        max_grad_norm: clipping threshold, or None.
-
     Attributes:
         bad_gradient: where the gradient monitor puts its finding on the device; None: it keeps a list.
     """
 
     bad_gradient: Tensor | None = None
-
-    def __init__(self, max_grad_norm: float | None) -> None:
-        self._max_grad_norm = max_grad_norm
 
     def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
         """Returns this rank's row, int64 [number of fields] on the device; waits for nothing.
@@ -66,5 +60,5 @@ class VoteTensors:
         self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None
     ) -> tuple[Decision, Tensor]:
         """Returns the decision, and what the host unpacks as :class:`DecodedDecision`; see :func:`decide`."""
-        decision = decide(rows, max_grad_norm=self._max_grad_norm, sum_squares=sum_squares, sum_weights=sum_weights)
+        decision = decide(rows, sum_squares=sum_squares, sum_weights=sum_weights)
         return decision, decision.pack(rows)

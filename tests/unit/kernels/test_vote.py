@@ -47,13 +47,13 @@ def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, f
     for micro_batch, loss, weight in entries:
         losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
     sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
-    want = VoteTensors(None).record(known().host, losses, monitor, sums)
-    got = fused.FusedVoteTensors(None, DEVICE).record(known().host, losses, monitor, sums)
+    want = VoteTensors().record(known().host, losses, monitor, sums)
+    got = fused.FusedVoteTensors(DEVICE).record(known().host, losses, monitor, sums)
     assert_same(got, want)
 
 
 def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
-    vote, losses = fused.FusedVoteTensors(None, DEVICE), LossAccumulator(DEVICE)
+    vote, losses = fused.FusedVoteTensors(DEVICE), LossAccumulator(DEVICE)
     losses.add(0, torch.ones((), device=DEVICE), torch.ones((), device=DEVICE))
     monitor = GradientMonitor(3, vote.bad_gradient)
     flat = torch.zeros(3, 64, device=DEVICE, dtype=torch.bfloat16)
@@ -77,6 +77,8 @@ records = st.builds(
     sum_squares=st.one_of(st.floats(0, 1e30), st.sampled_from([1e-80, 1e60, 1e80, math.inf, math.nan])),
     num_bad_losses=st.sampled_from([0, 0, 0, 2]),
     bad_weight=st.sampled_from([-1, -1, -1, 5]),
+    max_grad_norm=st.sampled_from([math.inf, 1.0, 1e-3, 1e6]),
+    grad_factor=st.sampled_from([1.0, 0.5, 3.0]),
 )
 
 
@@ -85,10 +87,12 @@ def table(rows: list[RankRecords]) -> torch.Tensor:
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.lists(records, min_size=1, max_size=5), st.sampled_from([None, 1.0, 1e-3, 1e6]))
-def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], max_grad_norm: float | None) -> None:
-    want, want_packed = VoteTensors(max_grad_norm).decide(table(rows))
-    got, packed = fused.FusedVoteTensors(max_grad_norm, DEVICE).decide(table(rows))
+@given(st.lists(records, min_size=1, max_size=5), st.booleans())
+def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], agrees: bool) -> None:
+    if agrees:  # else hardly any list is free of a veto
+        rows = [one.replaced(step=4, **{key: rows[0][key] for key in ("max_grad_norm", "grad_factor")}) for one in rows]
+    want, want_packed = VoteTensors().decide(table(rows))
+    got, packed = fused.FusedVoteTensors(DEVICE).decide(table(rows))
     assert got.code.item() == want.code.item()
     if not want.code.item():  # else the others are not used
         for name in ("loss", "grad_norm", "grad_divisor"):
@@ -100,12 +104,12 @@ def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], max_gr
 @pytest.mark.parametrize("num_ranks", [1, 1023, 1025, 3000])
 def test_any_number_of_ranks(num_ranks: int) -> None:
     rows = table([known(sum_weights=1.0, sum_weighted_loss=2.0, sum_squares=1024.0**2)] * num_ranks)
-    decision, packed = fused.FusedVoteTensors(None, DEVICE).decide(rows)
+    decision, packed = fused.FusedVoteTensors(DEVICE).decide(rows)
     assert decision.loss.item() == 2.0
     assert decision.grad_norm.item() == pytest.approx(num_ranks**-0.5)
     assert torch.equal(packed[4:], rows.view(-1))
     rows[-1, 0] += num_ranks > 1
-    assert fused.FusedVoteTensors(None, DEVICE).decide(rows)[0].code.item() == (5 if num_ranks > 1 else 0)
+    assert fused.FusedVoteTensors(DEVICE).decide(rows)[0].code.item() == (5 if num_ranks > 1 else 0)
 
 
 def test_canonical_sums_replace_those_of_the_records() -> None:
@@ -113,5 +117,5 @@ def test_canonical_sums_replace_those_of_the_records() -> None:
     sums = {name: torch.tensor(value, dtype=torch.float64, device=DEVICE) for name, value in (
         ("sum_squares", 16.0), ("sum_weights", 2.0)
     )}  # fmt: skip
-    decision, _ = fused.FusedVoteTensors(None, DEVICE).decide(rows, **sums)
+    decision, _ = fused.FusedVoteTensors(DEVICE).decide(rows, **sums)
     assert (decision.loss.item(), decision.grad_norm.item()) == (3.0, 4.0 / 2048.0)

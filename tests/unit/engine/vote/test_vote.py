@@ -134,7 +134,7 @@ def test_equal_records_agree(one: RankRecords, world: int) -> None:
 def test_each_field_that_differs_is_found(name: str, rank: int) -> None:
     records = [record() for _ in range(4)]
     expected = records[0][name]
-    got = math.nextafter(expected, math.inf) if isinstance(expected, float) else expected + 1
+    got = math.nextafter(expected, 0.0) if isinstance(expected, float) else expected + 1
     records[rank] = record(**{name: got})
     assert disagreement(records) == (name, rank)
     assert decode(records).reason == "diverged"
@@ -197,16 +197,25 @@ def test_decision_to_apply_computed_by_hand() -> None:
 @pytest.mark.parametrize(
     ("max_grad_norm", "divisor"),
     [
-        (None, 32.0),
+        (math.inf, 32.0),
         (2.0, 32.0),  # below the threshold nothing is clipped
         (1.0, 32.0 * 1.000001),  # at it: clip = 1 / (1 + 1e-6)
         (0.25, 32.0 * 1.000001 / 0.25),
     ],
 )
-def test_clipping_computed_by_hand(max_grad_norm: float | None, divisor: float) -> None:
-    decision = decide(table(BY_HAND), max_grad_norm=max_grad_norm)
+def test_clipping_computed_by_hand(max_grad_norm: float, divisor: float) -> None:
+    decision = decide(table([one.replaced(max_grad_norm=max_grad_norm) for one in BY_HAND]))
     assert decision.grad_divisor.item() == pytest.approx(divisor, rel=1e-15)
     assert decision.grad_norm.item() == 1.0, "the norm before clipping"
+
+
+@pytest.mark.parametrize(("max_grad_norm", "divisor"), [(math.inf, 32.0 / 3), (1.5, 32.0 / 3 * 3.000001 / 1.5)])
+def test_a_factor_enters_the_norm_before_it_is_clipped(max_grad_norm: float, divisor: float) -> None:
+    rows = table([one.replaced(max_grad_norm=max_grad_norm, grad_factor=3.0) for one in BY_HAND])
+    decision = decide(rows)
+    assert decision.grad_norm.item() == pytest.approx(3.0, rel=1e-15)
+    assert decision.grad_divisor.item() == pytest.approx(divisor, rel=1e-15)
+    assert decision.loss.item() == 4.0
 
 
 def test_canonical_sums_replace_those_of_the_records() -> None:
@@ -277,17 +286,18 @@ def test_nonfinite_norm_is_reported_unchanged(squares: float) -> None:
 
 @pytest.mark.parametrize(
     ("squares", "max_grad_norm", "code"),
-    [(1e80, 1.0, 0), (1e80, 1e18, 0), (1e80, 1e19, 2), (1e80, None, 2), (1e36, None, 0), (1e-80, 1e-3, 0)],
+    [(1e80, 1.0, 0), (1e80, 1e18, 0), (1e80, 1e19, 2), (1e80, math.inf, 2), (1e36, math.inf, 0), (1e-80, 1e-3, 0)],
 )
 def test_a_finite_norm_overflows_only_if_it_is_large_after_clipping(
-    squares: float, max_grad_norm: float | None, code: int
+    squares: float, max_grad_norm: float, code: int
 ) -> None:
-    rows = table([record(sum_squares=squares, sum_weights=1.0, loss_scale=1.0)])
-    decision = decide(rows, max_grad_norm=max_grad_norm)
+    decision = decide(
+        table([record(sum_squares=squares, sum_weights=1.0, loss_scale=1.0, max_grad_norm=max_grad_norm)])
+    )
     assert decision.code.item() == code
     assert decision.grad_norm.item() == pytest.approx(squares**0.5)
-    empty = table([record(**EMPTY, sum_squares=squares)])
-    assert decide(empty, max_grad_norm=max_grad_norm).code.item() == 1
+    empty = table([record(**EMPTY, sum_squares=squares, max_grad_norm=max_grad_norm)])
+    assert decide(empty).code.item() == 1
 
 
 def test_empty_step_has_no_loss() -> None:
@@ -325,7 +335,8 @@ def reason_by_hand(records: list[RankRecords]) -> str | None:
 
 @given(st.lists(voters, min_size=1, max_size=6))
 def test_every_rank_derives_the_same_decision(records: list[RankRecords]) -> None:
-    packed = [decide(table(records), max_grad_norm=0.5).pack(table(records)) for _ in range(2)]
+    records = [one.replaced(max_grad_norm=0.5) for one in records]
+    packed = [decide(table(records)).pack(table(records)) for _ in range(2)]
     assert packed[0].tolist() == packed[1].tolist(), "to the last bit"
     decision = DecodedDecision.unpack(packed[0].tolist())
     assert decision.reason == reason_by_hand(records)

@@ -1,0 +1,302 @@
+"""An ``Accelerator`` of Hugging Face accelerate that trains with dtrain's engines.
+
+::
+
+    from dtrain.integrations.accelerate import Accelerator
+
+    accelerator = Accelerator(engine=dtrain.Native(zero_stage=2), mixed_precision="bf16")
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The rest of a script that was written for accelerate stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import accelerate
+import torch
+from accelerate.utils import DistributedType
+from accelerate.utils.dataclasses import FP8BackendType
+from torch import Tensor, nn
+
+from dtrain.config.engines import EngineConfig
+from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.errors import ConfigError, UsageError
+from dtrain.integrations.build import build, model_of
+from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
+from dtrain.integrations.driver import EngineDriver
+from dtrain.integrations.graph import driver_of
+from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
+from dtrain.integrations.settings import (
+    ENGINE_OPTIONS,
+    autocast_dtype,
+    check_engine,
+    check_options,
+    mixed_precision_of,
+    resolve_precision,
+)
+from dtrain.integrations.weights import whole_state_dict
+from dtrain.precision.policy import PrecisionPolicy
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
+    """accelerate's, with an engine of dtrain for each model that is prepared with its optimizer.
+
+    Data loaders, schedulers, ``gather``, ``gather_for_metrics``, trackers and ``register_for_checkpointing`` are
+    accelerate's own. Its process group is used; the model is never wrapped in DDP, and no gradient scaler is made.
+
+    Args:
+        engine: an engine's record, or its name; see :func:`dtrain.initialize`.
+        precision: as for :func:`dtrain.initialize`; None: that of ``mixed_precision`` (``no`` is ``fp32``).
+        mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: that of the variable
+            ``ACCELERATE_MIXED_PRECISION``, else of ``precision``.
+        **options: other arguments of accelerate's Accelerator, and those in
+            :data:`dtrain.integrations.settings.ENGINE_OPTIONS`: of :func:`dtrain.initialize`. ``max_grad_norm`` is None
+            by default: ``clip_grad_norm_`` sets the threshold of a step. ``optimizer`` is a record such as
+            ``dtrain.Muon()`` that updates in the place of the prepared optimizer, which then gives the learning rate.
+
+    Raises:
+        ConfigError: arguments or environment variables that choose another backend, or contradict each other.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: str | EngineConfig = "native",
+        precision: str | torch.dtype | PrecisionPolicy | None = None,
+        mixed_precision: str | None = None,
+        **options: Any,
+    ) -> None:
+        check_options(options)
+        check_engine(engine)
+        self.policy = resolve_precision(mixed_precision, precision)
+        chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
+        self._engine_options = {"engine": engine, "precision": self.policy, "max_grad_norm": None, **chosen}
+        self._is_saving = False
+        # accelerate would wrap forwards in autocast, and scale losses, in any other precision than this
+        super().__init__(mixed_precision="no", **options)
+        ranks = LaunchEnv.read().world_size
+        if self.num_processes == 1 < ranks:
+            raise ConfigError(
+                f"a launcher has started {ranks} ranks and accelerate uses one; on ranks without a GPU give "
+                f"Accelerator(cpu=True)"
+            )
+        known = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+        if self.distributed_type not in known:
+            raise ConfigError(
+                f"accelerate's state is of {self.distributed_type}; expected one of one rank, CPUs or GPUs: start the "
+                f"process again without the other backend"
+            )
+
+    @property
+    def mixed_precision(self) -> str:
+        """The precision, by accelerate's name."""
+        return mixed_precision_of(self.policy)
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """None of accelerate's: FP8 is dtrain's own."""
+        return FP8BackendType("NO")
+
+    # -- prepare -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, *args: Any, device_placement: Sequence[bool] | None = None) -> Any:
+        """Prepares models, optimizers, data loaders and schedulers, and returns them in the same order.
+
+        A model and the optimizer of its parameters, given in one call or two, get one engine.
+
+        Raises:
+            ConfigError: an optimizer whose model is unknown, or what :func:`dtrain.initialize` refuses.
+        """
+        found: dict[int, Any] = {}
+        for index, one in enumerate(args):
+            if isinstance(one, nn.Module):
+                found[index] = self.prepare_model(one)
+        for index, one in enumerate(args):
+            if isinstance(one, torch.optim.Optimizer):
+                found[index] = self.prepare_optimizer(one)
+        return super().prepare(
+            *(found.get(index, one) for index, one in enumerate(args)), device_placement=device_placement
+        )
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Returns the model on its device; it can train once its optimizer is prepared."""
+        if not isinstance(model, PreparedModel):
+            if isinstance(model, nn.parallel.DistributedDataParallel):
+                raise ConfigError("the model is wrapped in DDP; give the model itself to accelerator.prepare")
+            model = PreparedModel(model.to(self.device), autocast_dtype(self.policy))
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> PreparedOptimizer:
+        """Builds the engine of the prepared model that has the optimizer's parameters."""
+        if not isinstance(optimizer, PreparedOptimizer):
+            optimizer = build(model_of(optimizer, self._models), optimizer, self.device, self._engine_options)
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+        return optimizer
+
+    @property
+    def _drivers(self) -> list[EngineDriver]:
+        return [model.driver for model in self._models if model.driver is not None]
+
+    # -- the step ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """As accelerate's: gradients add up until ``gradient_accumulation_steps`` backwards, or the last batch."""
+        for driver in self._drivers:
+            driver.end_round()
+        with super().accumulate(*models):
+            yield
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Context of backwards of ``model`` that are not the last of their step."""
+        driver = getattr(model, "driver", None)
+        if not isinstance(driver, EngineDriver):
+            yield
+            return
+        with driver.unsynchronized():
+            yield
+
+    def backward(
+        self, loss: Any, *, weight: float | Tensor | None = None, model: nn.Module | None = None, **kwargs: Any
+    ) -> None:
+        """Runs the backward of ``loss``, an FP32 mean over this rank's batch.
+
+        The step adds the gradients of its backwards, divides by ``gradient_accumulation_steps`` and averages over the
+        ranks, as with accelerate. With weights it averages over all backwards of all ranks by their weights instead.
+
+        Args:
+            loss: a 0-dim FP32 tensor.
+            weight: of this loss in the global mean, such as its number of tokens; all backwards of a step have one.
+            model: the prepared model that is updated, if ``loss`` depends on several.
+            **kwargs: other arguments of ``Tensor.backward``, which are refused unless they are off.
+
+        Raises:
+            UsageError: no engine, or several, could be meant; or as :meth:`dtrain.Engine.backward`.
+        """
+        given = [name for name, value in kwargs.items() if value not in (None, False)]
+        if given:
+            raise UsageError(
+                f"accelerator.backward({given[0]}=...) is not kept: an engine runs one backward of a micro-batch and "
+                f"frees its graph; leave it out"
+            )
+        driver_of(loss, model, self._drivers).backward(loss, weight)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Lets the next step of the parameters' engine clip its gradient to the global norm ``max_norm``.
+
+        Returns:
+            0-dim FP32 tensor, NaN until ``optimizer.step`` has run, then the norm before clipping.
+
+        Raises:
+            UsageError: another norm, or parameters that are not all of one prepared model's.
+        """
+        if float(norm_type) != 2.0:
+            raise UsageError(f"clip_grad_norm_(norm_type={norm_type}): an engine clips the 2-norm of all gradients")
+        if not max_norm > 0:
+            raise UsageError(f"clip_grad_norm_(max_norm={max_norm}): expected a number above 0")
+        given = {id(parameter) for parameter in ([parameters] if isinstance(parameters, Tensor) else parameters)}
+        for driver in self._drivers:
+            own = list(driver.engine.module.parameters())
+            trained = {id(parameter) for parameter in own if parameter.requires_grad}
+            if trained and trained <= given <= {id(parameter) for parameter in own}:
+                return driver.clip(float(max_norm))
+        raise UsageError(
+            "clip_grad_norm_ of parameters that are not all of one prepared model's: an engine clips the norm of its "
+            "whole gradient; give model.parameters()"
+        )
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> NoReturn:
+        """Raises ``UsageError``: no rank holds the whole gradient."""
+        raise UsageError(
+            "clip_grad_value_: gradients are reduced sums, sharded and still scaled, when backward ends; use "
+            "clip_grad_norm_, which the engine does in its step"
+        )
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Does nothing: a step unscales its gradient before it clips."""
+
+    @contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Does nothing: a prepared model computes in its precision, and what follows it in FP32."""
+        yield
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """As accelerate's on a single rank; refused on several, which take the same number of steps."""
+        if self.num_processes > 1:
+            raise UsageError(
+                "join_uneven_inputs: all ranks of an engine take the same number of steps; leave it out, and keep "
+                "even_batches=True, which gives every rank as many batches"
+            )
+        yield
+
+    # -- weights and checkpoints -------------------------------------------------------------------------------------
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Returns the user's module."""
+        unwrapped: nn.Module = super().unwrap_model(
+            model.module if isinstance(model, PreparedModel) else model, *args, **kwargs
+        )
+        return unwrapped
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Returns the whole weights on rank 0, {} elsewhere; all ranks call. Trained ones are the FP32 masters."""
+        driver = next(
+            (d for d in self._drivers if model is d.engine.module or d is getattr(model, "driver", None)), None
+        )
+        if driver is None:
+            state: dict[str, Any] = super().get_state_dict(self.unwrap_model(model))
+            return state
+        # accelerate's save_state asks for wrapped ones
+        return SavedByEngine() if self._is_saving and not unwrap else whole_state_dict(driver.engine)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
+        """Saves everything to a folder; all ranks call.
+
+        Weights and optimizer states are checkpoints of dtrain in it, which any number of ranks and any engine loads.
+        Schedulers, samplers, random states and registered objects are accelerate's own files.
+        """
+
+        def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            save_engines(self._drivers, Path(folder), {"step": self.step})
+            weights[:] = [own for own in weights if not isinstance(own, SavedByEngine)]
+
+        # registered last, so that the user's own hooks have been called
+        handle = self.register_save_state_pre_hook(save)
+        self._is_saving = True
+        try:
+            saved = super().save_state(output_dir, safe_serialization, **options)
+            self.wait_for_everyone()  # so that a rank that loads finds the files of all
+            return saved
+        finally:
+            self._is_saving = False
+            handle.remove()
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
+        """Restores what :meth:`save_state` wrote; all ranks call, also on another number of ranks."""
+        extras: list[dict[str, Any]] = []
+
+        def load(models: list[nn.Module], folder: str) -> None:
+            extras.extend(load_engines(self._drivers, Path(folder)))
+            models[:] = [model for model in models if getattr(model, "driver", None) is None]
+
+        handle = self.register_load_state_pre_hook(load)
+        try:
+            super().load_state(input_dir, load_kwargs, **options)
+        finally:
+            handle.remove()
+        if extras:  # accelerate's own is missing for ranks that did not save
+            self.step = int(extras[0]["step"])

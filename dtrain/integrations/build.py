@@ -1,0 +1,64 @@
+"""Builds the engine of a prepared model when its optimizer is prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from dtrain.distributed.setup import connect
+from dtrain.engine.initialize import initialize
+from dtrain.errors import ConfigError
+from dtrain.integrations.driver import EngineDriver
+from dtrain.integrations.optimizers import record_of
+from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
+
+
+def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:
+    """Returns the one of ``models`` that has the parameters of ``optimizer`` and has no engine yet.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    found = [model for model in models if given & {id(parameter) for parameter in model.parameters()}]
+    if len(found) != 1:
+        what = f"parameters of {len(found)} models" if found else "parameters of no prepared model"
+        raise ConfigError(
+            f"the {type(optimizer).__name__} has {what}; give one optimizer the parameters of one model, and call "
+            f"accelerator.prepare(model, optimizer) with both"
+        )
+    if found[0].driver is not None:
+        raise ConfigError(
+            f"the {type(found[0].module).__name__} has an optimizer already; one optimizer with parameter groups "
+            f"updates all parameters of a model"
+        )
+    return found[0]
+
+
+def build(
+    model: PreparedModel, optimizer: torch.optim.Optimizer, device: torch.device, options: Mapping[str, Any]
+) -> PreparedOptimizer:
+    """Builds the engine of ``model`` and returns the optimizer over it.
+
+    Args:
+        model: has no engine yet.
+        optimizer: of all its trained parameters.
+        device: of this rank, as accelerate names it.
+        options: further arguments of :func:`dtrain.initialize`; an ``optimizer`` among them replaces the given one's
+            update.
+
+    Raises:
+        ConfigError: an optimizer or an option that cannot be kept.
+    """
+    options = {"optimizer": record_of(optimizer, model.module), **options}
+    names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+    device = device if device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
+    engine = initialize(model.module, comm=connect(device), **options)
+    # a library may have replaced the parameters, whose memory the optimizer would keep
+    now = dict(model.module.named_parameters())
+    for group in optimizer.param_groups:
+        group["params"] = [now.get(names[id(parameter)], parameter) for parameter in group["params"]]
+    model.driver = EngineDriver(engine, optimizer)
+    return PreparedOptimizer(optimizer, model.driver)

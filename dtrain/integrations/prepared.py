@@ -1,0 +1,156 @@
+"""What ``accelerator.prepare`` returns for a model and its optimizer: thin objects over an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import convert_to_fp32
+from torch import nn
+
+from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import StepOutcome
+from dtrain.errors import UsageError
+from dtrain.integrations.driver import EngineDriver
+from dtrain.integrations.weights import whole_state_dict
+
+
+class PreparedModel(nn.Module):
+    """A model whose forward is an engine's. Other attributes are the user's module's.
+
+    Until its optimizer is prepared it has no engine, and evaluates only.
+
+    Args:
+        module: the user's model.
+        autocast_dtype: dtype in which it computes while it has no engine; None: its own.
+
+    Attributes:
+        module: see above.
+        driver: runs the engine; None before the optimizer is prepared.
+    """
+
+    def __init__(self, module: nn.Module, autocast_dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.driver: EngineDriver | None = None
+        self._autocast_dtype = autocast_dtype
+        self._is_accelerate_prepared = True
+
+    @property
+    def engine(self) -> Engine:
+        """The engine, outside any forward; raises ``UsageError`` before the optimizer is prepared."""
+        if self.driver is None:
+            raise UsageError(
+                "this model has no engine, because its optimizer is not prepared; call accelerator.prepare(optimizer)"
+            )
+        self.driver.close()
+        return self.driver.engine
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # before it is set
+                raise
+            return getattr(self.module, name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the engine's forward: training if gradients are on; else, in eval mode, an evaluation."""
+        if self.driver is not None:
+            return self.driver.forward(*args, **kwargs)
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            raise UsageError(
+                "a training forward of a model whose optimizer is not prepared; call accelerator.prepare(model, "
+                "optimizer) with both, or model.eval()"
+            )
+        device = next((p.device.type for p in self.module.parameters()), "cpu")
+        low = nullcontext() if self._autocast_dtype is None else torch.autocast(device, self._autocast_dtype)
+        with low:
+            return convert_to_fp32(self.module(*args, **kwargs))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing, because each step clears its gradients; refused where they would be discarded."""
+        if self.driver is not None:
+            _refuse_discard(self.driver)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Returns the whole weights of a single rank; trained ones are the FP32 masters.
+
+        Raises:
+            UsageError: there are several ranks, which must gather them together.
+        """
+        if self.driver is None:
+            return self.module.state_dict(*args, **kwargs)
+        if self.engine.world_size > 1:
+            raise UsageError(
+                "model.state_dict() of a prepared model, whose weights lie on several ranks; call "
+                "accelerator.get_state_dict(model) on every rank, which gives rank 0 all of them"
+            )
+        return whole_state_dict(self.engine)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads whole weights into the masters; all ranks call, with the same ones."""
+        if self.driver is None:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        with self.engine.modify_weights():
+            return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _refuse_discard(driver: EngineDriver) -> None:
+    if driver.has_backward:
+        raise UsageError(
+            "zero_grad() between accelerator.backward and optimizer.step() would discard the gradients of this step, "
+            "which dtrain cannot: ranks have reduced them already; call it after optimizer.step(). A step with a loss "
+            "or gradient that is not finite is skipped without it"
+        )
+
+
+class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
+    """An optimizer of torch whose ``step`` is an engine's; its parameter groups give the learning rate.
+
+    Args:
+        optimizer: the user's.
+        driver: runs the engine.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, driver: EngineDriver) -> None:
+        super().__init__(optimizer, device_placement=False, scaler=None)
+        self.driver = driver
+        self.outcome: StepOutcome | None = None
+        self._is_accelerate_prepared = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Takes the engine's step if gradients are synchronized now, else nothing."""
+        if closure is not None:
+            raise UsageError(
+                "optimizer.step(closure): dtrain runs forward and backward once a step; call "
+                "accelerator.backward(loss) and optimizer.step()"
+            )
+        if self.gradient_state.sync_gradients:
+            self.outcome = self.driver.step()
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Does nothing, because each step clears its gradients; refused where they would be discarded."""
+        if self.gradient_state.sync_gradients:
+            _refuse_discard(self.driver)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step updated nothing; on a GPU this waits for it."""
+        return self.outcome is not None and not self.outcome.applied
+
+    def add_param_group(self, param_group: Mapping[str, Any]) -> None:
+        """Raises ``UsageError``: the engine's parameters are fixed."""
+        raise UsageError("add_param_group after accelerator.prepare: the parameters are sharded; add groups before it")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restores the parameter groups; the states are in the engine's own checkpoint."""
+        if state_dict.get("state"):
+            raise UsageError(
+                "this optimizer state was saved without dtrain; resume from a folder of this Accelerator's save_state"
+            )
+        self.optimizer.load_state_dict(state_dict)

@@ -1,0 +1,181 @@
+"""Scripts for accelerate on two ranks: the same training as plain accelerate's, skips and resumption on all ranks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.errors import DivergenceError, UsageError
+from dtrain.integrations.accelerate import Accelerator
+from tests.helpers.accelerate_loops import (
+    F,
+    History,
+    Script,
+    build,
+    decay_groups,
+    launched,
+    loader_options,
+    run,
+    samples,
+)
+from tests.helpers.ranks import run_ranks
+
+
+def grouped(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(decay_groups(model), lr=2e-2)
+
+
+# 38 samples in batches of 4 give two ranks unequal numbers of them; drop_last leaves six out
+# each with the stages that train it
+SCRIPTS = {
+    "plain": (Script(), {}, (0, 3)),
+    "drop-last": (Script(drop_last=True, max_norm=0.3), {}, (2,)),
+    "accumulated": (Script(grouped, max_norm=0.3), {"gradient_accumulation_steps": 2}, (0, 3)),
+    "split": (
+        Script(lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), epochs=1),
+        {"split": True},
+        (1,),
+    ),
+}
+
+
+def options_of(extra: dict[str, Any]) -> dict[str, Any]:
+    options = {**loader_options(), **extra}
+    options["dataloader_config"].split_batches = options.pop("split", False)
+    return options
+
+
+def _equal(rank: int, world: int) -> dict[str, tuple[History, list[History]]]:
+    found = {}
+    for name, (script, extra, stages) in SCRIPTS.items():
+        with launched(rank, world):
+            want = run(accelerate.Accelerator(**options_of(extra)), script)
+        got = []
+        for stage in stages:
+            with launched(rank, world):
+                accelerator = Accelerator(engine=dtrain.Native(zero_stage=stage), **options_of(extra))
+                got.append(run(accelerator, script))
+                assert accelerator.distributed_type == accelerate.DistributedType.MULTI_CPU
+                assert not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in accelerator._models)
+        found[name] = want, got
+    return found
+
+
+@pytest.mark.processes
+def test_scripts_train_as_with_plain_accelerate() -> None:
+    for rank, found in enumerate(run_ranks(2, _equal)):
+        for name, (want, histories) in found.items():
+            for got in histories:
+                assert got.losses == pytest.approx(want.losses, rel=1e-5), name
+                assert got.norms == pytest.approx(want.norms, rel=1e-5), name
+                assert (got.lrs, got.accuracies) == (want.lrs, want.accuracies), name
+                assert list(got.weights) == ([] if rank else list(want.weights))
+                for key, value in got.weights.items():
+                    torch.testing.assert_close(value, want.weights[key], rtol=1e-4, atol=1e-6)
+                if rank == 0:  # 11 samples, of which two ranks see one twice
+                    model = build()
+                    model.load_state_dict(got.weights)
+                    x, y = samples(11, seed=2).tensors
+                    assert got.accuracies[-1] == float((model(x).argmax(dim=1) == y).double().mean())
+
+
+class Overflow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * torch.inf
+
+
+def _plant(rank: int) -> Callable[[Tensor, int], Tensor]:
+    return lambda logits, step: Overflow.apply(logits) if rank == 1 and step == 2 else logits
+
+
+def _skip(rank: int, world: int) -> tuple[History, History]:
+    with launched(rank, world):
+        skipped = run(Accelerator(**loader_options()), Script(epochs=1, transform=_plant(rank)))
+    with launched(rank, world):
+        return skipped, run(Accelerator(**loader_options()), Script(epochs=1))
+
+
+@pytest.mark.processes
+def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
+    for skipped, whole in run_ranks(2, _skip):
+        assert skipped.skipped == [2]
+        assert skipped.losses[:3] == whole.losses[:3]
+        assert skipped.losses[3:] != whole.losses[3:]
+        # accelerate's scheduler takes a step a rank with each applied step
+        assert skipped.lrs == [*whole.lrs[:2], whole.lrs[1], *whole.lrs[2:-1]]
+
+
+def _part(rank: int, world: int, folder: str, save_at: int, resume_at: int) -> History:
+    options = {"precision": "bf16", "engine": dtrain.Native(zero_stage=2), **loader_options()}
+    script = Script(grouped, max_norm=0.5)
+    with launched(rank, world):
+        return run(Accelerator(**options), script, save_at=save_at, folder=folder, resume_at=resume_at, seed=resume_at)
+
+
+def _load(rank: int, world: int, folder: str) -> tuple[int, dict[str, Tensor]]:
+    with launched(rank, world):
+        accelerator = Accelerator(cpu=True, engine="ddp", precision="bf16")
+        model = build(7)
+        model, _ = accelerator.prepare(model, grouped(model))
+        accelerator.load_state(folder)
+        return model.engine.applied_steps, accelerator.get_state_dict(model)
+
+
+@pytest.mark.processes
+def test_a_run_resumes_with_equal_bits_and_loads_on_other_ranks(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(2, _part, folder, 0, 0)
+    run_ranks(2, _part, folder, 7, 0)
+    resumed = run_ranks(2, _part, folder, 0, 7)
+    for got, want in zip(resumed, whole, strict=True):
+        assert (got.losses, got.lrs, got.norms) == (want.losses[7:], want.lrs[7:], want.norms[7:])
+    assert whole[0].weights.keys() == resumed[0].weights.keys() != set()
+    assert all(torch.equal(value, whole[0].weights[name]) for name, value in resumed[0].weights.items())
+    assert (tmp_path / "random_states_1.pkl").exists()
+    ((steps, weights),) = run_ranks(1, _load, folder)
+    assert steps == 7
+    assert weights.keys() == whole[0].weights.keys()
+
+
+def _misuse(rank: int, world: int, folder: str) -> list[str]:
+    with launched(rank, world):
+        accelerator = Accelerator(cpu=True)
+        model = build()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        messages = []
+        for call in (model.state_dict, lambda: accelerator.join_uneven_inputs([model]).__enter__()):
+            with pytest.raises(UsageError) as error:
+                call()
+            messages.append(str(error.value))
+        accelerator.save_model(model, folder)
+        accelerator.wait_for_everyone()
+        again = build(5)
+        accelerate.load_checkpoint_in_model(again, folder)
+        model.load_state_dict(again.state_dict())
+        accelerator.backward(F.cross_entropy(model(torch.ones(1, 6)), torch.tensor([1])))
+        accelerator.clip_grad_norm_(model.parameters(), 1.0 + rank)
+        with pytest.raises(DivergenceError) as divergence:
+            optimizer.step()
+        return [*messages, str(divergence.value), *sorted(os.listdir(folder))]
+
+
+@pytest.mark.processes
+def test_what_all_ranks_must_do_alike(tmp_path: Path) -> None:
+    for found in run_ranks(2, _misuse, str(tmp_path)):
+        assert "call accelerator.get_state_dict(model) on every rank" in found[0]
+        assert found[1].startswith("join_uneven_inputs: all ranks of an engine take the same number of steps")
+        assert "max_grad_norm is 1.0 on rank 0 and 2.0 on rank 1; every rank must run the same loop" in found[2]
+        assert found[3:] == ["model.safetensors"]

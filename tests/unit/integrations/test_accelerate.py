@@ -1,0 +1,433 @@
+"""A script for accelerate on one rank: the same training as plain accelerate's, and refusals by name."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate.utils import AutocastKwargs, DistributedDataParallelKwargs, GradScalerKwargs, ProfileKwargs
+from torch import nn
+
+import dtrain
+from dtrain.errors import CheckpointError, ConfigError, UsageError
+from dtrain.integrations.accelerate import Accelerator
+from tests.helpers.accelerate_loops import F, Script, build, decay_groups, loader_options, reset_accelerate, run
+
+CPU = {"cpu": True}
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    reset_accelerate()
+    yield
+    reset_accelerate()
+
+
+def fresh(**options: Any) -> Accelerator:
+    reset_accelerate()
+    return Accelerator(**{**CPU, **options})
+
+
+def prepared(lr: float = 1e-2, **options: Any) -> tuple[Accelerator, Any, Any]:
+    accelerator, model = fresh(**options), build()
+    return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=lr))
+
+
+def loss_of(model: Any) -> torch.Tensor:
+    x = torch.arange(24.0).view(4, 6) / 24
+    return F.cross_entropy(model(x), torch.tensor([0, 1, 2, 3]))
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("optimizer", ["groups", "sgd", "radam"])
+def test_a_script_trains_as_with_plain_accelerate(optimizer: str) -> None:
+    make = {
+        "groups": lambda model: torch.optim.AdamW(decay_groups(model), lr=2e-2),
+        "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01),
+        "radam": lambda model: torch.optim.RAdam(model.parameters(), lr=2e-2),
+    }[optimizer]
+    # 10 batches an epoch, the last one of two samples, accumulated three at a time: the last step has one of them
+    script = Script(make, max_norm=0.5)
+    options = {"gradient_accumulation_steps": 3, **loader_options()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        want = run(accelerate.Accelerator(**options), script)
+        reset_accelerate()
+        got = run(Accelerator(engine=dtrain.Native(zero_stage=2), **options), script)
+    assert got.losses == pytest.approx(want.losses, rel=1e-5)
+    assert got.norms == pytest.approx(want.norms, rel=1e-5)
+    assert (got.lrs, got.accuracies, got.skipped) == (want.lrs, want.accuracies, [])
+    assert list(got.weights) == list(want.weights)
+    for name, value in want.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_is_the_engines_own(precision: str) -> None:
+    accelerator, model, optimizer = prepared(mixed_precision=precision)
+    own = dtrain.initialize(
+        build(),
+        optimizer=model.engine.options.optimizer,
+        precision=precision,
+        max_grad_norm=None,
+        seed=model.engine.seed,
+    )
+    for _ in range(3):
+        for net in (model, own):
+            assert net(torch.zeros(1, 6)).dtype == torch.float32
+        accelerator.backward(loss_of(model))
+        optimizer.step()
+        own.backward(loss_of(own))
+        own.step()
+    got = accelerator.get_state_dict(model)
+    assert all(torch.equal(got[name], value) for name, value in own.master_state().items())
+    assert (accelerator.mixed_precision, accelerator.scaler) == (precision, None)
+    with accelerator.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+
+
+def test_weights_average_by_them_and_not_by_backwards() -> None:
+    accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
+    own = dtrain.initialize(build(), optimizer=model.engine.options.optimizer, precision="fp32", max_grad_norm=None)
+    batches = [(torch.ones(1, 6), torch.tensor([1]), 3.0), (torch.zeros(1, 6), torch.tensor([2]), 1.0)]
+    for (x, y, weight), _ in zip(batches, own.accumulate(batches), strict=True):
+        own.backward(F.cross_entropy(own(x), y), weight=weight)
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(x), y), weight=weight)
+            optimizer.step()
+    own.step()
+    got = accelerator.get_state_dict(model)
+    assert all(torch.equal(got[name], value) for name, value in own.master_state().items())
+
+
+def plain_step(losses: Callable[[nn.Module], list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for loss in losses(model):
+            loss.backward()
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_backwards_before_a_step_add_up_without_accumulate() -> None:
+    def losses(model: Any) -> list[torch.Tensor]:
+        return [loss_of(model), 0.5 * model(torch.ones(2, 6)).square().mean()]
+
+    accelerator, model = fresh(), build()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        for loss in losses(model):  # both forwards come before the first backward
+            accelerator.backward(loss)
+            model.eval()
+            with torch.no_grad():
+                loss_of(model)
+            loss_of(model)  # with gradients, and no backward
+            model.train()
+        optimizer.step()
+    for name, value in plain_step(losses).items():
+        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value)
+
+
+def test_a_later_backward_than_before_is_refused_unless_marked() -> None:
+    accelerator, model, optimizer = prepared()
+    for _ in range(2):
+        accelerator.backward(loss_of(model))
+        optimizer.step()
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model))
+    accelerator.backward(loss_of(model))
+    optimizer.step()
+    accelerator.backward(loss_of(model))
+    with pytest.raises(UsageError, match=re.escape("put the backwards that add up into 'with accelerator.accumulate")):
+        accelerator.backward(loss_of(model))
+
+
+def test_a_skipped_step_leaves_weights_and_scheduler() -> None:
+    accelerator, model = fresh(), build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+    seen = []
+    for factor in (1.0, float("inf"), 1.0):
+        before = accelerator.get_state_dict(model)
+        accelerator.backward(loss_of(model) * factor)
+        norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert norm.isnan()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        changed = any(not torch.equal(before[name], value) for name, value in accelerator.get_state_dict(model).items())
+        seen.append(
+            (accelerator.optimizer_step_was_skipped, changed, scheduler.get_last_lr()[0], bool(norm.isfinite()))
+        )
+    assert seen == [(False, True, 5e-3, True), (True, False, 5e-3, False), (False, True, 2.5e-3, True)]
+
+
+def test_two_models_have_an_engine_each() -> None:
+    def models() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(3)
+        return nn.Linear(3, 6), nn.Linear(6, 1)
+
+    def train(g: Any, d: Any, g_step: Any, d_step: Any, backward: Any) -> None:
+        for step in range(3):
+            real, noise = torch.full((4, 6), 0.1 * step), torch.ones(4, 3)
+            backward(F.softplus(-d(real)).mean(), d)  # two backwards a step, as in the DCGAN example
+            backward(F.softplus(d(g(noise).detach())).mean(), d)
+            d_step()
+            backward(F.softplus(-d(g(noise))).mean(), g)
+            g_step()
+
+    g, d = models()
+    wanted = {id(net): torch.optim.SGD(net.parameters(), lr=0.1) for net in (g, d)}
+
+    def plain_backward(loss: torch.Tensor, net: nn.Module) -> None:
+        for p, grad in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
+            p.grad = grad if p.grad is None else p.grad + grad
+
+    def plain_step(net: nn.Module) -> Callable[[], None]:
+        def step() -> None:
+            wanted[id(net)].step()
+            wanted[id(net)].zero_grad()
+
+        return step
+
+    train(g, d, plain_step(g), plain_step(d), plain_backward)
+    accelerator = fresh()
+    own_g, own_d = models()
+    own_g, own_d, opt_d, opt_g = accelerator.prepare(
+        own_g, own_d, torch.optim.SGD(own_d.parameters(), lr=0.1), torch.optim.SGD(own_g.parameters(), lr=0.1)
+    )
+
+    def backward(loss: torch.Tensor, net: Any) -> None:
+        if net is own_g:
+            with pytest.raises(UsageError, match="depends on the parameters of 2 prepared models"):
+                accelerator.backward(loss)
+        accelerator.backward(loss, **({"model": net} if net is own_g else {}))
+
+    train(own_g, own_d, opt_g.step, opt_d.step, backward)
+    for net, own in ((g, own_g), (d, own_d)):
+        for name, value in accelerator.get_state_dict(own).items():
+            torch.testing.assert_close(value, net.get_parameter(name).detach())
+
+
+# -- evaluation, weights, checkpoints ---------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm, self.base = nn.BatchNorm1d(4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scratch", torch.ones(2), persistent=False)
+        self.config = {"vocab": 5}
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(self.norm(self.embed(tokens))))
+
+
+@pytest.mark.parametrize("engine", [dtrain.Native(zero_stage=3), "ddp"])
+def test_whole_weights_and_the_users_module(engine: Any, tmp_path: Path) -> None:
+    accelerator, module = fresh(engine=engine), Tied()
+    initial = {name: value.clone() for name, value in module.state_dict().items()}
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad])
+    model, optimizer = accelerator.prepare(module, optimizer)
+    found = accelerator.get_state_dict(model)
+    assert list(found) == list(initial)
+    assert all(torch.equal(found[name], value) for name, value in initial.items())
+    assert found["head.weight"] is found["embed.weight"]
+    assert list(model.state_dict()) == list(initial)
+    assert accelerator.unwrap_model(model) is module is model.module
+    assert model.config == {"vocab": 5}
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = model.nothing
+    tokens = torch.arange(5)
+    accelerator.backward(F.cross_entropy(model(tokens), tokens))
+    optimizer.step()
+    model.eval()
+    evaluating = []
+    module.register_forward_pre_hook(lambda *_: evaluating.append(model.driver.engine._evaluating))
+    with torch.inference_mode():
+        want = model(tokens)
+    assert evaluating == [True]
+    with torch.no_grad():
+        assert torch.equal(model(tokens), want)
+    model.train()
+    accelerator.save_model(model, tmp_path)
+    other = Tied()
+    accelerate.load_checkpoint_in_model(other, tmp_path)
+    assert torch.equal(other.eval()(tokens), want)
+    model.load_state_dict(initial)
+    assert all(torch.equal(value, initial[name]) for name, value in accelerator.get_state_dict(model).items())
+
+
+def test_a_run_resumes_inside_an_epoch_with_equal_bits(tmp_path: Path) -> None:
+    script = Script(lambda model: torch.optim.AdamW(decay_groups(model), lr=2e-2))
+    options = {"gradient_accumulation_steps": 2, "precision": "bf16", **loader_options()}
+    whole = run(fresh(**options), script)
+    folder = str(tmp_path / "state")
+    batch = 14  # the second epoch's fourth
+    run(fresh(**options), script, save_at=batch, folder=folder)
+    # other initial weights: all come from the checkpoint
+    resumed = run(fresh(**options), script, folder=folder, resume_at=batch, seed=9)
+    assert resumed.losses == whole.losses[batch:]
+    assert resumed.lrs == whole.lrs[batch:]
+    assert all(torch.equal(value, whole.weights[name]) for name, value in resumed.weights.items())
+
+
+def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) -> None:
+    accelerator, model, optimizer = prepared()
+    teacher = accelerator.prepare(build(4).requires_grad_(False))
+
+    class Counter:
+        value = 0
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+
+    counter, called = Counter(), []
+    accelerator.register_for_checkpointing(counter)
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, folder: called.append((len(models), weights.pop(0)))
+    )
+    accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models[0] is model))
+    for value in (1, 2):
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model))
+            optimizer.step()
+        counter.value = value
+        accelerator.save_state(tmp_path)
+    want = accelerator.get_state_dict(model)
+    accelerator.backward(loss_of(model))
+    optimizer.step()
+    counter.value, accelerator.step = 5, 5
+    (tmp_path / "random_states_0.pkl").unlink()  # as for a rank that has not saved
+    teacher.module[0].weight.data.zero_()
+    loss_of(model)  # a forward without a backward
+    accelerator.load_state(tmp_path)
+    assert torch.equal(teacher.module[0].weight, build(4)[0].weight)
+    assert (counter.value, accelerator.step) == (2, 2)
+    assert model.engine.applied_steps == 2
+    assert all(torch.equal(value, want[name]) for name, value in accelerator.get_state_dict(model).items())
+    assert [path.name for path in (tmp_path / "dtrain").glob("save-*")] == ["save-2"]
+    assert called == [(2, {}), (2, {}), True]
+    (tmp_path / "dtrain" / "current.json").unlink()
+    with pytest.raises(CheckpointError, match=r"expected a folder that dtrain's Accelerator\.save_state has written"):
+        accelerator.load_state(tmp_path)
+
+
+def test_a_model_prepared_before_its_optimizer() -> None:
+    accelerator = fresh(precision="bf16")
+    model = accelerator.prepare(build())
+    with pytest.raises(UsageError, match="a training forward of a model whose optimizer is not prepared"):
+        model(torch.ones(1, 6))
+    model.eval()
+    assert model(torch.ones(1, 6)).dtype == torch.float32
+    model.train()
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    before = loss_of(model)
+    accelerator.backward(before)
+    optimizer.step()
+    assert loss_of(model) < before
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Plugin:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"deepspeed_plugin": Plugin()}, "Accelerator(deepspeed_plugin=...) chooses another backend"),
+        ({"fsdp_plugin": Plugin()}, "Accelerator(fsdp_plugin=...) chooses another backend"),
+        ({"megatron_lm_plugin": Plugin()}, "Accelerator(megatron_lm_plugin=...) chooses another backend"),
+        ({"torch_tp_plugin": Plugin()}, "Accelerator(torch_tp_plugin=...) chooses another backend"),
+        ({"parallelism_config": Plugin()}, "Accelerator(parallelism_config=...) chooses another backend"),
+        ({"dynamo_plugin": Plugin()}, "Accelerator(dynamo_plugin=...) chooses another backend"),
+        ({"dynamo_backend": "inductor"}, "dynamo_backend=inductor"),
+        ({"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers has GradScalerKwargs"),
+        ({"kwargs_handlers": [AutocastKwargs()]}, "kwargs_handlers has AutocastKwargs"),
+        ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "DistributedDataParallelKwargs("),
+        ({"mixed_precision": "bf16", "precision": "fp16"}, "mixed_precision='bf16' contradicts precision=fp16"),
+        ({"mixed_precision": "int8"}, "mixed_precision='int8' is not one of no, bf16, fp16, fp8"),
+        ({"engine": 3}, "engine=3 is not a record such as dtrain.Native"),
+    ],
+)  # fmt: skip
+def test_options_of_other_backends_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        fresh(**options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"])
+def test_variables_of_other_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ConfigError, match=f"ACCELERATE_USE_{name}=true chooses another backend than dtrain"):
+        fresh()
+
+
+def test_precision_follows_accelerates_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fresh().policy.name == "fp32"
+    assert fresh(precision="tf32", mixed_precision="no").mixed_precision == "no"
+    handlers = [ProfileKwargs(), DistributedDataParallelKwargs(find_unused_parameters=True)]
+    assert fresh(mixed_precision="fp8", kwargs_handlers=handlers).policy.name == "fp8"
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert fresh().policy.name == "bf16"
+    assert fresh(precision="fp16").mixed_precision == "fp16"
+
+
+def test_ranks_that_accelerate_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda **_: None)
+    with pytest.raises(ConfigError, match=re.escape("give Accelerator(cpu=True)")):
+        fresh(cpu=False)
+
+
+def test_calls_that_cannot_be_kept_are_refused() -> None:
+    accelerator, model, optimizer = prepared()
+    parameters = list(model.parameters())
+    before = accelerator.get_state_dict(model)
+
+    def refused(message: str, call: Callable[[], Any], kind: type[Exception] = UsageError) -> None:
+        with pytest.raises(kind, match=re.escape(message)) as error:
+            call()
+        assert "\n" not in str(error.value)
+
+    refused("clip_grad_value_: gradients are reduced sums", lambda: accelerator.clip_grad_value_(parameters, 1.0))
+    refused("not all of one prepared model's", lambda: accelerator.clip_grad_norm_(parameters[:-1], 1.0))
+    refused("clip_grad_norm_(norm_type=inf)", lambda: accelerator.clip_grad_norm_(parameters, 1.0, float("inf")))
+    refused("clip_grad_norm_(max_norm=0)", lambda: accelerator.clip_grad_norm_(parameters, 0))
+    refused("optimizer.step() without accelerator.backward", optimizer.step)
+    refused("optimizer.step(closure)", lambda: optimizer.step(lambda: 0.0))
+    refused("add_param_group after accelerator.prepare", lambda: optimizer.add_param_group({}))
+    refused("was saved without dtrain", lambda: optimizer.load_state_dict({"state": {0: {}}, "param_groups": []}))
+    refused("accelerator.backward(retain_graph=...)", lambda: accelerator.backward(loss_of(model), retain_graph=True))
+    other = build()
+    stray = torch.optim.AdamW(other.parameters())
+    refused("has parameters of no prepared model", lambda: accelerator.prepare(stray), ConfigError)
+    refused("has an optimizer already", lambda: accelerator.prepare(torch.optim.AdamW(parameters)), ConfigError)
+    accelerator.backward(loss_of(model))
+    refused("would discard the gradients of this step", optimizer.zero_grad)
+    refused("would discard the gradients of this step", model.zero_grad)
+    refused("with a weight and without one", lambda: accelerator.backward(loss_of(model), weight=2.0))
+    assert all(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
+    optimizer.step()

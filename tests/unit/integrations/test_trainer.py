@@ -1,0 +1,322 @@
+"""Trainer on an engine, one rank: the losses, norms, metrics and weights of transformers' own Trainer."""
+
+from __future__ import annotations
+
+import math
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from safetensors.torch import load_file
+
+import dtrain
+from dtrain.integrations.trainer import TrainerMixin
+from tests.helpers.oracle import normwise_error
+from tests.helpers.trainers import (
+    EngineTrainer,
+    Overflowing,
+    Run,
+    arguments,
+    build_model,
+    needs_trainer,
+    run_trainer,
+    text_rows,
+)
+
+Plain = transformers.Trainer
+FILE = "model.safetensors"
+STEPS = 6
+EXAMPLE = Path(__file__).parents[3] / "docs/examples/trainer_clm.py"
+
+pytestmark = needs_trainer
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def assert_same(got: Run, expected: Run, *keys: str) -> None:
+    for key in ("loss", "grad_norm", "learning_rate", *keys):
+        assert len(expected.values(key)) > 0, key
+        assert got.values(key) == pytest.approx(expected.values(key), rel=1e-5), key
+    assert got.weights.keys() == expected.weights.keys()
+    assert normwise_error(got.weights, expected.weights) < 1e-5
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+class _TwiceTheLoss(Plain):
+    """Overrides the loss, and says that it is a mean over its batch."""
+
+    loss_is_scaled_for_ga = False
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        outputs = model(**inputs)
+        return (2 * outputs.loss, outputs) if return_outputs else 2 * outputs.loss
+
+
+class _TwiceOnEngine(TrainerMixin, _TwiceTheLoss):
+    pass
+
+
+def sum_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / (num_items_in_batch or 1)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "model", "options"),
+    [
+        ((Plain, EngineTrainer), {}, {}),
+        ((Plain, EngineTrainer), {"family": "llama"}, {"max_grad_norm": 0.0, "num_train_epochs": 1, "max_steps": -1}),
+        ((Plain, EngineTrainer), {}, {"label_smoothing_factor": 0.1}),
+        ((Plain, EngineTrainer), {}, {"trainer": {"compute_loss_func": sum_over_items}}),
+        ((Plain, EngineTrainer), {"accepts_loss_kwargs": False}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+        ((_TwiceTheLoss, _TwiceOnEngine), {}, {"optim": "sgd", "learning_rate": 0.1}),
+        ((Plain, EngineTrainer), {}, {"optim": "adagrad"}),
+    ],
+    ids=["tokens", "no clipping, short last step", "smoothing", "loss function", "mean of means", "own", "adagrad"],
+)
+def test_trains_as_plain_trainer(
+    kinds: tuple[type, type], model: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [row for row in text_rows(40) if (row["labels"] != -100).sum() > 1]  # a mean over none is NaN
+    runs = []
+    for kind in kinds:
+        built = build_model(model.get("family", "gpt2"))
+        if "accepts_loss_kwargs" in model:
+            built.accepts_loss_kwargs = model["accepts_loss_kwargs"]
+        runs.append(run_trainer(kind, tmp_path / kind.__name__, model=built, rows=rows, **dict(options)))
+    assert_same(runs[1], runs[0])
+    assert len(runs[0].values("loss")) >= STEPS
+
+
+def test_classifies_images_with_running_statistics(tmp_path: Path) -> None:
+    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
+    pixels = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    rows = [{"pixel_values": one, "labels": torch.tensor(n % 3)} for n, one in enumerate(pixels)]
+    runs = []
+    for kind in (Plain, EngineTrainer):
+        torch.manual_seed(0)
+        folder = tmp_path / kind.__name__
+        trainer = kind(transformers.ResNetForImageClassification(config), arguments(folder), train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        runs.append(([x["loss"] for x in trainer.state.log_history if "loss" in x], load_file(folder / FILE)))
+    (expected_losses, expected), (losses, weights) = runs
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    statistics = {name for name in expected if "running" in name}
+    assert statistics
+    assert weights.keys() == expected.keys()
+    assert normwise_error({n: weights[n] for n in statistics}, {n: expected[n] for n in statistics}) < 1e-5
+
+
+def test_rows_without_targets_count_for_nothing(tmp_path: Path) -> None:
+    rows = text_rows(48)
+    assert any((row["labels"] == -100).all() for row in rows)
+    plain, ours = (run_trainer(kind, tmp_path / kind.__name__, rows=rows) for kind in (Plain, EngineTrainer))
+    assert_same(ours, plain)
+
+
+def test_equals_a_plain_loop_over_an_engine(tmp_path: Path) -> None:
+    options = {"weight_decay": 0.0, "lr_scheduler_type": "constant", "max_grad_norm": 1.0}
+    run = run_trainer(EngineTrainer, tmp_path, model=build_model("llama"), **options)
+    trainer = EngineTrainer(build_model("llama"), arguments(tmp_path), train_dataset=text_rows(48))
+    batches = list(trainer.get_train_dataloader())
+    optimizer = dtrain.AdamW(lr=1e-3, betas=(0.9, 0.999), weight_decay=0.0)
+    engine = dtrain.initialize(build_model("llama"), optimizer=optimizer, precision="fp32", seed=42)
+    losses = []
+    for step in range(STEPS):
+        for batch in engine.accumulate(batches[3 * step : 3 * step + 3]):
+            targets = batch["labels"][:, 1:].flatten()
+            logits = engine(batch["input_ids"]).logits[:, :-1].flatten(0, 1)
+            count = int((targets != -100).sum())
+            loss = F.cross_entropy(logits, targets, reduction="sum") / max(count, 1)
+            engine.backward(loss, weight=count)
+        losses.append(engine.step().loss)
+    assert run.values("loss") == pytest.approx(losses, rel=1e-5)
+    masters = engine.master_state()
+    assert normwise_error({name: run.weights[name] for name in masters}, masters) < 1e-5
+
+
+# -- skipped steps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "reason"), [("gradient", "overflow"), ("loss", "nonfinite_loss")])
+def test_a_skipped_step_leaves_the_scheduler_where_it_was(
+    kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(Overflowing, "kind", kind)
+    run = run_trainer(Overflowing, tmp_path)
+    rates = run.values("learning_rate")
+    assert rates == pytest.approx([1e-3 * (1 - n / STEPS) for n in (0, 1, 2, 2, 3, 4)])
+    assert run.trainer.lr_scheduler.last_epoch == run.trainer.engine.applied_steps == STEPS - 1
+    assert run.trainer.state.global_step == run.trainer.engine.attempted_steps == STEPS
+    losses = run.values("loss")
+    assert [math.isfinite(loss) for loss in losses] == [n != 2 or kind == "gradient" for n in range(STEPS)]
+    assert all(bool(value.isfinite().all()) for value in run.weights.values())
+    warnings = [message for message in caplog.messages if "skipped" in message]
+    assert len(warnings) == 1
+    assert f"step 3 was skipped: {reason}" in warnings[0]
+    assert "rank 0, micro-batch 2" in warnings[0]
+
+
+# -- precision, evaluation ---------------------------------------------------------------------------------------------
+
+
+def test_bf16_alone_trains_and_saves_fp32_masters(tmp_path: Path) -> None:
+    run = run_trainer(EngineTrainer, tmp_path, bf16=True)
+    engine = run.trainer.engine
+    assert engine.policy.compute_dtype == torch.bfloat16
+    assert run.trainer.model.lm_head.weight.dtype == torch.bfloat16
+    masters = engine.master_state()
+    for name, value in run.weights.items():  # from_pretrained takes the dtype that config.json states
+        assert value.dtype == torch.float32, name
+        assert torch.equal(value, masters.get(name, masters["transformer.wte.weight"])), name
+    assert "lm_head.weight" not in load_file(tmp_path / "final" / FILE)
+    losses = run.values("loss")
+    assert losses == pytest.approx(run_trainer(Plain, tmp_path / "plain", bf16=True).values("loss"), rel=2e-2)
+
+
+def top_1(prediction: Any) -> dict[str, float]:
+    labels = prediction.label_ids[:, 1:]
+    hits = (prediction.predictions[:, :-1].argmax(-1) == labels)[labels != -100]
+    return {"top_1": float(hits.mean())}
+
+
+def test_evaluates_and_predicts_as_plain_trainer(tmp_path: Path) -> None:
+    options = {"trainer": {"compute_metrics": top_1}, "eval_strategy": "steps", "eval_steps": 3, "eval_on_start": True}
+    plain, ours = (run_trainer(kind, tmp_path / kind.__name__, **dict(options)) for kind in (Plain, EngineTrainer))
+    assert_same(ours, plain, "eval_loss", "eval_top_1")
+    assert len(ours.values("eval_loss")) == 3
+    got, expected = (run.trainer.predict(text_rows(5, start=300)) for run in (ours, plain))
+    assert got.predictions == pytest.approx(expected.predictions, abs=1e-4)
+    assert got.metrics["test_top_1"] == expected.metrics["test_top_1"]
+    fresh = [kind(build_model(), arguments(tmp_path), eval_dataset=text_rows(7)) for kind in (Plain, EngineTrainer)]
+    assert fresh[1].evaluate()["eval_loss"] == pytest.approx(fresh[0].evaluate()["eval_loss"], rel=1e-6)
+
+
+def test_evaluation_before_training_changes_nothing(tmp_path: Path) -> None:
+    trainer = EngineTrainer(
+        build_model(), arguments(tmp_path, bf16=True), train_dataset=text_rows(48), eval_dataset=text_rows(7)
+    )
+    trainer.evaluate()
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses == run_trainer(EngineTrainer, tmp_path, bf16=True).values("loss")
+
+
+# -- what a script may ask for -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_adapters(checkpointing: bool, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    runs = []
+    for kind in (Plain, EngineTrainer):
+        config = peft.LoraConfig(
+            r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True
+        )
+        model = peft.get_peft_model(build_model(), config)
+        if checkpointing:
+            model.enable_input_require_grads()
+        folder = tmp_path / kind.__name__
+        trainer = kind(
+            model,
+            arguments(folder, learning_rate=1e-2, activation_checkpointing=checkpointing, save_steps=3),
+            train_dataset=text_rows(48),
+        )
+        trainer.train()
+        trainer.save_model(str(folder / "final"))
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        runs.append((losses, load_file(folder / "final" / "adapter_model.safetensors")))
+    (expected_losses, expected), (losses, adapters) = runs
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert adapters.keys() == expected.keys()
+    assert any(value.any() for name, value in adapters.items() if "lora_B" in name)
+    assert normwise_error(adapters, expected) < 1e-4
+
+
+class _OwnSave(EngineTrainer):
+    """Writes the weights of the model itself, as trainers of other libraries do."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+def test_a_trainer_that_writes_the_weights_itself(tmp_path: Path) -> None:
+    run = run_trainer(_OwnSave, tmp_path, bf16=True, trainer={"dtrain": {"engine": dtrain.Native(zero_stage=3)}})
+    masters = run.trainer.engine.master_state()
+    assert {value.dtype for value in run.weights.values()} == {torch.float32}
+    assert all(torch.equal(run.weights[name], value) for name, value in masters.items())
+
+
+def test_a_model_for_each_training(tmp_path: Path) -> None:
+    trainer = EngineTrainer(
+        args=arguments(tmp_path), train_dataset=text_rows(48), model_init=lambda: build_model(resid_pdrop=0.1)
+    )
+    masters = []
+    for _ in range(2):
+        trainer.train()
+        masters.append(trainer.engine.master_state())
+    assert all(torch.equal(value, masters[1][name]) for name, value in masters[0].items())
+
+
+def test_generates_with_whole_weights(tmp_path: Path) -> None:
+    config = {
+        "d_model": 16,
+        "d_ff": 32,
+        "d_kv": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": 128,
+        "dropout_rate": 0.0,
+    }
+    rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][:5]} for row in text_rows(48)]
+    predictions = []
+    for kind in (transformers.Seq2SeqTrainer, type("Ours", (TrainerMixin, transformers.Seq2SeqTrainer), {})):
+        torch.manual_seed(0)
+        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**config, decoder_start_token_id=0))
+        args = arguments(tmp_path, kind=transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
+        options = {} if kind is transformers.Seq2SeqTrainer else {"dtrain": {"engine": dtrain.Native(zero_stage=3)}}
+        trainer = kind(model, args, train_dataset=rows, **options)
+        trainer.train()
+        predictions.append(trainer.predict(rows[:5], max_new_tokens=6))
+    expected, got = predictions
+    assert (got.predictions == expected.predictions).all()
+    assert got.metrics["test_loss"] == pytest.approx(expected.metrics["test_loss"], rel=1e-5)
+
+
+def test_the_example_trains_saves_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    text = tmp_path / "text"
+    text.write_bytes(bytes(range(97, 123)) * 60)
+    options = {"output_dir": tmp_path / "out", "text_file": text, "max_steps": 40, "save_steps": 30, "zero_stage": 2}
+    options |= {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "report_to": "none"}
+    given = [str(item) for key, value in options.items() for item in (f"--{key}", value)]
+    metrics = main([*given, "--use_cpu", "--bf16"])
+    assert metrics["perplexity"] == pytest.approx(math.exp(metrics["eval_loss"]))
+    assert metrics["perplexity"] < 5  # 26 letters in a fixed order
+    assert metrics["eval_top_1"] > 0.8
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    shutil.rmtree(tmp_path / "out" / "checkpoint-40")
+    again = main([*given, "--use_cpu", "--bf16", "--resume", "True"])
+    assert again["eval_loss"] == metrics["eval_loss"]
+    assert capsys.readouterr().out.count("it writes: b'import ") == 2
+
+
+def test_trains_twice(tmp_path: Path) -> None:
+    trainer = EngineTrainer(build_model(), arguments(tmp_path, max_steps=2), train_dataset=text_rows(48))
+    trainer.train()
+    before = trainer.engine.master_state()
+    trainer.train()
+    assert trainer.engine.attempted_steps == 4
+    assert not all(torch.equal(before[name], value) for name, value in trainer.engine.master_state().items())

@@ -1,0 +1,124 @@
+"""Checkpoints of Trainer on an engine: complete or not used, resumed with equal bits, limited, the best one loaded."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+import dtrain
+from dtrain.checkpoint import verify
+from dtrain.errors import ConfigError
+from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_trainer, run_trainer, text_rows
+
+pytestmark = needs_trainer
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> None:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
+def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "max_steps": -1, "bf16": True}
+    dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+    rows = text_rows(24)  # four steps an epoch
+    whole = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, **options)
+    for step in (2, 4, 6, 8):
+        assert verify(tmp_path / f"checkpoint-{step}" / "dtrain").ok
+    assert not list(tmp_path.glob("checkpoint-*/optimizer.pt"))
+    shutil.rmtree(tmp_path / "final")
+    state = tmp_path / "checkpoint-8" / "trainer_state.json"
+    state.write_text(state.read_text()[:100])
+    next((tmp_path / "checkpoint-6" / "dtrain").glob("step-*/manifest.json")).unlink()
+    resumed = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, resume=True, **options)
+    assert resumed.trainer._initial_global_step == 4
+    assert [
+        message.split(" is not complete")[0][-1] for message in caplog.messages if "is not complete" in message
+    ] == [
+        "8",
+        "6",
+    ]
+    assert resumed.values("loss") == whole.values("loss")
+    assert resumed.values("grad_norm") == whole.values("grad_norm")
+    for name, value in whole.weights.items():
+        assert torch.equal(resumed.weights[name], value), name
+
+
+def test_limits_and_loads_the_best_checkpoint(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_steps": 2, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2}
+    run = run_trainer(
+        EngineTrainer,
+        tmp_path,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        greater_is_better=True,  # of a loss that falls: the first is the best
+        **options,
+    )
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
+    first, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 6))
+    assert not torch.equal(first["transformer.wte.weight"], last["transformer.wte.weight"])
+    for name, value in first.items():
+        assert torch.equal(run.weights[name], value), name
+
+
+def test_weights_without_states(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+    run_trainer(EngineTrainer, tmp_path, **options)
+    assert not (tmp_path / "checkpoint-3" / "dtrain").exists()
+    with pytest.raises(ConfigError, match=r"checkpoint-6 is not a complete checkpoint .* no folder dtrain/"):
+        run_trainer(EngineTrainer, tmp_path, resume=str(tmp_path / "checkpoint-6"), **options)
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        run_trainer(EngineTrainer, tmp_path, resume=True, **options)
+
+
+def test_a_new_run_replaces_the_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
+    announced = []
+
+    class Watch(transformers.TrainerCallback):
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            engine = kwargs["optimizer"].driver.engine
+            announced.append(engine._audit.is_pending)  # the update has left fingerprints of what it wrote
+
+    for seed in (0, 1):
+        options = {"save_strategy": "steps", "save_steps": 3, "seed": seed, "trainer": {"callbacks": [Watch()]}}
+        run = run_trainer(EngineTrainer, tmp_path, **options)
+    assert announced == 2 * [False, False, True, False, False, True]
+    status = verify(tmp_path / "checkpoint-6" / "dtrain")
+    assert status.ok
+    assert len(status.checkpoints) == 1
+    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    assert torch.equal(saved["transformer.wte.weight"], run.weights["transformer.wte.weight"])
+
+
+def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def run(resume: bool, **options: Any) -> dict[str, torch.Tensor]:
+        lora = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
+        model = peft.get_peft_model(build_model(), lora)
+        args = arguments(tmp_path, bf16=True, save_strategy="steps", save_steps=2, learning_rate=1e-2, **options)
+        rows, held_out = text_rows(48), text_rows(5, start=900)
+        engine = dtrain.Native(zero_stage=3)
+        trainer = EngineTrainer(model, args, train_dataset=rows, eval_dataset=held_out, dtrain={"engine": engine})
+        trainer.train(resume_from_checkpoint=resume)
+        trainer.save_model(str(tmp_path / "final"))
+        return load_file(tmp_path / "final" / "adapter_model.safetensors")
+
+    whole = run(resume=False)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    resumed = run(resume=True)
+    assert whole.keys() == resumed.keys()
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    best = run(False, load_best_model_at_end=True, greater_is_better=True, eval_strategy="steps", eval_steps=2)
+    first = load_file(tmp_path / "checkpoint-2" / "adapter_model.safetensors")
+    assert all(torch.equal(best[name], value) for name, value in first.items())
+    assert not all(torch.equal(best[name], value) for name, value in whole.items())
