@@ -187,6 +187,6 @@ def _open_font(name: str, size: int) -> ImageFont.FreeTypeFont:
     assert package.origin is not None
     path = Path(package.origin).parent / "mpl-data" / "fonts" / "ttf" / f"{name}.ttf"
     try:
-        return ImageFont.truetype(path, size, layout_engine=ImageFont.Layout.BASIC)
+        return ImageFont.truetype(str(path), size, layout_engine=ImageFont.Layout.BASIC)
     except OSError as error:
         raise ConfigError(f"data=glyphs cannot read the font {path}: {error}; install matplotlib again") from None
