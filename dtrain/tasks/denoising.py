@@ -108,7 +108,7 @@ def draw(
         for step, time in enumerate(times):
             velocity = engine(noisy=images, times=time.expand(len(classes)), classes=classes).prediction
             share = shares[time]
-            clean = (share.sqrt() * images - (1 - share).sqrt() * velocity).clamp(-1, 1)
+            clean: Tensor = (share.sqrt() * images - (1 - share).sqrt() * velocity).clamp(-1, 1)
             if step + 1 == len(times):
                 break
             # the noise that fits the clamped image
