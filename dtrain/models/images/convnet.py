@@ -19,7 +19,8 @@ _LEAST_SIZE = 1 << (_STAGES - 1)  # pixels, of which the last stage keeps one
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride].
 
-    The weight of the last norm begins at zero, so that the block begins as its shortcut (Goyal et al., 2017).
+    The weight of the last norm does not begin at zero, as it does in deep networks (Goyal et al., 2017): with six blocks
+    that only delays the first steps.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -28,7 +29,6 @@ class ResidualBlock(nn.Module):
         self.norm1 = nn.BatchNorm2d(out_channels)
         self.conv2 = _conv(out_channels, out_channels)
         self.norm2 = nn.BatchNorm2d(out_channels)
-        nn.init.zeros_(self.norm2.weight)
         self.projects = stride > 1 or in_channels != out_channels
         if self.projects:
             self.shortcut = nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
