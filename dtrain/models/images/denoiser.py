@@ -1,7 +1,8 @@
 """A small U-Net that predicts the noise in images, as ``model=denoiser``.
 
 The network of Ho et al., "Denoising Diffusion Probabilistic Models" (2020), appendix B, at the size of small images: it
-halves height and width twice, and each block is told the time and the class.
+halves height and width twice, and each block is told the time and the class. It has no self-attention, which did not
+lower the loss on images of 16 x 16 pixels.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from dtrain.tasks import Denoising, Task
 _WIDTHS = (1, 2, 4)  # channels of the levels, in hidden_dim
 _SIZE_MULTIPLE = 1 << (len(_WIDTHS) - 1)  # pixels, of which the last level keeps one
 _NORM_GROUPS = 8
-_HEAD_DIM = 32
 _LONGEST_PERIOD = 10_000.0
 
 
@@ -46,24 +46,6 @@ class NoiseBlock(nn.Module):
         scale, shift = self.condition(condition)[:, :, None, None].chunk(2, dim=1)
         change = self.norm2(change) * (1 + scale) + shift
         out: Tensor = self.shortcut(x) + self.conv2(F.silu(change))
-        return out
-
-
-class PixelAttention(nn.Module):
-    """Self-attention over the pixels, added to its input [B, channels, H, W]."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.num_heads = max(channels // _HEAD_DIM, 1)
-        self.norm = _norm(channels)
-        self.qkv = nn.Linear(channels, 3 * channels)
-        self.out = _zeroed(nn.Linear(channels, channels))
-
-    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
-        pixels = self.norm(x).flatten(2).transpose(1, 2)
-        queries, keys, values = self.qkv(pixels).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
-        out: Tensor = x + self.out(mixed).transpose(1, 2).unflatten(2, x.shape[2:])
         return out
 
 
@@ -94,7 +76,7 @@ class Denoiser(nn.Module):
     """Predicts the noise in images of a class at a time.
 
     Three levels with 1, 2 and 4 times ``hidden_dim`` channels at 1, 1/2 and 1/4 of the size: blocks on the way down,
-    two blocks around self-attention at the last level, and blocks on the way up that also read those on the way down.
+    two at the last level, and blocks on the way up that also read those on the way down.
 
     Args:
         task: its images, classes and times.
@@ -119,7 +101,7 @@ class Denoiser(nn.Module):
             self.down.extend(NoiseBlock(width, width, dim) for _ in range(num_layers))
             self.down.append(Downsample(width, below))
         last = widths[-1]
-        self.middle = nn.ModuleList((NoiseBlock(last, last, dim), PixelAttention(last), NoiseBlock(last, last, dim)))
+        self.middle = nn.ModuleList(NoiseBlock(last, last, dim) for _ in range(2))
         for below, width in pairwise(reversed(widths)):
             self.up.append(Upsample(below, width))
             self.up.extend(NoiseBlock(2 * width, width, dim) for _ in range(num_layers))
