@@ -19,8 +19,8 @@ _LEAST_SIZE = 1 << (_STAGES - 1)  # pixels, of which the last stage keeps one
 class ResidualBlock(nn.Module):
     """Two 3x3 convolutions beside a shortcut, [B, in_channels, H, W] to [B, out_channels, H / stride, W / stride].
 
-    The weight of the last norm begins at one, not at zero as in deep networks (Goyal et al., 2017): with six blocks that
-    only delays the first steps.
+    The weight of the last norm begins at one, not at zero as in deep networks (Goyal et al., 2017): with few blocks
+    zero only delays the first steps.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
