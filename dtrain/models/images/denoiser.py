@@ -118,7 +118,8 @@ class Denoiser(nn.Module):
         """
         time = self.time_out(F.silu(self.time(self._waves(times))))
         condition = F.silu(time + self.classes(classes))
-        x = self.stem(in_layout(noisy, self.channels_last))
+        # on a CPU the norms lose what the convolutions gain
+        x = self.stem(in_layout(noisy, self.channels_last, pays_on_cpu=False))
         kept = []
         for block in self.down:
             x = block(x, condition)

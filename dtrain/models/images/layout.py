@@ -8,15 +8,20 @@ import torch
 from torch import Tensor
 
 
-def in_layout(images: Tensor, channels_last: Any) -> Tensor:
+def in_layout(images: Tensor, channels_last: Any, *, pays_on_cpu: bool = True) -> Tensor:
     """Returns ``images`` [B, C, H, W] with the channels last in memory if ``channels_last`` asks for it.
 
-    ``auto`` asks for it on a CPU, where training steps took 0.77 (convolutional networks) to 1.01 times as long, and on
-    a GPU in a 16-bit format, whose Tensor Cores compute convolutions in this layout. Convolutions give their output the
-    layout of their input. Weights keep theirs: they are views of flat buffers.
+    ``auto`` asks for it on a GPU in a 16-bit format, whose Tensor Cores compute convolutions in this layout, and on a
+    CPU if that pays: a training step of a residual network took 0.77 to 0.86 of the time, in FP32 and BF16.
+    Convolutions give their output the layout of their input. Weights keep theirs: they are views of flat buffers.
+
+    Args:
+        images: the input of a model.
+        channels_last: ``auto``, True or False.
+        pays_on_cpu: whether the model is faster in this layout on a CPU.
     """
     if channels_last == "auto":
-        channels_last = not images.is_cuda or torch.is_autocast_enabled("cuda")
+        channels_last = torch.is_autocast_enabled("cuda") if images.is_cuda else pays_on_cpu
     if not channels_last:
         return images
     images = images.contiguous(memory_format=torch.channels_last)
