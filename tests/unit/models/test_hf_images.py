@@ -69,7 +69,7 @@ def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, tmp_path:
     theirs = transformers.AutoModelForImageClassification.from_pretrained(
         save(tmp_path, family), dtype=torch.float32, local_files_only=True
     ).eval()
-    model = network(path=str(tmp_path))
+    model = network(path=str(tmp_path), channels_last=False)
     engine = start(model)
     inputs = batch(TASK)
     with engine.eval():
