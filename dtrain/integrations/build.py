@@ -60,5 +60,6 @@ def build(
     now = dict(model.module.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [now.get(names[id(parameter)], parameter) for parameter in group["params"]]
+    optimizer.state.clear()  # of a class that makes its states when it is built
     model.driver = EngineDriver(engine, optimizer)
     return PreparedOptimizer(optimizer, model.driver)

@@ -70,8 +70,8 @@ def record_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
-    # Adagrad makes its states when it is built, with a step of 0
-    if any(state and int(state.get("step", 1)) > 0 for state in optimizer.state.values()):
+    # some classes make their states when they are built, with a step of 0
+    if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(
             f"the {name} has taken steps, and dtrain keeps optimizer states of its own; prepare it before its first "
             f"step, and resume by accelerator.load_state"

@@ -37,6 +37,7 @@ MAKERS: list[tuple[type[Optimizer], Make]] = [
     (dtrain.TorchOptimizer, lambda m: torch.optim.SGD(m.parameters(), 1e-2, momentum=0.9, maximize=True)),
     (dtrain.TorchOptimizer, lambda m: torch.optim.AdamW(decay_groups(m), 1e-2, amsgrad=True)),
     (dtrain.TorchOptimizer, lambda m: torch.optim.RAdam(decay_groups(m), 1e-2)),
+    (dtrain.TorchOptimizer, lambda m: torch.optim.Adagrad(m.parameters(), 1e-2, initial_accumulator_value=0.1)),
     (dtrain.TorchOptimizer, lambda m: torch.optim.RMSprop(three_groups(m), 1e-2, momentum=0.9)),
     (dtrain.TorchOptimizer, lambda m: torch.optim.SGD([{"params": list(m.parameters())[:2], "nesterov": True},
                                                        {"params": list(m.parameters())[2:]}], 1e-2, momentum=0.9)),
