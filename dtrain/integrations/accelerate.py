@@ -127,12 +127,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """Returns the model on its device; it can train once its optimizer is prepared."""
+        models: list[PreparedModel] = self._models
+        for known in models:
+            if model is known or model is known.module:
+                return known
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise ConfigError("the model is wrapped in DDP; give the model itself to accelerator.prepare")
         if not isinstance(model, PreparedModel):
-            if isinstance(model, nn.parallel.DistributedDataParallel):
-                raise ConfigError("the model is wrapped in DDP; give the model itself to accelerator.prepare")
             model = PreparedModel(model.to(self.device), autocast_dtype(self.policy))
-        if not any(model is known for known in self._models):
-            self._models.append(model)
+        models.append(model)
         return model
 
     def prepare_optimizer(

@@ -76,6 +76,12 @@ class EngineDriver:
                 "none"
             )
         self._open()
+        if self._block is None:
+            raise UsageError(
+                "a second accelerator.backward before optimizer.step(), in a loop that had one so far, whose gradients "
+                "are reduced already; add the losses, or put all backwards of a step but the last into 'with "
+                "accelerator.no_sync(model):'"
+            )
         self.engine.backward(loss, weight=1.0 if weight is None else weight)
         self._is_weighted = weight is not None
         self._num_backwards += 1
@@ -109,11 +115,7 @@ class EngineDriver:
                 return
             self.close()  # a forward without a backward opened it, before gradients had to wait
         if self._is_last and self.has_backward:
-            raise UsageError(
-                "a second accelerator.backward before optimizer.step(), in a loop that had one a step so far; put the "
-                "backwards that add up into 'with accelerator.accumulate(model):', or all but the last one into 'with "
-                "accelerator.no_sync(model):'"
-            )
+            return  # its last one is over; a forward now is for another engine's backward
         self._is_last = expects_last
         self._block = self.engine.micro_batch(last=expects_last)
         self._block.__enter__()

@@ -148,7 +148,7 @@ def test_a_later_backward_than_before_is_refused_unless_marked() -> None:
     accelerator.backward(loss_of(model))
     optimizer.step()
     accelerator.backward(loss_of(model))
-    with pytest.raises(UsageError, match=re.escape("put the backwards that add up into 'with accelerator.accumulate")):
+    with pytest.raises(UsageError, match=re.escape("of a step but the last into 'with accelerator.no_sync(model):'")):
         accelerator.backward(loss_of(model))
 
 
@@ -218,6 +218,19 @@ def test_two_models_have_an_engine_each() -> None:
     for net, own in ((g, own_g), (d, own_d)):
         for name, value in accelerator.get_state_dict(own).items():
             torch.testing.assert_close(value, net.get_parameter(name).detach())
+
+
+def test_a_forward_after_the_last_backward_is_for_another_engine() -> None:
+    accelerator = fresh()
+    g, d = accelerator.prepare(nn.Linear(3, 6), nn.Linear(6, 1))
+    opt_g = accelerator.prepare(torch.optim.SGD(g.parameters(), lr=0.1))
+    opt_d = accelerator.prepare(torch.optim.SGD(d.parameters(), lr=0.1))
+    for _ in range(3):
+        accelerator.backward(d(torch.ones(2, 6)).mean())
+        accelerator.backward(d(g(torch.ones(2, 3))).mean(), model=g)
+        opt_d.step()
+        opt_g.step()
+        assert (opt_d.outcome.applied, opt_g.outcome.applied) == (True, True)
 
 
 # -- evaluation, weights, checkpoints ---------------------------------------------------------------------------------
@@ -339,6 +352,7 @@ def test_a_model_prepared_before_its_optimizer() -> None:
     model.train()
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters()))
     assert accelerator.prepare(model, optimizer) == (model, optimizer)
+    assert accelerator.prepare_model(model.module, evaluation_mode=True) is model
     before = loss_of(model)
     accelerator.backward(before)
     optimizer.step()
