@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon, TorchOptimizer
     from dtrain.config.precision import Float8, LossScale
     from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
+    from dtrain.data.arrays import standardize
+    from dtrain.data.images.read import read_image
     from dtrain.engine.initialize import initialize
     from dtrain.engine.interface import Engine
     from dtrain.engine.outcome import Culprit, StepOutcome
+    from dtrain.models.exported import load_exported
     from dtrain.models.linear_cross_entropy import linear_cross_entropy
     from dtrain.optim.torch_schedule import TorchSchedule
     from dtrain.precision.policy import PrecisionPolicy
@@ -56,6 +59,9 @@ __all__ = [
     "full_precision",
     "initialize",
     "linear_cross_entropy",
+    "load_exported",
+    "read_image",
+    "standardize",
 ]
 
 # resolved on first use (PEP 562): importing torch takes seconds, and the command line must report mistakes at once
@@ -67,10 +73,13 @@ _HOMES = {
     "dtrain.config.optim": ("SGD", "Adam", "AdamW", "AdamWBF16", "Lion", "Muon", "TorchOptimizer"),
     "dtrain.config.precision": ("Float8", "LossScale"),
     "dtrain.config.schedule": ("WSD", "Constant", "Cosine", "Linear", "Schedule"),
+    "dtrain.data.arrays": ("standardize",),
+    "dtrain.data.images.read": ("read_image",),
     "dtrain.engine.interface": ("Engine",),
     "dtrain.engine.outcome": ("Culprit", "StepOutcome"),
     "dtrain.engine.initialize": ("initialize",),
     "dtrain.optim.torch_schedule": ("TorchSchedule",),
+    "dtrain.models.exported": ("load_exported",),
     "dtrain.models.linear_cross_entropy": ("linear_cross_entropy",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
     "dtrain.precision.regions": ("full_precision",),

@@ -119,7 +119,7 @@ def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
         *sources,
         hashlib.sha256(json.dumps(settings).encode()).hexdigest(),
         f"{table.label}: {len(table):,} samples, {len(rows[1]):,} {how}",
-        _task(table, held_out, y_scale),
+        _task(table, held_out, x_scale, y_scale),
     )
 
 
@@ -261,10 +261,39 @@ def _scale(values: Tensor, rows: Indices, standardize: bool) -> Standardization:
     return Standardization(mean, torch.where(low == high, 1.0, (spread / count).sqrt()))
 
 
-def _task(table: ArrayTable, held_out: ArrayTable, y_scale: Standardization | None) -> Task:
+def standardize(inputs: Tensor, task: Task) -> Tensor:
+    """Returns rows of numbers as a model of ``task`` takes them, with the mean and deviation of its training data.
+
+    Args:
+        inputs: [B, ...], in the unit of the data.
+        task: of a model that was trained on arrays.
+
+    Returns:
+        FP32 [B, ...], the same bits as in training and validation.
+
+    Raises:
+        ConfigError: the rows have another shape than those of the data, or the task is one of images or text.
+    """
+    if task.is_image or not task.input_shape:
+        instead = "; read_image prepares images" if task.is_image else ""
+        raise ConfigError(f"standardize prepares rows of numbers, but this task of {task.name} has none{instead}")
+    if tuple(inputs.shape[1:]) != task.input_shape:
+        raise ConfigError(
+            f"the inputs have shape {list(inputs.shape)}, but one sample of the data {list(task.input_shape)}; give "
+            "rows of samples"
+        )
+    if not task.input_mean:
+        return inputs.float()
+    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (task.input_mean, task.input_std))
+    return Standardization(mean, std).apply(inputs)
+
+
+def _task(table: ArrayTable, held_out: ArrayTable, x_scale: Standardization, y_scale: Standardization | None) -> Task:
     shape = tuple(table.x.shape[1:])
+    mean, std = tuple(x_scale.mean.tolist()), tuple(x_scale.std.tolist())
     if y_scale is not None:
-        return Regression(shape, tuple(y_scale.mean.tolist()), tuple(y_scale.std.tolist()))
+        targets = tuple(y_scale.mean.tolist()), tuple(y_scale.std.tolist())
+        return Regression(shape, *targets, input_mean=mean, input_std=std)
     num = 1 + max(int(table.y.max()), int(held_out.y.max()))
     if num < 2:
         raise ConfigError(f"{table.label} has class 0 alone in y; expected at least two classes, numbered from 0")
@@ -273,4 +302,4 @@ def _task(table: ArrayTable, held_out: ArrayTable, y_scale: Standardization | No
             f"{table.label} has classes up to {num - 1} in y, more than its {len(table)} samples; number them from 0, "
             "or store y as floats for a regression"
         )
-    return Classification(tuple(map(str, range(num))), shape)
+    return Classification(tuple(map(str, range(num))), shape, input_mean=mean, input_std=std)

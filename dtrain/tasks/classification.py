@@ -30,12 +30,18 @@ class Classification(Task):
         labels: names of the classes.
         input_shape: shape of one input.
         label_smoothing: share of the target that is spread over all classes.
+        input_mean: see :class:`~dtrain.tasks.task.Task`.
+        input_std: the same.
+        is_image: the same.
     """
 
     name = "classification"
     labels: tuple[str, ...]
     input_shape: tuple[int, ...]
     label_smoothing: float = 0.0
+    input_mean: tuple[float, ...] = ()
+    input_std: tuple[float, ...] = ()
+    is_image: bool = False
 
     @property
     def num_outputs(self) -> int:  # type: ignore[override]

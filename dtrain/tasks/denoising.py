@@ -11,6 +11,7 @@ Implicit Models" (2021), equation 12 with sigma = 0.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -68,9 +69,19 @@ class Denoising(Task):
     input_shape: tuple[int, ...]
     num_times: int = 1000
 
+    is_image = True
+
     @property
     def num_outputs(self) -> int:  # type: ignore[override]
         return len(self.labels)
+
+    @property
+    def input_mean(self) -> tuple[float, ...]:  # type: ignore[override]
+        return (0.5,) * self.input_shape[0]
+
+    @property
+    def input_std(self) -> tuple[float, ...]:  # type: ignore[override]
+        return (0.5,) * self.input_shape[0]
 
     def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
         require_shape(prediction, targets.shape, "the velocity of each pixel")
@@ -97,25 +108,47 @@ def draw(
 
     They are of the averaged weights, if the engine keeps an average.
     """
-    device = engine.device
+    averaged = engine.ema() if engine.ema_decay is not None else nullcontext()
+    with averaged, engine.eval():
+        return draw_images(
+            lambda noisy, times, classes: engine(noisy=noisy, times=times, classes=classes).prediction,
+            *(task, classes.to(engine.device), generator, num_steps),
+        ).cpu()
+
+
+@torch.no_grad()
+def draw_images(
+    predict: Callable[[Tensor, Tensor, Tensor], Tensor],
+    task: Denoising,
+    classes: Tensor,
+    generator: torch.Generator,
+    num_steps: int = _DRAWN_STEPS,
+) -> Tensor:
+    """Returns an image of each of ``classes`` [B], FP32 [B, C, H, W] in [-1, 1], on their device.
+
+    Args:
+        predict: maps noisy images, times and classes to the velocity, as :class:`Denoising` states.
+        task: of the model.
+        classes: int64 [B].
+        generator: of the noise, on the CPU.
+        num_steps: forwards of the model.
+    """
+    device = classes.device
     shares = signal_shares(task.num_times).to(device)
     times = torch.linspace(task.num_times - 1, 0, num_steps, device=device).round().long()
     # drawn on the CPU, so that all devices begin with the same noise
     images = torch.randn(len(classes), *task.input_shape, generator=generator).to(device)
-    classes = classes.to(device)
-    averaged = engine.ema() if engine.ema_decay is not None else nullcontext()
-    with averaged, engine.eval():
-        for step, time in enumerate(times):
-            velocity = engine(noisy=images, times=time.expand(len(classes)), classes=classes).prediction
-            share = shares[time]
-            clean: Tensor = (share.sqrt() * images - (1 - share).sqrt() * velocity).clamp(-1, 1)
-            if step + 1 == len(times):
-                break
-            # the noise that fits the clamped image
-            noise = (images - share.sqrt() * clean) / (1 - share).sqrt()
-            following = shares[times[step + 1]]
-            images = following.sqrt() * clean + (1 - following).sqrt() * noise
-    return clean.cpu()
+    for step, time in enumerate(times):
+        velocity = predict(images, time.expand(len(classes)), classes)
+        share = shares[time]
+        clean: Tensor = (share.sqrt() * images - (1 - share).sqrt() * velocity).clamp(-1, 1)
+        if step + 1 == len(times):
+            break
+        # the noise that fits the clamped image
+        noise = (images - share.sqrt() * clean) / (1 - share).sqrt()
+        following = shares[times[step + 1]]
+        images = following.sqrt() * clean + (1 - following).sqrt() * noise
+    return clean
 
 
 def _figure(images: Tensor, columns: int) -> Figure:

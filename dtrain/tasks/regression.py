@@ -27,12 +27,16 @@ class Regression(Task):
         input_shape: shape of one input.
         mean: of each target value; the model learns (target - mean) / std.
         std: of each target value.
+        input_mean: see :class:`~dtrain.tasks.task.Task`.
+        input_std: the same.
     """
 
     name = "regression"
     input_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    input_mean: tuple[float, ...] = ()
+    input_std: tuple[float, ...] = ()
 
     @property
     def num_outputs(self) -> int:  # type: ignore[override]
@@ -59,8 +63,13 @@ class Regression(Task):
         return found
 
     def describe(self, batch: dict[str, Tensor]) -> list[str]:
-        values = batch["targets"] * torch.tensor(self.std) + torch.tensor(self.mean)
+        values = self.in_data_units(batch["targets"])
         return [", ".join(f"{value:.5g}" for value in row) for row in values.tolist()]
+
+    def in_data_units(self, prediction: Tensor) -> Tensor:
+        """Returns targets FP64 [B, D] in the unit of the data; FP32 would have few digits beside a large mean."""
+        std, mean = (torch.tensor(values, dtype=torch.float64) for values in (self.std, self.mean))
+        return prediction.double() * std.to(prediction.device) + mean.to(prediction.device)
 
     def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
         """Returns predicted against true values of the validation samples."""
@@ -68,8 +77,7 @@ class Regression(Task):
         rows = gather_samples(
             engine, validation, lambda output, batch: torch.cat((batch["targets"], output.prediction), dim=1)
         )
-        std, mean = torch.tensor(self.std, dtype=torch.float64), torch.tensor(self.mean, dtype=torch.float64)
-        true, predicted = rows[:, :size] * std + mean, rows[:, size:] * std + mean
+        true, predicted = self.in_data_units(rows[:, :size]), self.in_data_units(rows[:, size:])
         errors = (predicted - true).abs()
         text = f"half of {len(rows)} validation samples are off by less than {float(errors.median()):.4g}"
         return Sample(text, _draw(true, predicted, text))

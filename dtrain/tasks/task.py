@@ -86,6 +86,10 @@ class Task(ABC):
         num_outputs: outputs of the model for one sample: tokens of the vocabulary, classes or target values; of a
             denoising model the classes it is told.
         input_shape: shape of the first input of one sample; empty for tokens.
+        input_mean: subtracted from the first input, a number for each index of its first dimension (channel or column);
+            empty if the input is not standardized.
+        input_std: by which the difference is divided.
+        is_image: whether the first input is an image, whose pixels are in [0, 1] before that.
     """
 
     name: ClassVar[str]
@@ -93,6 +97,9 @@ class Task(ABC):
     unit: ClassVar[str] = "samples"
     num_outputs: int
     input_shape: tuple[int, ...]
+    input_mean: tuple[float, ...] = ()
+    input_std: tuple[float, ...] = ()
+    is_image: bool = False
 
     @abstractmethod
     def loss(self, prediction: Tensor, targets: Tensor) -> Tensor:
@@ -119,12 +126,16 @@ class Task(ABC):
         """Returns one line about each sample of a batch, for the record of a replayed step."""
         return []
 
+    def in_data_units(self, prediction: Tensor) -> Tensor:
+        """Returns a prediction in the unit of the data's targets; scores of classes and noise have none."""
+        return prediction
+
     @abstractmethod
     def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
         """Returns what the trained model does, the same on all ranks, which all call.
 
         Args:
-                validation: the batches of :meth:`metrics` again.
+            validation: the batches of :meth:`metrics` again.
             options: size of the sample.
         """
 

@@ -9,10 +9,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.checkpoint.huggingface.folder import TOKENIZER_FOLDER
+from dtrain.checkpoint.huggingface.task_model import HF_CONFIG, TASK
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset, validation_batches
@@ -27,8 +29,11 @@ from dtrain.distributed.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model, check_model, vocabulary
+from dtrain.models.images.hf import HFImageModel
+from dtrain.models.task_model import TaskModel
 from dtrain.supervision.supervised import Supervision, supervised
 from dtrain.tasks import SampleOptions
+from dtrain.tasks.description import describe_task
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.host import ENVIRONMENT_FILE, environment
@@ -164,7 +169,9 @@ def _train(
     check_inputs(model, dataset)
     # before training: a model.path that is removed meanwhile must not end a finished run
     flops = flops_by_seq_len(config, dataset)
-    run_dir = open_run_dir(config, comm, job, held)  # not earlier: a refusal above leaves no folder behind
+    run_dir = open_run_dir(
+        config, comm, job, held, dataset.task
+    )  # not earlier: a refusal above leaves no folder behind
     if run_dir.finished:
         logger.info(
             "%s: all %d steps are done already; raise train.steps to continue", run_dir.path, config.train.steps
@@ -175,6 +182,7 @@ def _train(
     logger.info("run %s", run_dir.path)
     logger.info("data %s", dataset.description)
     num_parameters = sum(p.numel() for p in model.parameters())  # now, because engines may shard them
+    saving = _saving(config, model, dataset, run_dir)
     engine = make_engine(config, model, comm, run_dir.contract)
     engine.busy.every = config.telemetry.busy_every
     engine.explain_skips = config.telemetry.precision_every > 0
@@ -185,7 +193,7 @@ def _train(
     exit_code = EXIT_FAILED
     try:
         with watch.ending():
-            result = _make_trainer(config, engine, dataset, run_dir, stop, sinks, tokens).run()
+            result = _make_trainer(config, engine, dataset, saving, stop, sinks, tokens).run()
         peak = meter.peak(comm.foreign_nbytes())  # of training, which is what was planned
         summary = _summarize(config, engine, result, flops, time.monotonic() - start)
         if comm.rank == 0:
@@ -273,11 +281,26 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
     return sinks
 
 
+def _saving(config: RunConfig, model: nn.Module, dataset: Dataset, run_dir: RunDir) -> SaveOptions:
+    extra: dict[str, Any] = {DATA_FINGERPRINT: dataset.fingerprint}
+    # what a trained model needs beside its weights
+    if (task := describe_task(dataset.task)) is not None:
+        extra[TASK] = task
+    if isinstance(model, TaskModel) and isinstance(model.model, HFImageModel):
+        extra[HF_CONFIG] = model.model.hf_config()
+    return SaveOptions(
+        run_dir.checkpoints,
+        settings=config_to_dict(config),  # the checkpoint blanks the secrets
+        extra=extra,
+        config=config.checkpoint,
+    )
+
+
 def _make_trainer(
     config: RunConfig,
     engine: Engine,
     dataset: Dataset,
-    run_dir: RunDir,
+    saving: SaveOptions,
     stop: StopSignals,
     sinks: list[Sink],
     tokens: int,
@@ -291,12 +314,6 @@ def _make_trainer(
         tokens_before=tokens,
         prefetch=config.data.prefetch,
         growth=config.batch_growth,
-    )
-    saving = SaveOptions(
-        run_dir.checkpoints,
-        settings=config_to_dict(config),  # the checkpoint blanks the secrets
-        extra={DATA_FINGERPRINT: dataset.fingerprint},
-        config=config.checkpoint,
     )
     return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
 

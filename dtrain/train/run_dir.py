@@ -22,6 +22,7 @@ from dtrain.checkpoint.directory import (
 from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
+from dtrain.checkpoint.huggingface.task_model import task_of
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
@@ -32,6 +33,8 @@ from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
 from dtrain.redaction.redact import equal_but_for_secrets, redact
+from dtrain.tasks import Task
+from dtrain.tasks.description import describe_task
 from dtrain.telemetry.metrics import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -76,7 +79,9 @@ def check_resume(config: RunConfig) -> None:
         _find_checkpoints(config.resume)
 
 
-def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: ExitStack) -> RunDir:
+def open_run_dir(
+    config: RunConfig, comm: Communicator, job: int | None, held: ExitStack, task: Task | None = None
+) -> RunDir:
     """Chooses and creates the run directory on rank 0, and returns it on every rank.
 
     Args:
@@ -84,10 +89,11 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
         comm: the ranks.
         job: the number of this job in a sweep; each has its own folder in the run directory.
         held: rank 0 holds the lease of the run's checkpoints until it closes.
+        task: of the data; None: it is not compared.
 
     Raises:
         ConfigError: on every rank: it cannot be created, another job uses it, it holds a run that ``resume`` forbids to
-            continue, or the checkpoint is of another model.
+            continue, or the checkpoint is of another model or task.
         StorageError: on every rank: the disk is full or faulty.
     """
 
@@ -105,6 +111,8 @@ def open_run_dir(config: RunConfig, comm: Communicator, job: int | None, held: E
             shared = {group: now[group] for group in now if group in before}
             if before:
                 compare_configs(before, shared, manifest.step)
+            if task is not None:
+                compare_tasks(task_of(manifest.state), task, manifest.step)
             contract = manifest.state.get("contract") or {}
         return str(path), str(load_from) if load_from else None, finished, contract
 
@@ -189,6 +197,43 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
         )
     for path, old, new in changes:
         logger.info("changed since the checkpoint at step %d: %s=%s (was %s)", step, path, new, old)
+
+
+def compare_tasks(before: Mapping[str, Any] | None, task: Task, step: int) -> None:
+    """Compares what a model has learned from with the data: classes, the shape of inputs, and the number of targets.
+
+    Means and deviations may change, because they follow the samples.
+
+    Args:
+        before: the description of the task in a checkpoint; None: it has none.
+        task: of the data.
+        step: of the checkpoint.
+
+    Raises:
+        ConfigError: one differs.
+    """
+    if before is None:
+        return
+    now = describe_task(task) or {"name": task.name}
+    before_targets, targets = (len(each.get("mean") or ()) for each in (before, now))
+    changes = [
+        f"{key}={before.get(key)} (now {now.get(key)})"
+        for key in ("name", "input_shape", "is_image", "num_times")
+        if before.get(key) != now.get(key)
+    ]
+    if before_targets != targets:
+        changes.append(f"{before_targets} target values (now {targets})")
+    old, new = (each.get("labels") or [] for each in (before, now))
+    if len(old) != len(new):
+        changes.append(f"{len(old)} classes (now {len(new)})")
+    else:
+        differing = [f"class {i} {a!r} (now {b!r})" for i, (a, b) in enumerate(zip(old, new, strict=True)) if a != b]
+        changes += differing[:3] + ["other classes"] * (len(differing) > 3)
+    if changes:
+        raise ConfigError(
+            f"the checkpoint at step {step} was trained on other data: {', '.join(changes)}; set the data back, or "
+            "choose a new run_dir"
+        )
 
 
 def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, ModelConfig
+from dtrain.checkpoint.huggingface.task_model import task_of
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, LANGUAGE_FACTORIES, ModelConfig
 from dtrain.errors import CheckpointError, nearest
 
 _ROPE_THETA = 10000.0
@@ -26,11 +27,11 @@ def model_values(state: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     for name in values:
         if name not in known:
             raise CheckpointError(f"{where}: the model has the unknown key {name!r}{nearest(name, known)}")
-    if values["factory"] not in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY):
+    if values["factory"] not in LANGUAGE_FACTORIES and task_of(state) is None:
         raise CheckpointError(
             f"{where}: model.factory={values['factory']} cannot be exported; supported are {DEFAULT_FACTORY} (as "
-            f"Llama), {GPT2_FACTORY} (as GPT-2) and model=hf. Read the masters of another model from its safetensors "
-            "files"
+            f"Llama), {GPT2_FACTORY} (as GPT-2), model=hf, and models that dtrain train trained on images or numbers. "
+            "Read the masters of another model from its safetensors files"
         )
     return values
 

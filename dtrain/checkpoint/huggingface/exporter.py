@@ -23,10 +23,17 @@ from dtrain.checkpoint.huggingface.adapters import ADAPTER_CONFIG, ADAPTER_WEIGH
 from dtrain.checkpoint.huggingface.config import built_in_model, model_values, to_hf
 from dtrain.checkpoint.huggingface.folder import CONFIG, INDEX, WEIGHTS, HFFolder
 from dtrain.checkpoint.huggingface.same_model import base_folder, copied_files, dtype_of, same_config, same_tensors
+from dtrain.checkpoint.huggingface.task_model import (
+    PREPROCESSOR,
+    preprocessor_config,
+    task_config,
+    task_of,
+    task_prefix,
+)
 from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, model_mapping
 from dtrain.checkpoint.inspection import newest_checkpoint, path_in_errors
 from dtrain.checkpoint.reader import CheckpointReader
-from dtrain.config.model import HF_FACTORY
+from dtrain.config.model import HF_FACTORY, HF_IMAGES_FACTORY, LANGUAGE_FACTORIES
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, ConfigError, nearest
 
@@ -40,7 +47,7 @@ KINDS = {"master": ("master", "frozen"), "ema": ("ema", "frozen")}  # kinds; fro
 class _Plan:
     """An export: ``config.json`` without its dtype, the key of that if any, the tensors, and the files to copy.
 
-    ``reader`` reads tensors, if not from the checkpoint itself.
+    ``reader`` reads tensors, if not from the checkpoint itself; ``written`` are further files of JSON.
     """
 
     config: dict[str, Any]
@@ -48,6 +55,7 @@ class _Plan:
     parts: tuple[TensorMapping, ...]
     copied: list[Path] = field(default_factory=list)
     reader: MergedReader | None = None
+    written: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 def export(
@@ -60,7 +68,9 @@ def export(
     base: Path | str | None = None,
     merge: bool = False,
 ) -> Path:
-    """Writes the weights of a checkpoint as a folder for `transformers` (``config.json``, safetensors), ``out``.
+    """Writes the weights of a checkpoint as a folder (``config.json``, safetensors), ``out``.
+
+    It is for `transformers`, or, of a model of images or numbers, for ``dtrain.load_exported``.
 
     Verifies every byte of the checkpoint first. Then reads, converts and writes block by block, so host memory stays at
     a few MiB, or one matrix of a GPT-2. The folder gets its name once it is complete on disk.
@@ -121,7 +131,7 @@ def export(
 
 def _plan(
     manifest: Manifest,
-    weights: Mapping[str, TensorEntry],
+    weights: dict[str, TensorEntry],
     reader: CheckpointReader,
     base: Path | str | None,
     *,
@@ -135,7 +145,9 @@ def _plan(
     if values["factory"] != HF_FACTORY:
         if base is not None:
             raise ConfigError(f"{checkpoint} is of {values['factory']}, which has no folder; --base is for model=hf")
-        return _built_in(values, weights, checkpoint)
+        if values["factory"] in LANGUAGE_FACTORIES:
+            return _built_in(values, weights, checkpoint)
+        return _of_task(values, weights, manifest, str(checkpoint))
     source = reader.training.source if reader.training is not None else None
     if adapters is not None and not merge and source is None:
         raise CheckpointError(
@@ -152,6 +164,14 @@ def _plan(
         return _Plan(adapters.config(str(folder)), None, adapters.parts())
     names = None if merge and source is not None else [part.name for part in parts]
     return _Plan(same_config(values, folder, names), "dtype", parts, copied_files(checkpoint, folder), merged)
+
+
+def _of_task(values: Mapping[str, Any], weights: dict[str, TensorEntry], manifest: Manifest, where: str) -> _Plan:
+    """Plans the export of a model of images or numbers, under the names of its own module."""
+    config = task_config(values, manifest.state, where)
+    parts = same_tensors(weights, manifest, where, task_prefix(values))
+    processor = preprocessor_config(task_of(manifest.state) or {}) if values["factory"] == HF_IMAGES_FACTORY else None
+    return _Plan(config, "dtype", parts, written={PREPROCESSOR: processor} if processor else {})
 
 
 def _built_in(values: Mapping[str, Any], weights: Mapping[str, TensorEntry], checkpoint: Path) -> _Plan:
@@ -206,6 +226,8 @@ def _write(
         _write_json(folder / ADAPTER_CONFIG, plan.config)
     else:
         _write_json(folder / CONFIG, plan.config | {plan.dtype_key: str(dtype).removeprefix("torch.")})
+    for name, values in plan.written.items():
+        _write_json(folder / name, values)
     for path in plan.copied:
         with path.open("rb") as source, new_file(folder / path.name) as append:
             while data := source.read(_COPY_BYTES):

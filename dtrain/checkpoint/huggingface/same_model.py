@@ -31,21 +31,30 @@ _COPIED = (
 )
 
 
-def same_tensors(weights: Mapping[str, TensorEntry], manifest: Manifest, where: str) -> tuple[TensorMapping, ...]:
-    """Returns the mapping of the weights and the persistent buffers of a checkpoint of ``model=hf``.
+def same_tensors(
+    weights: dict[str, TensorEntry], manifest: Manifest, where: str, prefix: str = PREFIX
+) -> tuple[TensorMapping, ...]:
+    """Returns the mapping of the weights and the persistent buffers of a checkpoint to names without ``prefix``.
+
+    Buffers and whole numbers keep their dtype.
 
     Raises:
-        CheckpointError: a tensor is not of a model that ``model=hf`` builds.
+        CheckpointError: a name of a tensor has another prefix.
     """
     buffers = {entry.name: entry for entry in manifest.tensors if entry.kind == "buffer"}
     for name in (*weights, *buffers):
-        if not name.startswith(PREFIX):
-            raise CheckpointError(f"{where}: '{name}' is not a tensor of its configured model, model=hf")
-    parts = [same_tensor(name.removeprefix(PREFIX), entry.shape, name) for name, entry in weights.items()]
-    kept = [
-        same_tensor(name.removeprefix(PREFIX), entry.shape, name, dtype=entry.dtype) for name, entry in buffers.items()
-    ]
-    return (*parts, *kept)
+        if not name.startswith(prefix):
+            raise CheckpointError(
+                f"{where}: '{name}' is not a tensor of its configured model, whose names begin with '{prefix}'"
+            )
+    return tuple(
+        same_tensor(name.removeprefix(prefix), entry.shape, name, _kept_dtype(entry))
+        for name, entry in (weights | buffers).items()
+    )
+
+
+def _kept_dtype(entry: TensorEntry) -> torch.dtype | None:
+    return entry.dtype if entry.kind == "buffer" or not entry.dtype.is_floating_point else None
 
 
 def base_folder(values: Mapping[str, Any], source: FrozenSource | None, base: Path | str | None, where: str) -> Path:

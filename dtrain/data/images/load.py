@@ -26,7 +26,9 @@ def load_images(config: ImagesDataConfig | GlyphsDataConfig) -> Dataset:
         train = NoisyPictures(opened.train, True, task)
         validation = NoisyPictures(opened.validation, False, task)
     else:
-        task = Classification(opened.labels, opened.shape)
-        train = ClassifiedPictures(opened.train, True, opened.mean, opened.std)
-        validation = ClassifiedPictures(opened.validation, False, opened.mean, opened.std)
+        channels = opened.shape[0]
+        mean, std = (opened.mean,) * channels, (opened.std,) * channels
+        task = Classification(opened.labels, opened.shape, input_mean=mean, input_std=std, is_image=True)
+        train = ClassifiedPictures(opened.train, True, task)
+        validation = ClassifiedPictures(opened.validation, False, task)
     return Dataset(train, validation, opened.fingerprint, opened.description, task)

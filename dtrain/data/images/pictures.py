@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain.data.dataset import SampleSource
 from dtrain.data.draws import NOISE, drawn_ids, generator, spread
 from dtrain.data.sampling import Indices
-from dtrain.tasks import Denoising
+from dtrain.tasks import Classification, Denoising, Task
 from dtrain.tasks.denoising import add_noise, signal_shares
 
 Pixels = NDArray[np.float32]
@@ -33,6 +33,12 @@ class Pictures(ABC):
     @abstractmethod
     def read(self, ids: Indices) -> tuple[Pixels, Indices]:
         """Returns pictures FP32 [B, C, S, S] with values in [0, 1], and their classes int64 [B]."""
+
+
+def standardize_pixels(pixels: Pixels, task: Task) -> None:
+    """Standardizes ``pixels`` [..., C, S, S] in [0, 1] in place, as ``task`` states."""
+    pixels -= np.array(task.input_mean, np.float32)[:, None, None]
+    pixels *= np.array([1 / std for std in task.input_std], np.float32)[:, None, None]
 
 
 @dataclass(frozen=True)
@@ -79,13 +85,11 @@ class ClassifiedPictures(_PictureSamples):
         is_drawn: pictures change at random, in each epoch in another way.
     """
 
-    mean: float
-    std: float
+    task: Classification
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         pixels, classes = self.pictures.read(sample_ids)
-        pixels -= np.float32(self.mean)
-        pixels *= np.float32(1 / self.std)
+        standardize_pixels(pixels, self.task)
         return {"inputs": torch.from_numpy(pixels), "targets": torch.from_numpy(classes)}
 
 
@@ -101,8 +105,7 @@ class NoisyPictures(_PictureSamples):
 
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         pixels, classes = self.pictures.read(sample_ids)
-        pixels *= np.float32(2)
-        pixels -= np.float32(1)
+        standardize_pixels(pixels, self.task)
         noise = np.empty_like(pixels)
         times = spread(sample_ids, self.task.num_times)
         for row, sample in enumerate(sample_ids):

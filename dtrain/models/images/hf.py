@@ -6,6 +6,7 @@ transformers import it, which takes seconds.
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import torch
@@ -55,6 +56,13 @@ class HFImageModel(nn.Module):
         """Returns the prediction [B, outputs] for ``images`` [B, C, H, W]."""
         prediction: Tensor = self.hf(pixel_values=in_layout(images, self.channels_last)).logits
         return prediction
+
+    def hf_config(self) -> dict[str, Any]:
+        """Returns the ``config.json`` with which transformers builds the model again, without its dtype."""
+        values: dict[str, Any] = json.loads(self.hf.config.to_json_string())
+        values["architectures"] = [type(self.hf).__name__]
+        left_out = ("dtype", "torch_dtype", "auto_map")
+        return {key: value for key, value in values.items() if key not in left_out and not key.startswith("_")}
 
 
 def build(config: ModelConfig, task: Task) -> HFImageModel:

@@ -88,7 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--keep-every", type=int, default=0, metavar="N", help="keep steps that are multiples of N")
     verb.add_argument("--keep-best", type=int, default=0, metavar="N", help="keep the N of lowest validation loss")
     verb.add_argument("--dry-run", action="store_true", help="only report what would be deleted")
-    verb = add("export", _export, "write the weights as a folder for transformers (built-in models, model=hf)")
+    verb = add("export", _export, "write the trained model as a folder: for transformers, or for dtrain.load_exported")
     verb.add_argument("path", type=Path, help=_NEWEST_HELP)
     verb.add_argument("out", type=Path, help="the folder to create; it must not exist")
     verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="dtype of the weights (fp32)")
