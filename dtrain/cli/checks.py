@@ -160,14 +160,14 @@ def _check_task(config: RunConfig) -> None:
                 "glyphs, arrays or friedman"
             )
         return
-    if model.factory in LANGUAGE_FACTORIES:
-        suited = "mlp" if data.name in ("arrays", "friedman") else "convnet, vit or denoiser"
-        raise ConfigError(f"model={model.name} takes tokens, which data={data.name} has not; choose model={suited}")
     task = getattr(data, "task", None)
+    suited = {"denoising": "denoiser", "classification": "convnet, vit or mlp"}.get(str(task), "mlp")
+    if model.factory in LANGUAGE_FACTORIES:
+        raise ConfigError(f"model={model.name} takes tokens, which data={data.name} has not; choose model={suited}")
     if (model.factory == DENOISER_FACTORY) != (task == "denoising") and model.factory in USED_KEYS:
-        wanted = "model=denoiser" if task == "denoising" else "data.task=denoising"
-        given = f"data.task={task}" if task is not None else f"data={data.name}"
-        raise ConfigError(f"model={model.name} does not learn {given}; choose {wanted}")
+        given = f"data={data.name}" if task is None else f"data.task={task}"
+        or_task = "data.task=denoising, or " if task == "classification" else ""
+        raise ConfigError(f"model={model.name} does not learn {given}; choose {or_task}model={suited}")
     if config.train.seq_len is not None:
         raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={data.name}")
 

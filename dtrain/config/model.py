@@ -149,7 +149,8 @@ class ModelKeys(CheckedRecord):
             return
         for name in ("path", "weights", "lora"):
             if getattr(self, name) != self._default(name):
-                raise ConfigError(f"{self._key(name)} is for model=hf|vit; choose one, or remove the key")
+                models = "hf; choose it" if name == "lora" else "hf|vit; choose one"
+                raise ConfigError(f"{self._key(name)} is for model={models}, or remove the key")
         if self.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
             return
         if self.args:
@@ -199,6 +200,8 @@ class ModelKeys(CheckedRecord):
 
     def _check_used(self) -> None:
         used = USED_KEYS[self.factory]
+        if self.lora != self._default("lora"):
+            raise ConfigError(f"{self._key('lora')} is for model=hf; choose it, or remove the key")
         for item in fields(ModelKeys):
             if item.name not in (*_KEYS_OF_ALL, *used) and getattr(self, item.name) != self._default(item.name):
                 raise ConfigError(
