@@ -265,3 +265,9 @@ GROUP_OPTIONS: dict[str, dict[str, type[Any]]] = {
     "tracker": {"none": TrackerConfig, "wandb": WandbConfig, "tensorboard": TensorboardConfig},
 }
 """Groups whose options have different keys: option name -> its schema. All other groups have one schema."""
+
+
+def unit_of(data: Any) -> str:
+    """Returns what counts in the loss with ``data.name=DATA``: ``samples``, or ``tokens`` also if it is not known."""
+    options = GROUP_OPTIONS["data"].get(str(data), DataConfig)
+    return "tokens" if options.is_language else "samples"

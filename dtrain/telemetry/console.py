@@ -40,6 +40,7 @@ class Console:
         self._unit = unit
         self._run_dir = run_dir
         self._progress = RunProgress(total_steps, start_step)
+        self._progress.unit = unit
         self._live: Live | None = None
         self._advised: set[str] = set()
         self._streams: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []

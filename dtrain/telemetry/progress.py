@@ -73,6 +73,7 @@ class RunProgress:
 
     Attributes:
         total_steps: None if unknown.
+        unit: what counts in the loss, ``tokens`` or ``samples``.
         step: the last logged one.
         loss: the curve of the training loss.
         val_losses: of the last validation, by name; None is not finite.
@@ -82,6 +83,7 @@ class RunProgress:
 
     def __init__(self, total_steps: int | None, step: int = 0) -> None:
         self.total_steps = total_steps
+        self.unit = "tokens"
         self.step = step
         self.loss = BoundedCurve()
         self.val_losses: Mapping[str, float | None] = {}

@@ -18,8 +18,7 @@ import numpy as np
 import yaml
 
 from dtrain.checkpoint.inspection import CheckpointStatus, verify
-from dtrain.config.data import DataConfig
-from dtrain.config.schema import GROUP_OPTIONS
+from dtrain.config.schema import unit_of
 from dtrain.config.yaml_files import check_size
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.redaction.redact import redact_text, redact_values
@@ -176,8 +175,7 @@ class Run:
     @property
     def unit(self) -> str:
         """What counts in the loss: ``tokens`` or ``samples``."""
-        data = GROUP_OPTIONS["data"].get(str(self.config.get("data.name")), DataConfig)
-        return "tokens" if data.is_language else "samples"
+        return unit_of(self.config.get("data.name"))
 
     @property
     def state(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from dtrain.checkpoint.directory import committed_checkpoints
+from dtrain.config.schema import unit_of
 from dtrain.config.yaml_files import read_yaml
 from dtrain.errors import ConfigError
 from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
@@ -40,11 +41,20 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def read_total_steps(path: Path) -> int | None:
     """Returns ``train.steps`` of the configuration at ``path``, or None if it cannot be read."""
+    steps = _read_key(path, "train", "steps")
+    return steps if type(steps) is int and 0 < steps < 1 << 53 else None
+
+
+def read_unit(path: Path) -> str:
+    """Returns what counts in the loss under the configuration at ``path``: ``tokens`` also if it cannot be read."""
+    return unit_of(_read_key(path, "data", "name"))
+
+
+def _read_key(path: Path, group: str, key: str) -> Any:
     try:
-        steps = read_yaml(path)["train"]["steps"]
+        return read_yaml(path)[group][key]
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError, ConfigError):
         return None
-    return steps if type(steps) is int and 0 < steps < 1 << 53 else None
 
 
 class LineReader:

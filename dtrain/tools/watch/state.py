@@ -13,7 +13,7 @@ from dtrain.telemetry.live_view import LiveView
 from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, METRICS_FILE, RESTARTS_FILE, SUMMARY_FILE
 from dtrain.telemetry.progress import RunProgress, Saved, last_checkpoint
 from dtrain.telemetry.texts import clean, span
-from dtrain.tools.watch.files import LineReader, read_object, read_total_steps
+from dtrain.tools.watch.files import LineReader, read_object, read_total_steps, read_unit
 
 
 class Status(NamedTuple):
@@ -55,10 +55,11 @@ class WatchedRun:
         saved = last_checkpoint(self._path / CHECKPOINTS)
         status = self._status(saved)  # before the lines: what a run logged before it ended is there
         if self._lines.restarted():
-            self._progress = RunProgress(self._progress.total_steps)
+            unit, self._progress = self._progress.unit, RunProgress(self._progress.total_steps)
+            self._progress.unit = unit
         for line in self._lines.new_lines():
             self._progress.add(line)
-        self._read_total()
+        self._read_config()
         self.may_change = status.may_change
         text = status.text
         if status.is_running and not self._progress.has_lines:
@@ -66,7 +67,7 @@ class WatchedRun:
         name = clean(str(self._path))
         return LiveView(self._progress, name, self._clock(), saved, clean(text), status.style, status.is_running)
 
-    def _read_total(self) -> None:
+    def _read_config(self) -> None:
         try:
             version = (self._path / CONFIG_FILE).stat().st_mtime_ns
         except OSError:
@@ -74,6 +75,7 @@ class WatchedRun:
         if version != self._config_version:
             self._config_version = version
             self._progress.total_steps = read_total_steps(self._path / CONFIG_FILE)
+            self._progress.unit = read_unit(self._path / CONFIG_FILE)
 
     def _status(self, saved: Saved | None) -> Status:
         try:

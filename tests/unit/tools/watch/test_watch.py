@@ -275,6 +275,20 @@ def test_once_prints_names_and_values(tmp_path: Path, capsys: pytest.CaptureFixt
     ]
 
 
+def test_samples_are_counted_as_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also once its lines are written again."""
+    path = write_run(tmp_path / "run")
+    (path / "config.yaml").write_text("train: {steps: 10}\ndata: {name: glyphs}\n")
+    watched = WatchedRun(path)
+    for _ in range(2):
+        names = [name for name, _ in watched.view().figures()]
+        assert "samples/s" in names
+        assert not [name for name in names if "token" in name]
+        lines = (path / "metrics.jsonl").read_text()
+        (path / "metrics.jsonl").unlink()
+        (path / "metrics.jsonl").write_text(lines.replace('"step": 1,', '"step": 2,'))
+
+
 def test_a_bad_argument_is_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert (cli.main([]), cli.main(["--help"])) == (2, 0)
     assert "usage: dtrain watch" in capsys.readouterr().err
