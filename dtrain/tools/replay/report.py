@@ -14,6 +14,7 @@ from dtrain.tools.tables import Table, plural, show
 
 _NUM_GRADIENTS = 10
 _NUM_MICRO_BATCHES = 16
+_NUM_SAMPLES = 8  # of a micro-batch whose ids are shown
 _TEXT_LENGTH = 32
 
 
@@ -71,13 +72,18 @@ def micro_batch_table(report: ReplayReport) -> Table:
     world_size = report.world_size or report.ranks
 
     def text(record: MicroBatchRecord) -> str:
-        shown = " ".join("".join(c if c.isprintable() and c != "|" else " " for c in record.text[0]).split())
+        texts = ", ".join(record.text)
+        shown = " ".join("".join(c if c.isprintable() and c != "|" else " " for c in texts).split())
         return shown if len(shown) <= _TEXT_LENGTH else f"{shown[: _TEXT_LENGTH - 3]}..."
+
+    def samples(record: MicroBatchRecord) -> str:
+        more = len(record.samples) - _NUM_SAMPLES
+        return " ".join(map(str, record.samples[:_NUM_SAMPLES])) + (f" and {more} more" if more > 0 else "")
 
     columns = [
         ("file", lambda r: micro_batch_file(r.index)),
         ("rank, micro-batch", lambda r: f"{r.index % world_size}, {r.index // world_size}"),
-        ("samples", lambda r: " ".join(map(str, r.samples))),
+        ("samples", samples),
         ("loss", lambda r: _number(r.loss)),
         ("first not finite in forward", lambda r: r.first_nonfinite or "-"),
         ("text", text),

@@ -14,7 +14,7 @@ from dtrain.checkpoint.directory import checkpoints_dir, committed_checkpoints, 
 from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.config.dump import config_from_dict
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY
+from dtrain.config.model import LANGUAGE_FACTORIES, USED_KEYS
 from dtrain.config.schema import LaunchConfig, RunConfig, TrackerConfig
 from dtrain.config.yaml_files import read_yaml
 from dtrain.distributed.logging import logger
@@ -121,7 +121,7 @@ def require_named(run: RecordedRun, code: Collection[str]) -> None:
         ConfigError: the run names code that the user has not named, or the user names code that the run does not.
     """
     factory = getattr(run.config.optim, "factory", "torch.optim:")
-    needed = {run.config.model.factory} - {DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY}
+    needed = {run.config.model.factory} - {*LANGUAGE_FACTORIES, *USED_KEYS}
     needed |= set() if factory.startswith("torch.optim:") else {str(factory)}
     if needed - set(code):
         names = ",".join(sorted(needed))

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -212,8 +211,9 @@ class _Replayer:
 def _check_data(dataset: Dataset, job: ReplayJob, config: RunConfig) -> None:
     expected = job.data_fingerprint
     if expected is not None and dataset.fingerprint != expected:
-        files: Any = getattr(config.data, "files", None)
-        named = f"data.files={files}" if files else f"data={config.data.name} of this Python"
+        keys = [key for key in ("files", "path", "validation_path") if getattr(config.data, key, None)]
+        named = " and ".join(f"data.{key}={getattr(config.data, key)}" for key in keys)
+        named = named or f"data={config.data.name} of this Python"
         raise ConfigError(
             f"the data differs from the run's (sha256 {dataset.fingerprint[:12]}, expected {expected[:12]}), so its "
             f"steps cannot be replayed; put the same files back under {named}"

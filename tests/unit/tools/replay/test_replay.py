@@ -18,12 +18,13 @@ from dtrain.engine.outcome import Culprit
 from dtrain.errors import ConfigError
 from dtrain.tools.replay.cli import parse
 from dtrain.tools.replay.records import (
+    MicroBatchRecord,
     ReplayedStep,
     ReplayResult,
     differing_fields,
     on_other_ranks,
 )
-from dtrain.tools.replay.report import summary_lines
+from dtrain.tools.replay.report import micro_batch_table, summary_lines
 from dtrain.tools.replay.run import compare
 from dtrain.tools.replay.source import RecordedRun, read_run, require_named
 from dtrain.tools.replay.worker import run_job  # noqa: F401 - imports what a rank needs
@@ -147,6 +148,12 @@ def test_code_that_only_the_run_names_is_refused(tmp_path: Path, override: str, 
     require_named(run, (name,))
 
 
+@pytest.mark.parametrize("data", ["data=friedman model=mlp", "data=glyphs model=convnet", "data=glyphs model=vit"])
+def test_models_of_dtrain_need_no_name(tmp_path: Path, data: str) -> None:
+    write_run(tmp_path, *data.split())
+    require_named(read_run(tmp_path, 3), ())
+
+
 def test_code_that_the_run_does_not_use_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path, "optim=torch")
     run = read_run(tmp_path, 3)
@@ -247,6 +254,15 @@ def test_what_is_equal_and_what_differs(tmp_path: Path) -> None:
     text = "\n".join(summary_lines(report, 1.0))
     assert "2 losses of 2 logged steps differ; first: loss of step 1 is 2.75, logged 2.5; largest" in text
     assert "relative difference inf (loss of step 2)" in text
+
+
+def test_a_table_of_many_samples_stays_narrow(tmp_path: Path) -> None:
+    record = MicroBatchRecord(0, list(range(32)), 1.5, 1.0, [str(number) for number in range(32)], "")
+    result = ReplayResult(None, [replayed(1)], None, [record, replace(record, index=1, text=[])], [], "cpu")
+    (_, _, samples, _, _, text), (*_, no_text) = micro_batch_table(compare(source_of(tmp_path), result, 1)).rows
+    assert samples == "0 1 2 3 4 5 6 7 and 24 more"
+    assert text == "0, 1, 2, 3, 4, 5, 6, 7, 8, 9,..."
+    assert no_text == ""
 
 
 def test_a_run_that_promises_no_bits_may_differ(tmp_path: Path) -> None:
