@@ -30,6 +30,7 @@ from dtrain.data.tokenizer import TOKENIZER, TokenizerFile
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.launch_env import LaunchEnv, num_cores
 from dtrain.engine.blocks.install import find_blocks
+from dtrain.engine.deterministic import require_reproducible
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
@@ -42,6 +43,7 @@ from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.redaction.redact import redact
+from dtrain.tasks import Classification, Denoising, Task
 from dtrain.telemetry.envelope import Envelope
 
 
@@ -118,8 +120,11 @@ def make_policy(config: RunConfig) -> PrecisionPolicy:
 def check_patterns(config: RunConfig, model: nn.Module) -> None:
     """Raises ``ConfigError`` for a pattern of module names, advice, or a ``loss_chunk`` that does not fit ``model``.
 
+    So does ``engine.reproducible`` with running statistics, which the engine would refuse after the run has a folder.
     Activations of modules inside of blocks that will be compiled cannot be counted, so they are no match.
     """
+    if config.engine.reproducible:
+        require_reproducible(model)
     contract = resolve(make_policy(config), model)
     telemetry = config.telemetry
     if isinstance(loss_head := getattr(model, "loss_head", None), LossHead):
@@ -209,6 +214,33 @@ def check_tokenizer(config: ModelConfig, dataset: Dataset) -> None:
             f"{len(differ)} tokens of the data differ from those of model.path: token {token} is {text!r} in "
             f"{other.path}, and {meanings[token]!r} in {own.path}; tokenize the data with the latter"
         )
+
+
+def classes_of(task: Task) -> list[str]:
+    """Returns the names of the classes of ``task``; none if it has no classes."""
+    return list(task.labels) if isinstance(task, (Classification, Denoising)) else []
+
+
+def check_classes(task: Task, trained: Any, checkpoint: str) -> None:
+    """Checks that the classes of the data are those on which a checkpoint was trained; outputs go by their number.
+
+    Args:
+        task: of the data.
+        trained: names of the checkpoint's classes; anything but a list if it has none, such as that of another program.
+        checkpoint: what holds it, for messages.
+
+    Raises:
+        ConfigError: a class has another name.
+    """
+    classes = classes_of(task)
+    if not isinstance(trained, list) or not classes or classes == trained:
+        return
+    if len(classes) != len(trained):
+        difference = f"{len(trained)} classes, but the data has {len(classes)}"
+    else:
+        number = next(i for i, (old, new) in enumerate(zip(trained, classes, strict=True)) if old != new)
+        difference = f"class {number} as '{trained[number]}', but in the data it is '{classes[number]}'"
+    raise ConfigError(f"{checkpoint} was trained on {difference}; resume on data with the same classes, or start anew")
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:

@@ -1,0 +1,206 @@
+"""Whole runs on images and numbers: each experiment learns, writes its files, and continues with equal bits."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dtrain.checkpoint import open_newest
+from dtrain.cli.resolve import compose
+from dtrain.errors import DtrainError
+from dtrain.telemetry.report.read import Run
+from dtrain.train.run import run_training
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.launch import curve, summary
+from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
+
+_QUICK = (
+    "precision=fp32",
+    "schedule=constant",  # the rate does not depend on train.steps
+    "optim.compile=false",
+    "optim.lr=1e-2",
+    "train.micro_batch_size=16",
+    "train.global_batch_size=32",
+    "train.eval_every=0",
+    "train.save_every=0",
+    "train.log_every=1",
+    "checkpoint.asynchronous=false",
+    "launch.device=cpu",
+    "launch.threads_per_rank=1",
+)
+_DIGITS = ("data.characters=digits", "data.size=12")
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """Overrides of an experiment of ``conf/``, and what its last validation must reach."""
+
+    overrides: tuple[str, ...]
+    metric: str
+    least: float
+    sample: str
+    """What the first line of ``sample.txt`` contains."""
+    has_report: bool = False
+
+
+EXPERIMENTS = {
+    "glyphs": Experiment(
+        (*_DIGITS, "model.hidden_dim=8", "train.steps=24", "train.eval_every=12"),
+        "val_accuracy",
+        0.2,  # a tenth by chance, with a standard deviation of 0.024
+        "of 160 validation samples right",
+        has_report=True,
+    ),
+    "vit": Experiment(
+        (*_DIGITS, "train.steps=40", "model.args={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"),
+        "val_accuracy",
+        0.15,
+        "of 160 validation samples right",
+    ),
+    "regression": Experiment(
+        ("data.samples=1000", "model.hidden_dim=32", "train.steps=40"),
+        "val_r2",
+        0.5,  # 0 for the mean of the targets
+        "of 44 validation samples are off by less than",
+    ),
+    "diffusion": Experiment(
+        ("data.size=12", "model.hidden_dim=8", "train.steps=20", "ema.decay=0.8"),
+        "val_loss",
+        0.0,
+        "60 images drawn from noise, of the classes 0, 1, 2",
+    ),
+}
+
+
+def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
+    os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+    return run_training(compose([*_QUICK, f"run_dir={run_dir}", *overrides]))
+
+
+def _train(run_dir: Path, *overrides: str, world: int = 1) -> str:
+    """Trains on ``world`` ranks; returns the log."""
+    assert run_ranks(world, _run, str(run_dir), *overrides) == [0] * world
+    return Path(f"{run_dir}.log").read_text(encoding="utf-8")
+
+
+def _tensors(run_dir: Path) -> dict[tuple[str, str], bytes]:
+    reader = open_newest(run_dir, ALONE)
+    return {(t.kind, t.name): reader.read(t.kind, t.name).numpy().tobytes() for t in reader.tensors}
+
+
+# -- experiments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_learns_and_writes_its_files(tmp_path: Path, name: str) -> None:
+    experiment = EXPERIMENTS[name]
+    run_dir = tmp_path / "run"
+    report = f"report={str(experiment.has_report).lower()}"
+    log = _train(run_dir, f"experiment={name}", *_QUICK, report, *experiment.overrides)
+    last = curve(run_dir)[-1]
+    assert last[experiment.metric] > experiment.least
+    if name == "diffusion":
+        assert last["val_loss"] < last["val_loss_ema"] < 0.8  # 1 for no velocity at all; the average lags behind
+    metrics = {key: value for key, value in last.items() if key != "step" and not key.startswith("val_loss")}
+    assert summary(run_dir)["val_metrics"] == metrics
+    assert experiment.sample in (run_dir / "sample.txt").read_text(encoding="utf-8").splitlines()[0]
+    with Image.open(run_dir / "sample.png") as picture:
+        picture.load()
+        assert picture.format == "PNG"
+        assert len(np.unique(np.asarray(picture))) > 20
+    assert " samples/s  " in log
+    assert " tok/s" not in log
+    assert (run_dir / "report.html").exists() == experiment.has_report
+    if not experiment.has_report:
+        return
+    page = (run_dir / "report.html").read_text(encoding="utf-8")
+    assert page.count('src="data:image/png;base64,') == 1
+    assert "<h2>Accuracy</h2>" in page
+    assert "<h2>Samples per second</h2>" in page
+    assert "<span>samples / s</span>" in page
+    series = Run.open(run_dir).metrics.series["val_accuracy"]
+    assert list(series.steps) == [12, 24]
+
+
+# -- resumed runs ------------------------------------------------------------------------------------------------------
+
+
+def _write_photos(folder: Path) -> str:
+    """Writes noisy images of three classes that differ in their color; returns the override to use them."""
+    rng = np.random.default_rng(0)
+    for channel, label in enumerate(("blue", "green", "red")):
+        (folder / label).mkdir(parents=True)
+        for number in range(12):
+            pixels = rng.integers(0, 120, (14, 18, 3), dtype=np.uint8)
+            pixels[..., 2 - channel] += 100
+            Image.fromarray(pixels).save(folder / label / f"{number}.png")
+    return f"data.path={folder}"
+
+
+_PHOTOS = (
+    *("model=convnet", "model.num_layers=1", "model.hidden_dim=4"),
+    *("data=images", "data.size=8", "data.augment=crop_flip", "data.validation_percent=20", "data.workers=1"),
+    *("train.micro_batch_size=4", "train.global_batch_size=8", "train.eval_every=3", "report=false"),
+    "train.steps=9",  # of 29 images or so: more than two epochs
+)
+_NOISE = (
+    *("model=denoiser", "model.hidden_dim=8", "data=glyphs", "data.task=denoising", *_DIGITS),
+    *("train.micro_batch_size=2", "train.global_batch_size=4", "train.steps=5", "train.eval_batches=3"),
+    *("train.sample_tokens=0", "report=false", "engine.reproducible=true"),
+)
+
+
+def _without_validation_at(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
+    return [line for line in lines if (line["step"], "val_loss" in line) != (step, True)]
+
+
+def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
+    """Among them running statistics, and how images are changed at random."""
+    photos = (*_PHOTOS, _write_photos(tmp_path / "photos"))
+    _train(tmp_path / "whole", *photos)
+    for steps in (4, 9):
+        _train(tmp_path / "parts", *photos, f"train.steps={steps}")
+    assert _without_validation_at(curve(tmp_path / "parts"), 4) == curve(tmp_path / "whole")
+    whole = _tensors(tmp_path / "whole")
+    assert ("buffer", "model.stem_norm.running_mean") in whole
+    assert _tensors(tmp_path / "parts") == whole
+
+
+def test_noise_has_the_same_bits_on_one_rank_two_and_resumed(tmp_path: Path) -> None:
+    _train(tmp_path / "one", *_NOISE)
+    _train(tmp_path / "two", *_NOISE, world=2)
+    _train(tmp_path / "parts", *_NOISE, "train.steps=2", world=2)
+    _train(tmp_path / "parts", *_NOISE)
+    one = _tensors(tmp_path / "one")
+    assert curve(tmp_path / "two") == curve(tmp_path / "one")
+    assert _without_validation_at(curve(tmp_path / "parts"), 2) == curve(tmp_path / "one")
+    assert _tensors(tmp_path / "two") == one
+    assert _tensors(tmp_path / "parts") == one
+
+
+def _refused(rank: int, world: int, run_dir: str, *overrides: str) -> tuple[str, str]:
+    try:
+        _run(rank, world, run_dir, *overrides)
+    except DtrainError as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_other_classes_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
+    """Also if the head, which is padded, has a row for each of them."""
+    photos = (*_PHOTOS, _write_photos(tmp_path / "photos"), "train.steps=1", "train.sample_tokens=0")
+    _train(tmp_path / "run", *photos)
+    os.rename(tmp_path / "photos" / "red", tmp_path / "photos" / "violet")
+    ((name, message),) = run_ranks(1, _refused, str(tmp_path / "run"), *photos, "train.steps=2")
+    assert name == "ConfigError"
+    assert "was trained on class 2 as 'red', but in the data it is 'violet'; resume on data with the same" in message
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
