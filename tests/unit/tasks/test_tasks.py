@@ -1,0 +1,178 @@
+"""Losses, metrics and samples of tasks against plain torch, and models of a user under them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dtrain.config.model import ModelConfig
+from dtrain.errors import ConfigError, ModelError
+from dtrain.models import build_model
+from dtrain.models.task_model import TaskModel
+from dtrain.tasks import IGNORE_INDEX, Classification, Denoising, Regression, SampleOptions, Task, num_targets
+from dtrain.train.validation import validate
+from tests.helpers.image_models import classification, start
+
+OPTIONS = SampleOptions(num_tokens=0, max_seq_len=1, seed=0)
+
+
+class Fixed(nn.Module):
+    """Predicts its inputs plus a trained bias."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(width))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return inputs + self.bias
+
+
+def in_parts(batch: dict[str, Tensor], *sizes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    parts = zip(*(tensor.split(list(sizes)) for tensor in batch.values()), strict=True)
+    return iter([(dict(zip(batch, part, strict=True)), True) for part in parts])
+
+
+def test_classification_counts_each_sample_with_a_class_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(11, 4, generator=generator), torch.randint(4, (11,), generator=generator)
+    targets[[2, 5, 6]] = IGNORE_INDEX
+    batch, counted = {"inputs": logits, "targets": targets}, targets != IGNORE_INDEX
+    task = classification(4, classes=4)
+    engine = start(TaskModel(Fixed(4), task))
+    found = validate(engine, task, in_parts(batch, 4, 4, 3))
+    predicted = logits.argmax(dim=1)
+    assert found["accuracy"] == int((predicted == targets).sum()) / 8
+    assert found["loss"] == pytest.approx(float(F.cross_entropy(logits[counted], targets[counted])), rel=1e-6)
+    assert num_targets(targets) == 8
+
+    text = task.sample(engine, in_parts(batch, 4, 4, 3), OPTIONS).text.splitlines()
+    right = int((predicted == targets).sum())
+    assert text[0] == f"{right} of 8 validation samples right ({100 * right / 8:.1f} %)"
+    matrix = torch.zeros(4, 4, dtype=torch.long)
+    for target, prediction in zip(targets[counted].tolist(), predicted[counted].tolist(), strict=True):
+        matrix[target, prediction] += 1
+    wrong = {
+        f"class {row} taken for class {column}: {matrix[row, column]} of {matrix[row].sum()}"
+        for row in range(4)
+        for column in range(4)
+        if row != column and matrix[row, column]
+    }
+    assert set(text[1:]) <= wrong
+    assert len(text[1:]) == min(5, len(wrong))
+
+
+def test_a_batch_without_a_class_has_loss_zero_and_finite_gradients() -> None:
+    logits = torch.randn(3, 4, requires_grad=True)
+    loss = classification(4, classes=4).loss(logits, torch.full((3,), IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0
+    assert not logits.grad.any()  # type: ignore[union-attr]
+    task = classification(4, classes=4)
+    engine = start(TaskModel(Fixed(4), task))
+    batches = in_parts({"inputs": torch.zeros(2, 4), "targets": torch.full((2,), IGNORE_INDEX)}, 2)
+    with pytest.raises(ConfigError, match="no target of the validation data counts"):
+        validate(engine, task, batches)
+
+
+def test_labels_are_smoothed_in_training_only() -> None:
+    task, logits, targets = classification(4, classes=4), torch.randn(6, 4), torch.arange(6) % 4
+    model = TaskModel.of(Fixed(4), task, ModelConfig(label_smoothing=0.2, factory="dtrain.models.mlp:build"))
+    smoothed, plain = (F.cross_entropy(logits, targets, label_smoothing=share) for share in (0.2, 0.0))
+    assert model(inputs=logits, targets=targets).loss.item() == pytest.approx(float(smoothed), rel=1e-6)
+    assert model.eval()(inputs=logits, targets=targets).loss.item() == pytest.approx(float(plain), rel=1e-6)
+
+
+def test_regression_measures_in_the_unit_of_the_data() -> None:
+    """Two target values of other sizes, the second far from zero."""
+    generator = torch.Generator().manual_seed(0)
+    mean, std = (3.0, 1e4), (0.5, 20.0)
+    scaled, noise = (torch.randn(11, 2, generator=generator) for _ in range(2))
+    predicted = scaled + 0.3 * noise
+    task = Regression((2,), mean, std)
+    engine = start(TaskModel(Fixed(2), task))
+    batch = {"inputs": predicted, "targets": scaled}
+    found = validate(engine, task, in_parts(batch, 4, 4, 3))
+    true, own = (values.double() * torch.tensor(std) + torch.tensor(mean) for values in (scaled, predicted))
+    errors = (own - true).square()
+    assert found["loss"] == pytest.approx(float(F.mse_loss(predicted, scaled)), rel=1e-6)
+    assert found["rmse"] == pytest.approx(float(errors.mean().sqrt()), rel=1e-6)
+    assert found["r2"] == pytest.approx(1 - float(errors.sum() / (true - true.mean(dim=0)).square().sum()), rel=1e-6)
+    typical = float((own - true).abs().median())
+    text = task.sample(engine, in_parts(batch, 4, 4, 3), OPTIONS).text
+    assert text == f"half of 11 validation samples are off by less than {typical:.4g}"
+    assert task.describe({"targets": torch.tensor([[0.0, 1.0]])}) == ["3, 10020"]
+
+    constant = {"inputs": predicted, "targets": torch.zeros(11, 2)}
+    assert set(validate(engine, task, in_parts(constant, 11))) == {"loss", "rmse"}, "r2 is not defined"
+
+
+# -- models of a user --------------------------------------------------------------------------------------------------
+
+
+def own_model(task: Task, name: str, **args: Any) -> nn.Module:
+    config = ModelConfig(name="own", factory=f"tests.helpers.own_models:{name}", args=args)
+    return build_model(config, task, seed=0)
+
+
+@pytest.mark.parametrize("name", ["plain", "with_logits"])
+def test_a_plain_module_gets_loss_and_metrics_of_the_task(name: str) -> None:
+    task = classification(3, 7, 6)
+    model = own_model(task, name)
+    images, targets = torch.randn(4, 3, 7, 6), torch.arange(4)
+    output = model(inputs=images, targets=targets)
+    assert isinstance(model, TaskModel)
+    inner = model.model(images)
+    prediction = inner if name == "plain" else inner.logits
+    assert torch.equal(output.prediction, prediction)
+    assert output.loss.item() == pytest.approx(F.cross_entropy(prediction, targets).item(), rel=1e-6)
+    assert model(inputs=images).loss is None
+
+
+@pytest.mark.parametrize(
+    ("task", "targets", "message"),
+    [
+        (classification(1, 8, 8), torch.arange(4), r"shape \(4, 6\); expected \(4, 5\), a number for each .* class"),
+        (
+            Regression((1, 8, 8), (0.0,), (1.0,)),
+            torch.zeros(4, 1),
+            r"shape \(4, 2\); expected \(4, 1\), a number for each .* target value",
+        ),
+        (
+            Denoising(("a", "b"), (1, 8, 8)),
+            torch.zeros(4, 1, 8, 8),
+            r"shape \(4, 3\); expected \(4, 1, 8, 8\), the velocity of each pixel",
+        ),
+    ],
+)
+def test_a_prediction_of_another_shape_is_refused(task: Task, targets: Tensor, message: str) -> None:
+    model = own_model(task, "plain", more_outputs=1)
+    with pytest.raises(ModelError, match=message):
+        model(inputs=torch.zeros(4, 1, 8, 8), targets=targets)
+
+
+def test_an_output_that_is_no_prediction_is_refused() -> None:
+    task = classification(1, 8, 8)
+    with pytest.raises(ModelError, match="Pair returned a tuple; for classification a model returns a tensor, or an"):
+        own_model(task, "pair")(inputs=torch.zeros(4, 1, 8, 8))
+
+
+def test_keys_of_a_loss_that_the_task_has_not_are_refused() -> None:
+    for task, key in (
+        (classification(1, 8, 8), {"z_loss": 0.1}),
+        (Regression((1, 8, 8), (0.0,), (1.0,)), {"label_smoothing": 0.1}),
+    ):
+        config = ModelConfig(factory="tests.helpers.own_models:plain", **key)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=rf"model\.{next(iter(key))}=0\.1 has no effect on {task.name}; remove"):
+            build_model(config, task, seed=0)
+
+
+def test_a_task_describes_its_samples() -> None:
+    labels = Classification(("cat", "dog"), (2,)).describe({"targets": torch.tensor([1, IGNORE_INDEX, 0])})
+    assert labels == ["dog", "", "cat"]
+    batch = {"classes": torch.tensor([1]), "times": torch.tensor([700])}
+    assert Denoising(("cat", "dog"), (1, 8, 8)).describe(batch) == ["dog at time 700"]
