@@ -240,7 +240,7 @@ def check_classes(task: Task, trained: Any, checkpoint: str) -> None:
     else:
         number = next(i for i, (old, new) in enumerate(zip(trained, classes, strict=True)) if old != new)
         difference = f"class {number} as '{trained[number]}', but in the data it is '{classes[number]}'"
-    raise ConfigError(f"{checkpoint} was trained on {difference}; resume on data with the same classes, or start anew")
+    raise ConfigError(f"{checkpoint} was trained on {difference}; resume on data with the same classes, or start a new run")
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
