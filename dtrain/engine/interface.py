@@ -44,8 +44,6 @@ class Engine(ABC):
         explain_skips: whether the culprit of a skipped step names the module where it went wrong
             (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
             the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
-        grad_norm: gradient norm of the last step before clipping, a 0-dim FP64 tensor on the device; None before any.
-            Unlike :attr:`StepOutcome.grad_norm` it makes the host wait only if it is read, not if it is copied there.
     """
 
     name: str
@@ -60,7 +58,6 @@ class Engine(ABC):
     ema_decay: float | None = None
     library_config: Mapping[str, Any] | None = None
     explain_skips: bool = False
-    grad_norm: Tensor | None = None
 
     def __init__(self) -> None:
         self._current = MicroBatch()

@@ -344,7 +344,6 @@ class StepEngine(StoredEngine):
         row = self._vote_tensors.record(host, self._losses, self.monitor, squares)
         rows = self.comm.gather_rows(row, label="vote")
         decision, packed = self._vote_tensors.decide(rows, **sums)
-        self.grad_norm = decision.grad_norm
         self._finalizer.post(packed, tuple(self.comm.schedule.log), self._written.text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision

@@ -149,8 +149,7 @@ class EngineDriver:
         self.close()
         self.end_round()
         for norm in self._norms:
-            assert self.engine.grad_norm is not None
-            norm.copy_(self.engine.grad_norm)  # on the device: the host does not wait
+            norm.fill_(outcome.grad_norm)  # on a GPU the host waits for it here, as schedulers do for ``applied``
         self._norms.clear()
         self._num_backwards, self._is_last, self._max_grad_norm = 0, False, None
         self._optimizer._opt_called = True  # type: ignore[attr-defined]  # else torch's schedulers warn

@@ -6,6 +6,7 @@ step. All cases run on the same ranks, one after the other, so each must also le
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -261,13 +262,17 @@ STEPS: dict[str, Message] = {
     "config_hash": "'max_grad_norm' is 0.05 on rank 0 and 0.5 on rank",
     "num_micro_batches": "num_micro_batches is 1 on rank 0 and 2 on rank",
     "lr": "lr is 0.001 on rank 0 and 0.5 on rank",
+    "max_grad_norm": "max_grad_norm is 0.05 on rank 0 and inf on rank",
+    "grad_factor": "grad_factor is 1.0 on rank 0 and 2.0 on rank",
     "written_weights": "parameter 'embedding.weight' was written to on rank |and not on rank 0",
     # last, because the collectives of these ranks end with it
     "schedule_hash": "is at all_to_all_single(blocks.|all_to_all_single(blocks.0|all_to_all_single(blocks.1",
 }
 # stages that reduce every micro-batch would hang on another number of them
 STAGES = {"num_micro_batches": (0, 1), "schedule_hash": (2,), "written_weights": (2,)}
-CHOSEN = {"step": 0, "data_cursor": 1, "loss_scale": 3, "lr": 3, "num_micro_batches": 0}  # without the full counts
+STEP_ARGUMENTS = {"lr": 0.5, "max_grad_norm": math.inf, "grad_factor": 2.0}
+# without the full counts
+CHOSEN = {"step": 0, "data_cursor": 1, "loss_scale": 3, "lr": 3, "num_micro_batches": 0, "max_grad_norm": 1}
 
 
 def masters(engine: Any) -> list[list[float]]:
@@ -279,7 +284,7 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
     engine = start(RUN.with_options(zero_stage=stage))
     forward_backward(engine, RUN, 0)
     engine.step()
-    other, lr, run = rank == world - 1, 1e-3, RUN
+    other, arguments, run = rank == world - 1, {"lr": 1e-3}, RUN
     if other and name == "step":
         engine.attempted_steps += 1
     elif other and name == "data_cursor":
@@ -297,14 +302,14 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
     elif other and name == "written_weights":
         with torch.no_grad():
             next(engine.module.parameters()).fill_(0.0)
-    elif other and name == "lr":
-        lr = 0.5
+    elif other and name in STEP_ARGUMENTS:
+        arguments[name] = STEP_ARGUMENTS[name]
     elif other:
         run = replace(RUN, accumulation=2)
     before = masters(engine)  # after the write, because an FP32 parameter is its master
     try:
         forward_backward(engine, run, 1)
-        engine.step(lr=lr)
+        engine.step(**arguments)
     except DivergenceError as error:
         if name == "schedule_hash":  # found before the vote, by a rank that compares itself with the one that differs
             parts = [f"rank {world - 1} is at", *STEPS[name].split("|")]

@@ -30,8 +30,6 @@ def loss_of(engine: dtrain.Engine, shift: float = 0.0) -> Tensor:
 def stepped(engine: dtrain.Engine, **arguments: Any) -> tuple[dict[str, Tensor], float]:
     engine.backward(loss_of(engine))
     outcome = engine.step(**arguments)
-    assert engine.grad_norm is not None
-    assert engine.grad_norm.item() == outcome.grad_norm
     return engine.master_state(), outcome.grad_norm
 
 
