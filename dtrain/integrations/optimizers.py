@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.config.optim import SGD, Adam, AdamW, Optimizer, TorchOptimizer
 from dtrain.errors import ConfigError, UsageError
+from dtrain.integrations.patterns import patterns_of
 from dtrain.parameters.groups import decayed_names
 
 _IMPLEMENTATION = ("foreach", "fused")
@@ -62,7 +62,7 @@ def record_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
     # the settings of most elements are the record's own, so that few names are listed
     parameters = dict(model.named_parameters())
     base = max(groups, key=lambda group: sum(parameters[name].numel() for name in group.names))
-    changes = _changes(groups, base.options, decayed_names(model))
+    changes = patterns_of(_changes(groups, base.options, decayed_names(model)), model)
     if own is None:
         return TorchOptimizer(type(optimizer), rates.base, options=base.options, groups=changes)
     return own[0][0](lr=rates.base, groups=changes, **base.options)
@@ -146,10 +146,8 @@ def _own_record(kind: type, options: Mapping[str, Any]) -> tuple[type[Optimizer]
     return None
 
 
-def _changes(
-    groups: Sequence[_Group], base: Mapping[str, Any], decayed: Collection[str]
-) -> dict[str, dict[str, float | Any]]:
-    """Returns what differs from the settings that a record with the fields ``base`` gives each parameter by itself."""
+def _changes(groups: Sequence[_Group], base: Mapping[str, Any], decayed: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Returns, by name, what differs from the settings that a record with the fields ``base`` gives a parameter."""
     found: dict[str, dict[str, Any]] = {}
     for group in groups:
         for name in group.names:
@@ -160,7 +158,7 @@ def _changes(
             if group.lr_factor != 1.0:
                 changes["lr_factor"] = group.lr_factor
             if changes:
-                found[re.sub(r"([*?\[])", r"[\1]", name)] = changes
+                found[name] = changes
     return found
 
 

@@ -82,6 +82,25 @@ def test_names_are_listed_only_where_they_differ() -> None:
     assert factors == {"a[0]*.weight": 1.0, "a[0]*.bias": 1.0, "a0.weight": 0.5, "a0.bias": 0.5}
 
 
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.scale = nn.LayerNorm(3), nn.Linear(3, 3), nn.Parameter(torch.ones(3))
+        self.down = nn.Linear(3, 3)
+        self.down.weight = self.up.weight
+
+
+def test_one_pattern_stands_for_parameters_that_end_alike() -> None:
+    model = nn.ModuleList(Layer() for _ in range(3))
+    model.append(nn.ModuleDict({"scale": nn.Linear(3, 3)}))
+    made = record_of(torch.optim.AdamW(model.parameters(), weight_decay=0.5), model)
+    # modules are called scale, so that parameters called so are listed; some that end with weight decay by themselves
+    wanted = ["*.bias", "*.norm.weight", "0.scale", "1.scale", "2.scale"]
+    assert made.groups == {pattern: {"weight_decay": 0.5} for pattern in wanted}
+    engine = dtrain.initialize(model, optimizer=made, precision="fp32")
+    assert {engine.plan.classes[number].weight_decay for number in engine.plan.numbers.values()} == {0.5}
+
+
 def test_the_learning_rate_is_the_first_one_of_a_schedule_that_begins_at_zero() -> None:
     model = build()
     optimizer = torch.optim.AdamW(decay_groups(model), lr=1e-2)
