@@ -57,6 +57,8 @@ def load_engines(drivers: Sequence[EngineDriver], folder: Path) -> list[dict[str
             f"{home} holds {current['num_engines']} engines, and {len(drivers)} are prepared; prepare the models and "
             f"optimizers that were saved, in their order"
         )
+    for driver in drivers:
+        driver.close()
     return [driver.engine.load(home / current["save"] / f"model_{number}") for number, driver in enumerate(drivers)]
 
 

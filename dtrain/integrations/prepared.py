@@ -42,12 +42,11 @@ class PreparedModel(nn.Module):
 
     @property
     def engine(self) -> Engine:
-        """The engine, outside any forward; raises ``UsageError`` before the optimizer is prepared."""
+        """The engine; raises ``UsageError`` before the optimizer is prepared."""
         if self.driver is None:
             raise UsageError(
                 "this model has no engine, because its optimizer is not prepared; call accelerator.prepare(optimizer)"
             )
-        self.driver.close()
         return self.driver.engine
 
     def __getattr__(self, name: str) -> Any:
@@ -85,6 +84,7 @@ class PreparedModel(nn.Module):
         """
         if self.driver is None:
             return self.module.state_dict(*args, **kwargs)
+        self.driver.close()
         if self.engine.world_size > 1:
             raise UsageError(
                 "model.state_dict() of a prepared model, whose weights lie on several ranks; call "
@@ -96,6 +96,7 @@ class PreparedModel(nn.Module):
         """Loads whole weights into the masters; all ranks call, with the same ones."""
         if self.driver is None:
             return self.module.load_state_dict(state_dict, strict=strict)
+        self.driver.close()
         with self.engine.modify_weights():
             return self.module.load_state_dict(state_dict, strict=strict)
 
