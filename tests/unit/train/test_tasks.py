@@ -109,7 +109,7 @@ def test_an_experiment_learns_and_writes_its_files(tmp_path: Path, name: str) ->
     last = curve(run_dir)[-1]
     assert last[experiment.metric] > experiment.least
     if name == "diffusion":
-        assert last["val_loss"] < last["val_loss_ema"] < 0.8  # 1 for no velocity at all; the average lags behind
+        assert max(last["val_loss"], last["val_loss_ema"]) < 0.8  # 1 for no velocity at all
     metrics = {key: value for key, value in last.items() if key != "step" and not key.startswith("val_loss")}
     assert summary(run_dir)["val_metrics"] == metrics
     assert experiment.sample in (run_dir / "sample.txt").read_text(encoding="utf-8").splitlines()[0]
@@ -202,5 +202,5 @@ def test_other_classes_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
     os.rename(tmp_path / "photos" / "red", tmp_path / "photos" / "violet")
     ((name, message),) = run_ranks(1, _refused, str(tmp_path / "run"), *photos, "train.steps=2")
     assert name == "ConfigError"
-    assert "was trained on class 2 as 'red', but in the data it is 'violet'; resume on data with the same" in message
+    assert "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose a new run_dir" in message
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
