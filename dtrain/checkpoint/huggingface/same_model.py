@@ -44,9 +44,8 @@ def same_tensors(
     buffers = {entry.name: entry for entry in manifest.tensors if entry.kind == "buffer"}
     for name in (*weights, *buffers):
         if not name.startswith(prefix):
-            raise CheckpointError(
-                f"{where}: '{name}' is not a tensor of its configured model, whose names begin with '{prefix}'"
-            )
+            model = "model=hf" if prefix == PREFIX else f"whose names begin with '{prefix}'"
+            raise CheckpointError(f"{where}: '{name}' is not a tensor of its configured model, {model}")
     return tuple(
         same_tensor(name.removeprefix(prefix), entry.shape, name, _kept_dtype(entry))
         for name, entry in (weights | buffers).items()
