@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, VOCAB_MULTIPLE
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, USED_KEYS, VOCAB_MULTIPLE
 from dtrain.models.factory import vocabulary
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.devices import Device
@@ -191,13 +191,18 @@ def describe(cause: Cause, run: PlannedRun) -> tuple[str, str]:
         return _describe_rows(size, run)
     if cause.kind == HEAD_DIM:
         return f"head dim {size}", "model.num_heads = model.hidden_dim / head dim" if is_built_in else _origin(run)
-    if size == vocabulary(model, run.task) and model.factory != HF_FACTORY:
+    if not run.config.data.is_language:
+        if size == vocabulary(model, run.task) and any(dimension == "N" for _, dimension in cause.uses):
+            return f"outputs {size}{others}", f"the head of {model.factory}: pad its outputs, and cut off the padding"
+    elif size == vocabulary(model, run.task) and model.factory != HF_FACTORY:
         return f"vocabulary {size}{others}", (
             f"the head of {model.factory}: padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the "
             "vocabulary before the loss"
         )
     if size == model.lora.r:
         return f"r {size}", "model.lora.r"
+    if "hidden_dim" in USED_KEYS.get(model.factory, ()) and size == model.hidden_dim:
+        return f"hidden_dim {size}{others}", "model.hidden_dim"
     if not is_built_in:
         names = {dimension for _, dimension in cause.uses}
         what = "channels" if any(name.startswith("channels") for name in names) else "size"
@@ -212,6 +217,8 @@ def _describe_rows(size: int, run: PlannedRun) -> tuple[str, str]:
     micro_batch = run.config.train.micro_batch_size
     if size == micro_batch:
         return f"micro-batch {size}", "train.micro_batch_size"
+    if not run.config.data.is_language:
+        return f"rows {size}", "train.micro_batch_size"
     if size % micro_batch == 0 and any(tensor.numel() == size for tensor in run.batch.values()):
         length = size // micro_batch
         return f"micro-batch {micro_batch} x sequence {length} = {size}", "train.micro_batch_size, model.max_seq_len"
@@ -223,8 +230,8 @@ def _origin(run: PlannedRun) -> str:
 
 
 def _pad_multiple(cause: Cause, run: PlannedRun) -> int:
-    is_vocabulary = cause.kind not in (BATCH, HEAD_DIM) and cause.size == vocabulary(run.config.model, run.task)
-    return VOCAB_MULTIPLE if is_vocabulary else cause.multiple
+    is_size = run.config.data.is_language and cause.kind not in (BATCH, HEAD_DIM)
+    return VOCAB_MULTIPLE if is_size and cause.size == vocabulary(run.config.model, run.task) else cause.multiple
 
 
 def _advice(cause: Cause, gain: float | None, run: PlannedRun) -> str:
