@@ -86,6 +86,7 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
 
 
 _ADAPTED = "model.factory=tests.helpers.planned_models:Adapted"
+_NO_TOKENS = ["model.num_layers=1", "model.num_heads=4", "model.max_seq_len=256", "data.size=12", "model.hidden_dim=16"]
 _LATER = [  # than measurements of the resident set
     (2, ["precision=bf16", "engine.zero_stage=2", "optim=muon"]),
     (2, ["precision=bf16", "engine.zero_stage=3", _ADAPTED]),
@@ -95,6 +96,8 @@ _LATER = [  # than measurements of the resident set
     (1, ["precision=bf16", "model.loss_chunk=64", "model.vocab_size=4096"]),
     (1, ["precision=bf16", "model.recompute=full", "model.recompute_every=2"]),
     (2, ["precision=bf16", "engine.zero_stage=3", "model.recompute=selective"]),
+    (2, ["experiment=glyphs", "precision=fp32", *_NO_TOKENS]),
+    (1, ["experiment=diffusion", "precision=fp32", *_NO_TOKENS]),
 ]
 
 
