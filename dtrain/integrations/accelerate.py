@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from dtrain.config.engines import EngineConfig
 from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
@@ -90,6 +91,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             raise ConfigError(
                 f"accelerate's state is of {self.distributed_type}; expected one of one rank, CPUs or GPUs: start the "
                 f"process again without the other backend"
+            )
+        if self.num_processes > 1 and not self.even_batches and self.is_main_process:
+            logger.warning(
+                "even_batches=False: ranks may get different numbers of batches, and one with more of them waits for "
+                "the others until the time-out; train with even_batches=True"
             )
 
     @property

@@ -66,14 +66,12 @@ from dtrain.train.run_dir import (
     write_config,
 )
 from dtrain.train.setup import (
-    check_classes,
     check_inputs,
     check_launcher,
     check_patterns,
     check_precision,
     check_same,
     check_tokenizer,
-    classes_of,
     make_engine,
     make_loader,
     set_threads,
@@ -88,8 +86,6 @@ EXIT_STOPPED = 75  # sysexits' EX_TEMPFAIL: the same command continues the run
 
 DATA_FINGERPRINT = "data_fingerprint"
 """Key in a checkpoint's extra."""
-CLASSES = "classes"
-"""Key in a checkpoint's extra: names of the classes by their number, if the task has classes."""
 
 
 def run_training(config: RunConfig, *, job: int | None = None) -> int:
@@ -224,7 +220,6 @@ def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: Dataset
     if run_dir.load_from is None:
         return 0
     extra = engine.load(run_dir.load_from)
-    check_classes(dataset.task, extra.get(CLASSES), f"step {engine.attempted_steps} of {run_dir.load_from}")
     if extra.get(DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
         logger.warning("the data differs from the checkpoint's: from here the run sees other samples")
 

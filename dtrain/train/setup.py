@@ -43,7 +43,6 @@ from dtrain.precision.contract import earlier_decisions, resolve
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.redaction.redact import redact
-from dtrain.tasks import Classification, Denoising, Task
 from dtrain.telemetry.envelope import Envelope
 
 
@@ -214,33 +213,6 @@ def check_tokenizer(config: ModelConfig, dataset: Dataset) -> None:
             f"{len(differ)} tokens of the data differ from those of model.path: token {token} is {text!r} in "
             f"{other.path}, and {meanings[token]!r} in {own.path}; tokenize the data with the latter"
         )
-
-
-def classes_of(task: Task) -> list[str]:
-    """Returns the names of the classes of ``task``; none if it has no classes."""
-    return list(task.labels) if isinstance(task, (Classification, Denoising)) else []
-
-
-def check_classes(task: Task, trained: Any, checkpoint: str) -> None:
-    """Checks that the classes of the data are those on which a checkpoint was trained; outputs go by their number.
-
-    Args:
-        task: of the data.
-        trained: names of the checkpoint's classes; anything but a list if it has none, such as that of another program.
-        checkpoint: what holds it, for messages.
-
-    Raises:
-        ConfigError: a class has another name.
-    """
-    classes = classes_of(task)
-    if not isinstance(trained, list) or not classes or classes == trained:
-        return
-    if len(classes) != len(trained):
-        difference = f"{len(trained)} classes, but the data has {len(classes)}"
-    else:
-        number = next(i for i, (old, new) in enumerate(zip(trained, classes, strict=True)) if old != new)
-        difference = f"class {number} as '{trained[number]}', but in the data it is '{classes[number]}'"
-    raise ConfigError(f"{checkpoint} was trained on {difference}; resume on data with the same classes, or start anew")
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import unittest.mock
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 import accelerate
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.distributed.logging import logger
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import (
@@ -152,10 +155,13 @@ def test_a_run_resumes_with_equal_bits_and_loads_on_other_ranks(tmp_path: Path) 
 
 def _misuse(rank: int, world: int, folder: str) -> list[str]:
     with launched(rank, world):
-        accelerator = Accelerator(cpu=True)
+        messages: list[str] = []
+        with unittest.mock.patch.object(logger, "warning", messages.append):
+            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+        assert [text.partition(":")[0] for text in messages] == ["even_batches=False"] * (rank == 0)
+        messages.clear()
         model = build()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        messages = []
         for call in (model.state_dict, lambda: accelerator.join_uneven_inputs([model]).__enter__()):
             with pytest.raises(UsageError) as error:
                 call()

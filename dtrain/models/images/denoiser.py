@@ -1,4 +1,4 @@
-"""A small U-Net that predicts the noise in images, as ``model=denoiser``.
+"""A small U-Net that tells images from noise, as ``model=denoiser``.
 
 The network of Ho et al., "Denoising Diffusion Probabilistic Models" (2020), appendix B, at the size of small images: it
 halves height and width twice, and each block is told the time and the class. It has no self-attention, which did not
@@ -73,7 +73,7 @@ class Upsample(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Predicts the noise in images of a class at a time.
+    """Predicts the velocity of noisy images of a class at a time (:mod:`dtrain.tasks.denoising`).
 
     Three levels with 1, 2 and 4 times ``hidden_dim`` channels at 1, 1/2 and 1/4 of the size: blocks on the way down,
     two at the last level, and blocks on the way up that also read those on the way down.
@@ -109,7 +109,7 @@ class Denoiser(nn.Module):
         self.head = _zeroed(_conv(hidden_dim, channels))
 
     def forward(self, noisy: Tensor, times: Tensor, classes: Tensor) -> Tensor:
-        """Returns the noise [B, C, H, W] in ``noisy`` of that shape.
+        """Returns the velocity [B, C, H, W] of ``noisy`` of that shape.
 
         Args:
             noisy: images with noise.
@@ -148,7 +148,7 @@ def build(config: ModelConfig, task: Task) -> Denoiser:
         ConfigError: the task is no denoising, height or width do not divide by 4, or ``hidden_dim`` not by 8.
     """
     if not isinstance(task, Denoising):
-        raise ConfigError(f"model=denoiser predicts noise, but the task of the data is {task.name}; choose denoising")
+        raise ConfigError(f"model=denoiser is for denoising, but the task of the data is {task.name}; choose denoising")
     if config.hidden_dim % _NORM_GROUPS:
         raise ConfigError(
             f"model.hidden_dim={config.hidden_dim} does not divide by {_NORM_GROUPS}, the groups of channels in the "

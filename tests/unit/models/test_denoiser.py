@@ -28,15 +28,15 @@ def noisy_batch(size: int = 16) -> dict[str, Tensor]:
     classes, times = torch.arange(size) % 2, torch.linspace(0, TASK.num_times - 1, size).long()
     images = (2.0 * classes - 1).view(-1, 1, 1, 1).expand(-1, *TASK.input_shape)
     noise = torch.randn(images.shape, generator=generator)
-    noisy = add_noise(images, noise, signal_shares(TASK.num_times)[times])
-    return {"noisy": noisy, "times": times, "classes": classes, "targets": noise}
+    noisy, velocity = add_noise(images, noise, signal_shares(TASK.num_times)[times])
+    return {"noisy": noisy, "times": times, "classes": classes, "targets": velocity}
 
 
 def test_its_shapes_and_that_gradients_reach_every_parameter() -> None:
     model, inputs = network(), noisy_batch()
     places = (*(f"down.{i}" for i in range(4)), *(f"up.{i}" for i in range(4)), *(f"middle.{i}" for i in range(2)))
     assert find_units(model, "auto") == [f"model.{place}" for place in places]
-    assert not model(**inputs).prediction.any(), "it begins with no noise"
+    assert not model(**inputs).prediction.any(), "it begins with no velocity"
     for parameter in model.parameters():  # those that begin at zero hide others
         if not parameter.any():
             nn.init.normal_(parameter, std=0.1)
