@@ -62,7 +62,7 @@ def test_it_learns(precision: str) -> None:
 
 
 def test_what_it_cannot_take_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"^model=denoiser predicts noise, but the task of the data is class"):
+    with pytest.raises(ConfigError, match=r"^model=denoiser is for denoising, but the task of the data is class"):
         network(classification(1, 8, 8))
     with pytest.raises(ConfigError, match=r"^model=denoiser takes images whose sides divide by 4, .* 8 x 10; resize"):
         network(Denoising(("zero",), (1, 8, 10)))
