@@ -169,9 +169,8 @@ def _train(
     check_inputs(model, dataset)
     # before training: a model.path that is removed meanwhile must not end a finished run
     flops = flops_by_seq_len(config, dataset)
-    run_dir = open_run_dir(
-        config, comm, job, held, dataset.task
-    )  # not earlier: a refusal above leaves no folder behind
+    # not earlier: a refusal above leaves no folder behind
+    run_dir = open_run_dir(config, comm, job, held, dataset.task)
     if run_dir.finished:
         logger.info(
             "%s: all %d steps are done already; raise train.steps to continue", run_dir.path, config.train.steps
