@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
+from safetensors.torch import save_file
 
 from dtrain.checkpoint import open_newest
 from dtrain.cli.resolve import compose
@@ -206,3 +208,46 @@ def test_other_classes_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
         "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose" in message
     )
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+# -- models and data of a user -----------------------------------------------------------------------------------------
+
+
+def _outcomes(rank: int, world: int, folder: str, cases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, str]]:
+    return {name: _refused(rank, world, f"{folder}/{name}", *overrides) for name, overrides in cases.items()}
+
+
+def test_models_and_data_of_a_user(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(60, 2, 6, 5, generator=generator), torch.randint(3, (60,), generator=generator)
+    save_file({"x": x, "y": y}, tmp_path / "train.safetensors")
+    short = ("train.steps=2", "train.eval_batches=2", "report=false")
+    arrays = ("data=arrays", f"data.path={tmp_path}/train.safetensors", *short)
+    own = "model.factory=tests.helpers.own_models:"
+    cases = {
+        "plain": (f"{own}plain", "data=glyphs", *_DIGITS[:2], *short),
+        "with_logits": (f"{own}with_logits", *arrays),
+        "wide": (f"{own}plain", "model.args.more_outputs=1", *arrays),
+        "pair": (f"{own}pair", *arrays),
+        "no_folder": ("model=convnet", "data=images", f"data.path={tmp_path}/none", *short),
+        "no_file": ("model=mlp", "data=arrays", f"data.path={tmp_path}/none", *short),
+        "no_image": ("model=convnet", "data=friedman", *short),
+    }
+    (found,) = run_ranks(1, _outcomes, str(tmp_path), cases)
+    for name in ("plain", "with_logits"):
+        assert found[name] == ("", ""), name
+        assert 0 <= summary(tmp_path / name)["val_metrics"]["val_accuracy"] <= 1
+    shapes = "prediction of shape (16, 4); expected (16, 3), a number for each sample and class of the data"
+    assert found["wide"] == ("ModelError", f"the model returned a {shapes}")
+    assert found["pair"][0] == "ModelError"
+    assert found["pair"][1].startswith(
+        "Pair returned a tuple; for classification a model returns a tensor, or an object"
+    )
+    for name, text in (
+        ("no_folder", f"data.path={tmp_path}/none is not found"),
+        ("no_file", f"data.path={tmp_path}/none is not found"),
+        ("no_image", "model=convnet takes images of shape [channels, height, width], but the samples of the data"),
+    ):
+        assert found[name][0] == "ConfigError", name
+        assert found[name][1].startswith(text)
+        assert not (tmp_path / name).exists()
