@@ -47,7 +47,7 @@ class StepMetrics:
     """One logged step.
 
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
-    ``global_batch_size`` and ``seq_len`` are those of this step's batch.
+    ``global_batch_size`` and, of tokens, ``seq_len`` are those of this step's batch.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
     the start of the run: of tensors on its GPU, else of the resident process. ``forward_ms``, ``backward_ms`` and

@@ -252,7 +252,8 @@ def _describe_growth(config: RunConfig) -> None:
         return
     for phase in growth.phases:
         rows = phase.global_batch_size * growth.sample_len // phase.seq_len
-        logger.info("from step %d: %d rows of %d tokens in a step", phase.first_step, rows, phase.seq_len)
+        what = f"rows of {phase.seq_len} tokens" if config.data.is_language else "samples"
+        logger.info("from step %d: %d %s in a step", phase.first_step, rows, what)
     if (first := growth.phases[-1].first_step) >= last:
         logger.warning("the run ends at step %d, before the batch that begins at step %d", last, first)
 

@@ -241,7 +241,7 @@ class Trainer:
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
             global_batch_size=sizes.global_batch_size if sizes is not None else None,
-            seq_len=sizes.seq_len if sizes is not None else None,
+            seq_len=sizes.seq_len if sizes is not None and self._data.task.unit == "tokens" else None,
             tokens_per_s=pace.tokens_per_s,
             step_ms=1000 * pace.step_s,
             data_wait_ms=pace.data_wait_ms,
