@@ -1,4 +1,4 @@
-"""Three kinds of networks in BF16, FP16 and FP8 against FP32, in units of FP32's own noise."""
+"""Each kind of task in BF16, FP16 and FP8 against FP32 over the steps, in units of FP32's own noise."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import hypot
 from statistics import fmean, stdev
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from dtrain.tools.experiment.networks import SmallNetwork, convnet, language_model, regression
 from dtrain.tools.experiment.records import Experiment
-from dtrain.tools.experiment.train import Variant, train
+from dtrain.tools.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve
 from dtrain.tools.format_styles import GREY, PRECISION_COLORS
 from dtrain.tools.tables import Table, plural
 
@@ -19,138 +19,190 @@ PRECISIONS = ("bf16", "fp16", "fp8")
 DETECTION_LIMIT = 2.0
 """A smaller gap, in units of noise, cannot be told from noise."""
 
+_LINES = {"bf16": "-", "fp16": "--", "fp8": "-"}
+
 
 @dataclass(frozen=True)
-class FormatLosses:
-    """Final losses in one format, one for each seed."""
+class FormatCurves:
+    """The trainings in one format, one for each seed."""
 
     precision: str
-    losses: list[float]
-    skipped: int
+    curves: list[TaskCurve]
+
+    @property
+    def skipped(self) -> int:
+        return sum(curve.skipped for curve in self.curves)
+
+    @property
+    def metric(self) -> float | None:
+        """Mean metric at the end."""
+        found = [curve.metric for curve in self.curves if curve.metric is not None]
+        return fmean(found) if found else None
+
+    def losses(self, index: int = -1) -> list[float]:
+        """Returns the loss of each seed at the validation ``index``."""
+        return [curve.losses[index] for curve in self.curves]
 
 
 @dataclass(frozen=True)
-class NetworkComparison:
-    """A network in all formats.
+class Noise:
+    """Standard deviations of FP32's loss, over seeds, and over trainings that begin an ulp apart."""
 
-    Attributes:
-        fp32: final losses, one for each seed.
-        perturbed: final losses of FP32 with the first seed and every initial weight moved by an ulp, up or down.
-    """
-
-    network: str
-    steps: int
-    fp32: list[float]
-    perturbed: list[float]
-    formats: list[FormatLosses]
-
-    @property
-    def seed_noise(self) -> float:
-        return stdev(self.fp32)
-
-    @property
-    def rounding_noise(self) -> float:
-        return stdev([self.fp32[0], *self.perturbed])
+    seeds: float
+    rounding: float
 
     @property
     def unit(self) -> float:
-        return hypot(self.seed_noise, self.rounding_noise)
+        return hypot(self.seeds, self.rounding)
 
-    def gaps(self, precision: str) -> list[float]:
-        """Final loss minus FP32's with the same seed, in units of noise."""
-        found = next(item for item in self.formats if item.precision == precision)
-        return [(loss - fp32) / self.unit for loss, fp32 in zip(found.losses, self.fp32, strict=True)]
+
+@dataclass(frozen=True)
+class TaskComparison:
+    """A task in all formats.
+
+    Attributes:
+        metric: its name; empty: the task has none.
+        steps: at which the validation loss is measured.
+        perturbed: FP32 with the first seed and every initial weight moved by an ulp, up or down.
+    """
+
+    task: str
+    metric: str
+    steps: list[int]
+    shares: ProductShares
+    fp32: FormatCurves
+    perturbed: list[TaskCurve]
+    formats: list[FormatCurves]
+
+    def of(self, precision: str) -> FormatCurves:
+        return next(found for found in self.formats if found.precision == precision)
+
+    def noise(self, index: int = -1) -> Noise:
+        losses = self.fp32.losses(index)
+        return Noise(stdev(losses), stdev([losses[0], *(curve.losses[index] for curve in self.perturbed)]))
+
+    def gaps(self, precision: str, index: int = -1) -> list[float]:
+        """Returns the loss minus FP32's with the same seed, in units of noise, at the validation ``index``."""
+        pairs = zip(self.of(precision).losses(index), self.fp32.losses(index), strict=True)
+        return [(loss - fp32) / self.noise(index).unit for loss, fp32 in pairs]
+
+    def mean_gaps(self, precision: str) -> list[float]:
+        """Returns the mean gap of the seeds at each validation."""
+        return [fmean(self.gaps(precision, index)) for index in range(len(self.steps))]
 
 
 @dataclass(frozen=True)
 class FormatsResult:
     seeds: list[int]
-    networks: list[NetworkComparison]
+    tasks: list[TaskComparison]
 
 
-def run(
-    networks: Sequence[tuple[SmallNetwork, int]] | None = None, seeds: Sequence[int] = (0, 1, 2, 3)
-) -> FormatsResult:
-    """Trains every network in every format with every seed.
+def run(tasks: Sequence[SmallTask] = TASKS, seeds: Sequence[int] = (0, 1, 2, 3)) -> FormatsResult:
+    """Trains every task in every format with every seed.
 
-    Args:
-        networks: with their steps.
+    Raises:
+        ConfigError: a library that a model needs is missing.
     """
-    networks = networks or ((language_model(), 250), (convnet(), 300), (regression(), 500))
-    return FormatsResult(list(seeds), [_compare(network, steps, seeds) for network, steps in networks])
+    shares = [task.product_shares() for task in tasks]  # builds all models before the first is trained
+    return FormatsResult(list(seeds), [compare(task, found, seeds) for task, found in zip(tasks, shares, strict=True)])
 
 
-def _compare(network: SmallNetwork, steps: int, seeds: Sequence[int]) -> NetworkComparison:
-    fp32 = [train(network, Variant(), steps, seed=seed).final for seed in seeds]
-    perturbations = [Variant(perturbation=number) for number in range(1, len(seeds))]
-    perturbed = [train(network, variant, steps, seed=seeds[0]).final for variant in perturbations]
-    formats = []
-    for precision in PRECISIONS:
-        curves = [train(network, Variant(precision), steps, seed=seed) for seed in seeds]
-        skipped = sum(curve.skipped for curve in curves)
-        formats.append(FormatLosses(precision, [curve.final for curve in curves], skipped))
-    return NetworkComparison(network.name, steps, fp32, perturbed, formats)
+def compare(task: SmallTask, shares: ProductShares, seeds: Sequence[int]) -> TaskComparison:
+    """Trains one task in every format with every seed."""
+    batches = {seed: task.batches(seed) for seed in seeds}
+    first = seeds[0]
+    fp32, *formats = (
+        FormatCurves(precision, [task.train(precision, seed, batches[seed]) for seed in seeds])
+        for precision in ("fp32", *PRECISIONS)
+    )
+    perturbed = [task.train("fp32", first, batches[first], perturbation=number) for number in range(1, len(seeds))]
+    return TaskComparison(task.name, task.metric, task.validation_steps, shares, fp32, perturbed, formats)
 
 
 def finding(result: FormatsResult) -> str:
-    pairs = [(item, precision, fmean(item.gaps(precision))) for item in result.networks for precision in PRECISIONS]
-    outside = [pair for pair in pairs if abs(pair[2]) >= DETECTION_LIMIT]
-    largest = max(abs(gap) for _, _, gap in pairs if abs(gap) < DETECTION_LIMIT)
+    pairs = [(item, precision, item.mean_gaps(precision)) for item in result.tasks for precision in PRECISIONS]
+    outside = [(item, precision, gaps[-1]) for item, precision, gaps in pairs if abs(gaps[-1]) >= DETECTION_LIMIT]
+    largest = max((abs(gaps[-1]) for *_, gaps in pairs if abs(gaps[-1]) < DETECTION_LIMIT), default=0.0)
     if not outside:
-        return f"No format can be told from FP32's own noise; the largest mean gap is {largest:.1f} units"
-    named = ", ".join(f"{name.upper()} on the {item.network} ({gap:+.0f} units)" for item, name, gap in outside)
-    return f"Outside FP32's own noise: {named}; every other mean gap is at most {largest:.1f} units"
+        text = f"At the end no format can be told from FP32's own noise; the largest mean gap is {largest:.1f} units"
+    else:
+        named = ", ".join(f"{name.upper()} on {item.task} ({gap:+.1f} units)" for item, name, gap in outside)
+        text = f"At the end outside FP32's own noise: {named}; every other mean gap is at most {largest:.1f} units"
+    return f"{text}; over the steps, {max(abs(gap) for *_, gaps in pairs for gap in gaps):.1f}"
 
 
 def tables(result: FormatsResult) -> list[Table]:
-    columns = ("network", "format", "final loss", "gap", "in units of noise", "each seed", "skipped steps")
+    columns = ("task", "format", "products", "loss", "metric", *_FRACTIONS, "each seed at the end", "skipped")
     rows = []
-    for item in result.networks:
-        rows.append((item.network, "fp32", f"{fmean(item.fp32):.4g}", "", "", "", ""))
+    for item in result.tasks:
+        noise = item.noise()
+        unit = [f"unit {item.noise(index).unit:.2g}" for index in _quarters(item)]
+        note = f"noise of seeds {noise.seeds:.2g}, of rounding {noise.rounding:.2g}"
+        loss, metric = f"{fmean(item.fp32.losses()):.4g}", _metric(item, item.fp32)
+        rows.append((item.task, "fp32", f"{plural(item.steps[-1], 'step')}", loss, metric, *unit, note, ""))
         for found in item.formats:
-            gaps = item.gaps(found.precision)
-            loss, gap = fmean(found.losses), fmean(found.losses) - fmean(item.fp32)
-            each = " ".join(f"{value:+.2f}" for value in gaps)
-            mean = f"{fmean(gaps):+.2f}"
-            rows.append(("", found.precision, f"{loss:.4g}", f"{gap:+.2g}", mean, each, f"{found.skipped}"))
-    noise = [
-        (
-            item.network,
-            f"{item.steps}",
-            *(f"{noise:.2g}" for noise in (item.seed_noise, item.rounding_noise, item.unit)),
-        )
-        for item in result.networks
-    ]
+            means = item.mean_gaps(found.precision)
+            gaps = [f"{means[index]:+.2f}" for index in _quarters(item)]
+            each = " ".join(f"{gap:+.2f}" for gap in item.gaps(found.precision))
+            loss, metric = f"{fmean(found.losses()):.4g}", _metric(item, found)
+            products = _products(item.shares, found.precision)
+            rows.append(("", found.precision, products, loss, metric, *gaps, each, f"{found.skipped}"))
     seeds = plural(len(result.seeds), "seed")
-    return [
-        Table(f"Held-out loss after training, mean of {seeds}", columns, rows),
-        Table("Noise of FP32's final loss", ("network", "steps", "of seeds", "of rounding", "unit"), noise),
-    ]
+    return [Table(f"Validation loss, and its gap to FP32 in units of FP32's noise, mean of {seeds}", columns, rows)]
+
+
+_FRACTIONS = ("gap at 1/4 of the steps", "1/2", "3/4", "end")
+
+
+def _quarters(item: TaskComparison) -> list[int]:
+    count = len(item.steps)
+    return [max(0, count * quarter // len(_FRACTIONS) - 1) for quarter in range(1, 1 + len(_FRACTIONS))]
+
+
+def _metric(item: TaskComparison, found: FormatCurves) -> str:
+    return "" if found.metric is None else f"{item.metric} {found.metric:.3f}"
+
+
+def _products(shares: ProductShares, precision: str) -> str:
+    if precision != "fp8":
+        return f"all {precision}"
+    linears = f"{shares.num_float8} of {plural(shares.num_linears, 'Linear')}"
+    convolutions = f"; convolutions, {shares.convolutions:.0%}, bf16" if shares.convolutions else ""
+    return f"{shares.float8:.0%} fp8 ({linears}){convolutions}"
 
 
 def draw(result: FormatsResult) -> Figure:
-    figure = Figure(figsize=(9, 4.6), dpi=110, layout="constrained")
-    axes = figure.subplots()
-    rows = [(item, precision) for item in result.networks for precision in PRECISIONS]
-    for row, (item, precision) in enumerate(rows):
-        gaps, color = item.gaps(precision), PRECISION_COLORS[precision]
-        axes.plot(gaps, [row] * len(gaps), "o", markersize=5, color=color, alpha=0.5)
-        axes.plot(fmean(gaps), row, "|", markersize=18, markeredgewidth=3, color=color)
-    for border in range(len(PRECISIONS), len(rows), len(PRECISIONS)):
-        axes.axhline(border - 0.5, color="black", linewidth=0.6)
-    axes.axvspan(-DETECTION_LIMIT, DETECTION_LIMIT, color=GREY, alpha=0.2, label="cannot be told from noise")
-    axes.axvline(0, color=PRECISION_COLORS["fp32"], linewidth=1.8, label="fp32")
-    axes.plot([], [], "o", color="black", alpha=0.5, markersize=5, label="one seed")
-    axes.plot([], [], "|", color="black", markersize=12, markeredgewidth=3, linestyle="", label="mean")
-    axes.set_yticks(range(len(rows)), [f"{item.network}  {precision}" for item, precision in rows])
-    axes.invert_yaxis()
-    gaps = [gap for item, precision in rows for gap in item.gaps(precision)]
-    limits = (1.3 * min(-DETECTION_LIMIT, *gaps), 1.1 * max(DETECTION_LIMIT, *gaps))
-    axes.set(xlim=limits, xlabel="final loss minus FP32's with the same seed, in units of FP32's noise")
-    axes.grid(axis="x", alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    """Draws the mean gap, and that of each seed, over the steps: a panel for each task."""
+    columns = 3
+    rows = -(-(len(result.tasks) + 1) // columns)  # a panel is for the legend
+    figure = Figure(figsize=(4.1 * columns, 3.1 * rows + 0.9), dpi=110, layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, item in zip(panels, result.tasks, strict=False):
+        _draw_task(axes, item)
+    for axes in panels[len(result.tasks) :]:
+        axes.axis("off")
+    handles, labels = panels[0].get_legend_handles_labels()
+    panels[len(result.tasks)].legend(handles, labels, loc="center", fontsize=11, frameon=False)
+    figure.supylabel("validation loss minus FP32's with the same seed, in units of FP32's noise at that step", fontsize=10)
     figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
     return figure
+
+
+def _draw_task(axes: Axes, item: TaskComparison) -> None:
+    for precision in PRECISIONS:
+        color = PRECISION_COLORS[precision]
+        seeds = [item.gaps(precision, index) for index in range(len(item.steps))]
+        axes.plot(item.steps, seeds, _LINES[precision], color=color, alpha=0.3, linewidth=0.8)
+        means = item.mean_gaps(precision)
+        axes.plot(item.steps, means, f"o{_LINES[precision]}", color=color, markersize=4, label=f"{precision}, mean")
+    axes.plot([], [], color="black", alpha=0.4, linewidth=0.8, label="one seed")
+    axes.axhspan(-DETECTION_LIMIT, DETECTION_LIMIT, color=GREY, alpha=0.2, label="cannot be told from noise")
+    axes.axhline(0, color=PRECISION_COLORS["fp32"], linewidth=1.8, label="fp32")
+    low, high = axes.get_ylim()
+    axes.set_ylim(min(low, -1.5 * DETECTION_LIMIT), max(high, 1.5 * DETECTION_LIMIT))
+    axes.set(title=f"{item.task}: {item.shares.float8:.0%} of the products in fp8", xlabel="steps")
+    axes.title.set_fontsize(11)
+    axes.grid(alpha=0.3)
 
 
 EXPERIMENT = Experiment(

@@ -85,7 +85,7 @@ def train(
         observer.step(engine)
     means = [statistics.fmean(losses[start : start + BLOCK]) for start in range(0, steps, BLOCK)]
     curve = LossCurve(means, _evaluate(network, engine), skipped, loss_scale)
-    _report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
+    report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
     return curve
 
 
@@ -94,13 +94,13 @@ def _initialize(network: SmallNetwork, variant: Variant, seed: int) -> Engine:
         torch.manual_seed(seed)
         model = network.build()
     if variant.perturbation:
-        _perturb(model, Generator().manual_seed(variant.perturbation))
+        perturb(model, Generator().manual_seed(variant.perturbation))
     float8 = Float8(choice="all") if variant.precision == "fp8" else None
     policy = PrecisionPolicy.named(variant.precision, float8=float8)
     return initialize(model, optimizer=network.optimizer, precision=policy, loss_scale=variant.loss_scale, seed=seed)
 
 
-def _perturb(model: nn.Module, generator: Generator) -> None:
+def perturb(model: nn.Module, generator: Generator) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             sign = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
@@ -120,6 +120,6 @@ def _evaluate(network: SmallNetwork, engine: Engine) -> float:
         return statistics.fmean(network.loss(engine(inputs), targets).item() for inputs, targets in batches)
 
 
-def _report(line: str) -> None:
+def report(line: str) -> None:
     if sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)
