@@ -19,7 +19,8 @@ PRECISIONS = ("bf16", "fp16", "fp8")
 DETECTION_LIMIT = 2.0
 """A smaller gap, in units of noise, cannot be told from noise."""
 
-_LINES = {"bf16": "-", "fp16": "--", "fp8": "-"}
+_LINES = {"bf16": ("-", 3.6), "fp16": ("--", 1.8), "fp8": ("-", 1.4)}
+"""Dash and width: BF16 stays visible behind FP8, which equals it in a model without FP8 Linears."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class FormatCurves:
 
 
 @dataclass(frozen=True)
-class Noise:
+class LossNoise:
     """Standard deviations of FP32's loss, over seeds, and over trainings that begin an ulp apart."""
 
     seeds: float
@@ -77,9 +78,9 @@ class TaskComparison:
     def of(self, precision: str) -> FormatCurves:
         return next(found for found in self.formats if found.precision == precision)
 
-    def noise(self, index: int = -1) -> Noise:
+    def noise(self, index: int = -1) -> LossNoise:
         losses = self.fp32.losses(index)
-        return Noise(stdev(losses), stdev([losses[0], *(curve.losses[index] for curve in self.perturbed)]))
+        return LossNoise(stdev(losses), stdev([losses[0], *(curve.losses[index] for curve in self.perturbed)]))
 
     def gaps(self, precision: str, index: int = -1) -> list[float]:
         """Returns the loss minus FP32's with the same seed, in units of noise, at the validation ``index``."""
@@ -121,14 +122,16 @@ def compare(task: SmallTask, shares: ProductShares, seeds: Sequence[int]) -> Tas
 
 def finding(result: FormatsResult) -> str:
     pairs = [(item, precision, item.mean_gaps(precision)) for item in result.tasks for precision in PRECISIONS]
-    outside = [(item, precision, gaps[-1]) for item, precision, gaps in pairs if abs(gaps[-1]) >= DETECTION_LIMIT]
-    largest = max((abs(gaps[-1]) for *_, gaps in pairs if abs(gaps[-1]) < DETECTION_LIMIT), default=0.0)
+    outside = [pair for pair in pairs if abs(pair[2][-1]) >= DETECTION_LIMIT]
+    inside = [gaps for *_, gaps in pairs if abs(gaps[-1]) < DETECTION_LIMIT]
+    if not inside:
+        return "At the end every format can be told from FP32's own noise"
+    largest = f"{max(abs(gaps[-1]) for gaps in inside):.1f} units"
+    at_any_step = f"{max(abs(gap) for gaps in inside for gap in gaps):.1f} at any step"
     if not outside:
-        text = f"At the end no format can be told from FP32's own noise; the largest mean gap is {largest:.1f} units"
-    else:
-        named = ", ".join(f"{name.upper()} on {item.task} ({gap:+.1f} units)" for item, name, gap in outside)
-        text = f"At the end outside FP32's own noise: {named}; every other mean gap is at most {largest:.1f} units"
-    return f"{text}; over the steps, {max(abs(gap) for *_, gaps in pairs for gap in gaps):.1f}"
+        return f"No format can be told from FP32's own noise; mean gaps are at most {largest} at the end, {at_any_step}"
+    named = ", ".join(f"{name.upper()} on {item.task} ({gaps[-1]:+.1f} units)" for item, name, gaps in outside)
+    return f"Outside FP32's own noise: {named}; other mean gaps are at most {largest} at the end, {at_any_step}"
 
 
 def tables(result: FormatsResult) -> list[Table]:
@@ -166,42 +169,45 @@ def _metric(item: TaskComparison, found: FormatCurves) -> str:
 def _products(shares: ProductShares, precision: str) -> str:
     if precision != "fp8":
         return f"all {precision}"
-    linears = f"{shares.num_float8} of {plural(shares.num_linears, 'Linear')}"
+    linears = f"Linears: {shares.num_float8} of {shares.num_linears}"
     convolutions = f"; convolutions, {shares.convolutions:.0%}, bf16" if shares.convolutions else ""
     return f"{shares.float8:.0%} fp8 ({linears}){convolutions}"
 
 
 def draw(result: FormatsResult) -> Figure:
     """Draws the mean gap, and that of each seed, over the steps: a panel for each task."""
-    columns = 3
-    rows = -(-(len(result.tasks) + 1) // columns)  # a panel is for the legend
-    figure = Figure(figsize=(4.1 * columns, 3.1 * rows + 0.9), dpi=110, layout="constrained")
+    columns = min(3, len(result.tasks))
+    rows = -(-len(result.tasks) // columns)
+    figure = Figure(figsize=(4.1 * columns, 2.9 * rows + 1.3), dpi=110, layout="constrained")
     panels = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, item in zip(panels, result.tasks, strict=False):
         _draw_task(axes, item)
     for axes in panels[len(result.tasks) :]:
         axes.axis("off")
     handles, labels = panels[0].get_legend_handles_labels()
-    panels[len(result.tasks)].legend(handles, labels, loc="center", fontsize=11, frameon=False)
-    figure.supylabel("validation loss minus FP32's with the same seed, in units of FP32's noise at that step", fontsize=10)
-    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=10, frameon=False)
+    figure.supylabel(
+        "validation loss minus FP32's with the same seed,\nin units of FP32's noise at that step", fontsize=10
+    )
+    figure.suptitle(finding(result).replace("; ", ";\n", 1), fontsize=12)
     return figure
 
 
 def _draw_task(axes: Axes, item: TaskComparison) -> None:
-    for precision in PRECISIONS:
-        color = PRECISION_COLORS[precision]
-        seeds = [item.gaps(precision, index) for index in range(len(item.steps))]
-        axes.plot(item.steps, seeds, _LINES[precision], color=color, alpha=0.3, linewidth=0.8)
-        means = item.mean_gaps(precision)
-        axes.plot(item.steps, means, f"o{_LINES[precision]}", color=color, markersize=4, label=f"{precision}, mean")
-    axes.plot([], [], color="black", alpha=0.4, linewidth=0.8, label="one seed")
     axes.axhspan(-DETECTION_LIMIT, DETECTION_LIMIT, color=GREY, alpha=0.2, label="cannot be told from noise")
-    axes.axhline(0, color=PRECISION_COLORS["fp32"], linewidth=1.8, label="fp32")
+    axes.axhline(0, color=PRECISION_COLORS["fp32"], linewidth=1.0, label="fp32")
+    for precision in PRECISIONS:
+        color, (dash, width) = PRECISION_COLORS[precision], _LINES[precision]
+        seeds = [item.gaps(precision, index) for index in range(len(item.steps))]
+        axes.plot(item.steps, seeds, dash, color=color, alpha=0.35, linewidth=0.8)
+        means = item.mean_gaps(precision)
+        label = f"{precision}, mean"
+        axes.plot(item.steps, means, f"o{dash}", color=color, markersize=2.2 * width, linewidth=width, label=label)
+    axes.plot([], [], color="black", alpha=0.4, linewidth=0.8, label="one seed")
     low, high = axes.get_ylim()
     axes.set_ylim(min(low, -1.5 * DETECTION_LIMIT), max(high, 1.5 * DETECTION_LIMIT))
-    axes.set(title=f"{item.task}: {item.shares.float8:.0%} of the products in fp8", xlabel="steps")
-    axes.title.set_fontsize(11)
+    axes.set_title(f"{item.task}: {item.shares.float8:.0%} of products in fp8", fontsize=11)
+    axes.set_xlabel("steps")
     axes.grid(alpha=0.3)
 
 

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 
-from dtrain.config.precision import Float8
 from dtrain.engine.initialize import initialize
 from dtrain.engine.interface import Engine
-from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.experiment.networks import SmallNetwork
 
 BLOCK = 10
@@ -29,12 +27,10 @@ class Variant:
 
     Attributes:
         loss_scale: a mode, or a number.
-        perturbation: if not 0, every initial weight is moved to the next FP32 number, up or down as this number draws.
     """
 
     precision: str = "fp32"
     loss_scale: str | float = "auto"
-    perturbation: int = 0
 
 
 @dataclass(frozen=True)
@@ -93,18 +89,9 @@ def _initialize(network: SmallNetwork, variant: Variant, seed: int) -> Engine:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = network.build()
-    if variant.perturbation:
-        perturb(model, Generator().manual_seed(variant.perturbation))
-    float8 = Float8(choice="all") if variant.precision == "fp8" else None
-    policy = PrecisionPolicy.named(variant.precision, float8=float8)
-    return initialize(model, optimizer=network.optimizer, precision=policy, loss_scale=variant.loss_scale, seed=seed)
-
-
-def perturb(model: nn.Module, generator: Generator) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            sign = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
-            weight.copy_(torch.nextafter(weight, sign * torch.inf))
+    return initialize(
+        model, optimizer=network.optimizer, precision=variant.precision, loss_scale=variant.loss_scale, seed=seed
+    )
 
 
 def _batches(network: SmallNetwork, seed: int, count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,5 +108,6 @@ def _evaluate(network: SmallNetwork, engine: Engine) -> float:
 
 
 def report(line: str) -> None:
+    """Prints progress where a person watches."""
     if sys.stderr.isatty():
         print(line, file=sys.stderr, flush=True)

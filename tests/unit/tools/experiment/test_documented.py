@@ -14,6 +14,7 @@ from dtrain.precision.formats import FP16
 from dtrain.tools.experiment import accumulation, formats, gradient_histogram, loss_scaling, master_weights
 from dtrain.tools.experiment.cli import EXPERIMENTS, load
 from dtrain.tools.experiment.records import read_record
+from dtrain.tools.experiment.tasks import TASKS
 
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
@@ -98,10 +99,32 @@ def test_accumulation() -> None:
 def test_formats() -> None:
     result: formats.FormatsResult = stored("formats")
     assert len(result.seeds) == 4
-    for item in result.networks:
+    assert [(item.task, item.metric, item.steps) for item in result.tasks] == [
+        (task.name, task.metric, task.validation_steps) for task in TASKS
+    ]
+    for item in result.tasks:
         for precision in formats.PRECISIONS:
-            gap = fmean(item.gaps(precision))
-            if (item.network, precision) == ("regression", "fp8"):
+            if (item.task, precision) == ("regression, exact targets", "fp8"):
                 assert min(item.gaps(precision)) > formats.DETECTION_LIMIT
+                assert max(map(abs, item.mean_gaps(precision)[:4])) < 1  # half of the steps
             else:
-                assert abs(gap) < 1
+                assert abs(item.gaps(precision)[-1]) < 5
+                assert max(map(abs, item.mean_gaps(precision))) < 1.65
+                assert abs(item.mean_gaps(precision)[-1]) < 1.15
+                assert item.of(precision).skipped == 0 or precision == "fp16"
+        if item.metric == "accuracy":
+            metrics = [found.metric for found in (item.fp32, *item.formats)]
+            assert max(metrics) - min(metrics) < 0.02
+    tasks = {item.task: item for item in result.tasks}
+    convnet = tasks["convnet"]
+    assert convnet.of("fp8").curves == convnet.of("bf16").curves
+    assert convnet.noise().rounding > convnet.noise().seeds / 4
+    for name, item in tasks.items():
+        assert item.noise().rounding < item.noise().seeds / 100 or name == "convnet"
+    exact = tasks["regression, exact targets"]
+    assert fmean(exact.of("fp8").losses()) == pytest.approx(1.29 * fmean(exact.fp32.losses()), rel=0.005)
+    assert tasks["regression"].fp32.metric == pytest.approx(0.87**-0.5, rel=0.005)  # the noise in its targets is 1
+    assert tasks["vision transformer"].gaps("fp8")[3] == pytest.approx(-4, abs=0.05)
+    *others, last = tasks["language model"].gaps("fp16", 0)
+    assert last > 6
+    assert max(map(abs, others)) < 0.02
