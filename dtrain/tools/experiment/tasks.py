@@ -12,6 +12,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from dtrain.cli.resolve import compose
+from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
 from dtrain.distributed.setup import choose_device, connect
@@ -109,8 +110,9 @@ class SmallTask:
         return list(validation_batches(self.dataset.validation, train.micro_batch_size, train.eval_batches or None))
 
     def in_format(self, precision: str, seed: int) -> RunConfig:
-        config = self.config
-        return replace(config, seed=seed, precision=replace(config.precision, name=precision))
+        """Returns the configuration with another seed, and a precision whose FP8 Linears no device chooses by speed."""
+        float8 = Float8(choice="all") if precision == "fp8" else Float8()
+        return replace(self.config, seed=seed, precision=PrecisionConfig(precision, float8=float8))
 
     def train(self, precision: str, seed: int, batches: Batches, *, perturbation: int = 0) -> TaskCurve:
         """Trains on ``batches``, the :meth:`batches` of ``seed``.
