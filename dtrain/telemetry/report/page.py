@@ -178,7 +178,7 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
     tiles = [
         ("loss", _text(final("loss"))),
         ("validation loss", _text(final("val_loss"))),
-        *((name.removeprefix("val_"), _text(value)) for name, value in summary.get("val_metrics", {}).items()),
+        *((name.removeprefix("val_"), _text(final(name))) for name in run.metrics.series if METRIC.fullmatch(name)),
         (f"{run.unit} / s", _text(tokens_s)),
         ("MFU", f"{100 * mfu:.1f} %" if isinstance(mfu, float) else "unknown"),
         ("skipped steps", _text(last.get("skipped_steps", 0))),

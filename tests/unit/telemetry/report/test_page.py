@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ from tests.helpers.run_folders import make_run, training_line
 from tests.unit.telemetry.report.regenerate_golden import GOLDEN, golden_page
 
 HOSTILE = "<script>alert('x')</script> \"q\" 'é' & \x1b[31m"
-_VOID = {"meta"}
+_VOID = {"meta", "img"}
 
 
 class _Balanced(HTMLParser):
@@ -54,8 +55,10 @@ class _Balanced(HTMLParser):
 def require_safe(text: str) -> None:
     """Asserts that the page is well formed, runs nothing and loads nothing."""
     parsed = _Balanced(text)
-    assert not parsed.tags & {"script", "iframe", "object", "embed", "img", "link", "base", "form"}
-    assert not [name for name, _ in parsed.attributes if name.startswith("on") or name in ("src", "href", "srcset")]
+    assert not parsed.tags & {"script", "iframe", "object", "embed", "link", "base", "form"}
+    assert not [name for name, _ in parsed.attributes if name.startswith("on") or name in ("href", "srcset")]
+    pictures = [value or "" for name, value in parsed.attributes if name == "src"]
+    assert all(re.fullmatch(r"data:image/png;base64,[A-Za-z0-9+/]+=*", picture) for picture in pictures)
     assert not re.search(r"https?:|url\(|@import", text)
     assert len(text) < 2_000_000
 
@@ -128,7 +131,9 @@ def test_a_killed_run_and_an_older_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary.json", "config.yaml", "memory.json", "precision.json", "environment.json"])
-@pytest.mark.parametrize("content", ["", "[1, 2]", '{"rows": 3, "modules": 4}', "\x00", "[" * 100_000])
+@pytest.mark.parametrize(
+    "content", ["", "[1, 2]", '{"rows": 3, "modules": 4, "val_metrics": [1]}', "\x00", "[" * 100_000]
+)
 def test_damaged_files_are_left_out(tmp_path: Path, name: str, content: str) -> None:
     run = make_run(tmp_path / "run")
     (run / name).write_text(content, encoding="utf-8")
@@ -150,6 +155,32 @@ def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
     assert "&lt;script&gt;" in text
     assert "hf_abcdefghijklmnopqrstuvwxyz123456" not in text
     assert "sk-abcdefghijklmnopqrstuvwx1234" not in text
+
+
+def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", sample_txt="48 of 50 validation samples right")
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    config["data"]["name"] = "glyphs"
+    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    lines = [
+        {"step": step, "val_loss": 1.0, "val_accuracy": step / 50, "val_accuracy_ema": step / 100, HOSTILE: 1.0}
+        for step in (30, 48)
+    ]
+    with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+    picture = b"\x89PNG\r\n\x1a\n rest"
+    (run / "sample.png").write_bytes(picture)
+    text = page_of(run)
+    assert text.count("<h2>Accuracy</h2>") == 1
+    assert "run val_accuracy: 0.96 at step 48" in text
+    assert "run val_accuracy_ema: 0.48 at step 48" in text
+    assert "<b>0.96</b><span>accuracy</span>" in text
+    assert "<h2>Samples per second</h2>" in text
+    assert "<span>samples / s</span>" in text
+    assert f'src="data:image/png;base64,{base64.b64encode(picture).decode()}"' in text
+    for other in (b"GIF89a", b"", picture + bytes(1_000_000)):
+        (run / "sample.png").write_bytes(other)
+        assert "<img" not in page_of(run)
 
 
 def test_refusals(tmp_path: Path) -> None:
