@@ -11,6 +11,7 @@ from torch import nn
 
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.config.schema import RunConfig
+from dtrain.data import load_dataset
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.setup import choose_device
@@ -38,7 +39,9 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
-    model = build_without_values(config, VOCAB_SIZE)
+    is_language = config.data.is_language  # then the formats are the same with any vocabulary
+    task = VOCAB_SIZE if is_language else load_dataset(config.data, config.model.max_seq_len).task
+    model = build_without_values(config, task)
     check_patterns(config, model)
     policy = make_policy(config).on(device)
     candidates = float8_candidates(policy, model)

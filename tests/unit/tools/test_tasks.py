@@ -57,12 +57,15 @@ def test_a_run_is_verified_and_replayed(tmp_path: Path) -> None:
 def test_plans_name_samples_and_outputs(tmp_path: Path) -> None:
     glyphs = ["data=glyphs", *_DIGITS[:2], "model.args.more_outputs=0", *_QUICK, "precision=bf16"]
     regression = ["experiment=regression", *_QUICK, "precision=bf16", "model.hidden_dim=36"]
-    memory, shapes, hidden = dtrain(
+    formats, memory, shapes, hidden = dtrain(
         tmp_path,
+        ["plan", "precision", "experiment=glyphs", *_DIGITS, *_QUICK, "precision=bf16"],
         ["plan", "memory", *regression],
         ["plan", "shapes", _OWN, *glyphs],
         ["plan", "shapes", *regression],
     )
+    assert [line for line in formats.splitlines() if line.startswith("| model.stem_norm ") and "fp32" in line]
+    assert [line for line in formats.splitlines() if line.startswith("| model.head ") and "16x32" in line]
     assert "micro-batch that fits is" in memory
     assert "vocabulary" not in shapes
     assert "max_seq_len" not in shapes + hidden
