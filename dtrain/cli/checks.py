@@ -7,8 +7,9 @@ from typing import Any
 
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import check_engine, check_states
+from dtrain.config.data import DataConfig
 from dtrain.config.fields import in_keys
-from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, USED_KEYS
+from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, USED_KEYS, ModelConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
@@ -32,7 +33,9 @@ def check_config(config: RunConfig, world_size: int) -> None:
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
-    _check_task(config)
+    _check_task(config.model, config.data)
+    if config.train.seq_len is not None and not config.data.is_language:
+        raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={config.data.name}")
     _check_batch(config, world_size)
     _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)
@@ -89,6 +92,8 @@ def check_suite(config: Any) -> None:
         return
     if isinstance(config, AcceptConfig):
         return
+    if hasattr(config, "model") and hasattr(config, "data"):
+        _check_task(config.model, config.data)
     bench = config.bench
     if bench.out == "":
         raise ConfigError("bench.out is empty; name a JSON file, or leave it null")
@@ -150,9 +155,8 @@ def _check_list(key: str, values: list[Any], choices: tuple[Any, ...]) -> None:
             raise ConfigError(f"{key}={values} must list some of {', '.join(map(str, choices))}, each once")
 
 
-def _check_task(config: RunConfig) -> None:
+def _check_task(model: ModelConfig, data: DataConfig) -> None:
     """Checks that a built-in model is for the data: tokens, images or numbers."""
-    model, data = config.model, config.data
     if data.is_language:
         if model.factory in USED_KEYS:
             raise ConfigError(
@@ -168,8 +172,6 @@ def _check_task(config: RunConfig) -> None:
         given = f"data={data.name}" if task is None else f"data.task={task}"
         or_task = "data.task=denoising, or " if task == "classification" else ""
         raise ConfigError(f"model={model.name} does not learn {given}; choose {or_task}model={suited}")
-    if config.train.seq_len is not None:
-        raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={data.name}")
 
 
 def _check_batch(config: RunConfig, world_size: int) -> None:

@@ -25,6 +25,8 @@ from tests.unit.tools.bench.made import result, results_of
 SOME_STAGES = f"must list some of {', '.join(map(str, STAGES))}, each once"
 
 MISTAKES = [
+    ("engine model=convnet", "model=convnet takes images or numbers, but data=stdlib has tokens; choose data=images"),
+    ("precision data=glyphs", "takes tokens, which data=glyphs has not; choose model=convnet, vit or mlp"),
     ("engine bench.round=3", "unknown key 'bench.round'; did you mean 'bench.rounds'?"),
     ("engine bench.zero_stage=1", "unknown key 'bench.zero_stage'; did you mean 'bench.stages'?"),
     ("engine run_dir=x", "unknown key 'run_dir'; valid: bench, data, model, optim, seed"),
