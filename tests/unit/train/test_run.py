@@ -350,4 +350,4 @@ def test_an_impossible_number_of_tokens_is_refused(tmp_path: Path, tokens: Any) 
     )
     config, run_dir = compose([*_SMALL]), RunDir(tmp_path, tmp_path, False)
     with pytest.raises(CheckpointError, match=r"has extra\.tokens=.*; expected a whole number from 0"):
-        run._resume(config, engine, run_dir, SimpleNamespace(fingerprint=""))  # type: ignore[arg-type]
+        run._resume(config, engine, run_dir, SimpleNamespace(fingerprint="", task=None))  # type: ignore[arg-type]
