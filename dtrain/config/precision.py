@@ -115,7 +115,9 @@ class Float8(CheckedRecord):
         "all",
         doc="Linear layers in FP8: those timed faster than BF16, or all that can be; auto: timed unless emulated.",
     )
-    num_rows: int | None = at_least(None, 1, "Rows of the timed products; null: micro_batch_size x max_seq_len.")
+    num_rows: int | None = at_least(
+        None, 1, "Rows of the timed products; null: micro_batch_size x max_seq_len, without tokens 8192."
+    )
     fast_accumulation: bool = setting(False, "Accumulate forward products faster and less precisely, on Hopper.")
     compile: bool | str = one_of("auto", True, False, doc="Compile the casts; auto: on a GPU that has a compiler.")
 

@@ -152,6 +152,16 @@ def require_shape(prediction: Tensor, expected: Sequence[int], what: str) -> Non
         )
 
 
+def in_sample_order(gathered: Tensor, num_micro_batches: int) -> Tensor:
+    """Returns the rows of all micro-batches in the order of the samples, [ranks * num_micro_batches, n].
+
+    Args:
+        gathered: [ranks, num_micro_batches * n]; micro-batch i of rank r has index i * ranks + r.
+        num_micro_batches: of each rank.
+    """
+    return gathered.view(len(gathered), num_micro_batches, -1).transpose(0, 1).flatten(0, 1)
+
+
 def gather_samples(
     engine: Engine, validation: Validation, columns: Callable[[TaskOutput, dict[str, Tensor]], Tensor]
 ) -> Tensor:
@@ -178,7 +188,5 @@ def gather_samples(
     for row, values in zip(padded, rows, strict=True):
         row[0] = len(values)
         row[1 : 1 + values.numel()] = values.flatten()
-    gathered = engine.comm.gather_rows(padded.flatten(), label="validation samples").cpu()
-    # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
-    ordered = gathered.view(engine.world_size, len(rows), -1).transpose(0, 1).flatten(0, 1)
+    ordered = in_sample_order(engine.comm.gather_rows(padded.flatten(), label="validation samples").cpu(), len(rows))
     return torch.cat([row[1 : 1 + int(row[0]) * width].view(-1, width) for row in ordered])

@@ -25,8 +25,8 @@ from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.huggingface.task_model import task_of
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.state_diff import state_differences
-from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, to_yaml
-from dtrain.config.model import LOSS_KEYS
+from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, defaults, to_yaml
+from dtrain.config.model import LOSS_KEYS, ModelConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
@@ -34,7 +34,7 @@ from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
 from dtrain.redaction.redact import equal_but_for_secrets, redact
 from dtrain.tasks import Task
-from dtrain.tasks.description import describe_task
+from dtrain.tasks.description import describe_task, read_task
 from dtrain.telemetry.metrics import (
     CHECKPOINTS,
     CONFIG_FILE,
@@ -110,6 +110,8 @@ def open_run_dir(
             # groups that the checkpoint lacks are not compared: an imported one has only its model
             shared = {group: now[group] for group in now if group in before}
             if before:
+                if "model" in before:  # an older checkpoint lacks newer keys
+                    before = before | {"model": defaults(ModelConfig) | before["model"]}
                 compare_configs(before, shared, manifest.step)
             if task is not None:
                 compare_tasks(task_of(manifest.state), task, manifest.step)
@@ -199,19 +201,23 @@ def compare_configs(before: dict[str, Any], now: dict[str, Any], step: int) -> N
         logger.info("changed since the checkpoint at step %d: %s=%s (was %s)", step, path, new, old)
 
 
-def compare_tasks(before: Mapping[str, Any] | None, task: Task, step: int) -> None:
+def compare_tasks(before: Any, task: Task, step: int) -> None:
     """Compares what a model has learned from with the data: classes, the shape of inputs, and the number of targets.
 
     Means and deviations may change, because they follow the samples.
 
     Args:
-        before: the description of the task in a checkpoint; None: it has none.
+        before: the description of the task in a checkpoint; nothing is compared with anything else.
         task: of the data.
         step: of the checkpoint.
 
     Raises:
         ConfigError: one differs.
     """
+    try:
+        before = describe_task(read_task(before, "the checkpoint's task"))
+    except CheckpointError:  # a key of a library user, or of a run on tokens
+        before = None
     if before is None:
         return
     now = describe_task(task) or {"name": task.name}

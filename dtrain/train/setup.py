@@ -111,7 +111,9 @@ def set_threads(config: RunConfig, comm: Communicator) -> int:
 
 def make_policy(config: RunConfig) -> PrecisionPolicy:
     precision = config.precision
-    num_rows = precision.float8.num_rows or config.train.micro_batch_size * config.targets_per_sample
+    num_rows = precision.float8.num_rows
+    if num_rows is None and config.data.is_language:  # an image may have many rows of patches
+        num_rows = config.train.micro_batch_size * config.model.max_seq_len
     float8 = replace(precision.float8, num_rows=num_rows)
     return PrecisionPolicy.named(precision.name, rules=precision.rules, float8=float8)
 

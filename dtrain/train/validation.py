@@ -11,6 +11,7 @@ from dtrain.engine.interface import Engine
 from dtrain.errors import ConfigError, ModelError
 from dtrain.precision.forward import find_loss
 from dtrain.tasks import Task, num_targets
+from dtrain.tasks.task import in_sample_order
 
 
 def to_device(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
@@ -51,9 +52,8 @@ def validate(engine: Engine, task: Task, batches: Iterator[tuple[dict[str, Tenso
             sums = task.sums(output, batch["targets"])
             rows.append(torch.cat((total, count, sums if weight else torch.zeros_like(sums))))
     gathered = engine.comm.gather_rows(torch.stack(rows).flatten(), label="validation loss")
-    # micro-batch i of rank r has index i * world_size + r: rank is the fast axis
-    ordered = gathered.view(engine.world_size, len(rows), -1).transpose(0, 1).flatten(0, 1)
-    loss_sum, num_counted, *task_sums = map(float, map(sum, ordered.t().tolist()))
+    columns = in_sample_order(gathered, len(rows)).t().tolist()
+    loss_sum, num_counted, *task_sums = map(float, map(sum, columns))
     if not num_counted:
         raise ConfigError("no target of the validation data counts in the loss; check how the targets are masked")
     return {"loss": loss_sum / num_counted, **task.metrics(task_sums, num_counted)}

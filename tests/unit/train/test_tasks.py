@@ -212,9 +212,7 @@ def test_other_classes_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
     os.rename(tmp_path / "photos" / "red", tmp_path / "photos" / "violet")
     ((name, message),) = run_ranks(1, _refused, str(tmp_path / "run"), *photos, "train.steps=2")
     assert name == "ConfigError"
-    assert (
-        "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose" in message
-    )
+    assert "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose" in message
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
 
 
