@@ -169,6 +169,13 @@ def directory_error(key: str, path: object, error: OSError) -> DtrainError:
     return ConfigError(f"{key}={path} cannot be created: {error.strerror}; choose another")
 
 
+def one_line(reason: object) -> str:
+    """Returns a text in one line; of an exception its type and message, of at most 400 characters."""
+    if isinstance(reason, BaseException):
+        return " ".join(f"{type(reason).__name__}: {reason}".split())[:400]
+    return " ".join(str(reason).split())
+
+
 _LISTED = 20  # names in a message: a model may have thousands of modules
 
 

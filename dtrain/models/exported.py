@@ -21,7 +21,7 @@ from dtrain.config.model import (
     USED_KEYS,
     ModelConfig,
 )
-from dtrain.errors import CheckpointError, ConfigError, nearest
+from dtrain.errors import CheckpointError, ConfigError, nearest, one_line
 from dtrain.models.factory import build_model
 from dtrain.models.images.hf import HFImageModel
 from dtrain.models.task_model import TaskModel
@@ -154,7 +154,7 @@ def _shapes(config: ModelConfig, task: Task, where: str) -> dict[str, tuple[int,
     except ConfigError as error:
         raise CheckpointError(f"{where}: {error}") from error
     except (RuntimeError, OverflowError, ValueError) as error:  # torch, of sizes that no tensor has
-        raise CheckpointError(f"{where}: its model cannot be built: {' '.join(str(error).split()):.200}") from error
+        raise CheckpointError(f"{where}: its model cannot be built: {one_line(error)}") from error
     # a checkpoint holds tied weights once
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(model.state_dict(keep_vars=True).items())}
     return {name: tuple(tensor.shape) for name, tensor in tensors.values()}

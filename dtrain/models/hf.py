@@ -22,7 +22,7 @@ from dtrain.checkpoint.huggingface.folder import CONFIG, HFFolder, read_config
 from dtrain.checkpoint.huggingface.same_model import replaced
 from dtrain.config.model import ModelConfig
 from dtrain.distributed.logging import logger
-from dtrain.errors import CheckpointError, ConfigError, nearest
+from dtrain.errors import CheckpointError, ConfigError, nearest, one_line
 from dtrain.models.adapters import add_adapters
 from dtrain.models.causal_lm import ModelOutput
 from dtrain.models.hf_forwards import (
@@ -35,6 +35,7 @@ from dtrain.models.hf_forwards import (
 from dtrain.models.loss_head import LossHead
 
 _ADAPTER = "adapter_config.json"
+_TIMM = "timm_wrapper"
 
 
 class HFCausalLM(nn.Module):
@@ -229,6 +230,8 @@ def make_config(values: Mapping[str, Any], args: Mapping[str, Any], source: str)
             f"{source}: transformers {transformers.__version__} has no model_type {kind!r:.80};{code} "
             "take a model that transformers contains"
         )
+    if kind == _TIMM:
+        raise ConfigError(f"{source}: model_type {kind} is a model of timm, which may fetch or unpickle; take another")
     config_class = transformers.CONFIG_MAPPING[kind]
     with quiet():
         try:
@@ -336,8 +339,3 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(level)
         if has_bars:
             logging.enable_progress_bar()
-
-
-def one_line(error: BaseException) -> str:
-    """Returns the message of ``error`` in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:400]

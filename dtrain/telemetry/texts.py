@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtrain.redaction.printable import printable
 from dtrain.redaction.redact import redact_text
 
 _TEXT_LIMIT = 300  # characters
@@ -39,11 +40,6 @@ def span(seconds: float) -> str:
         if seconds >= size:
             return f"{seconds // size:.0f} {unit}"
     return f"{max(seconds, 0.0):.0f} s"
-
-
-def printable(text: str) -> str:
-    """Replaces control characters except newlines and tabs, so that ``text`` cannot control a terminal."""
-    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def clean(value: object) -> str:

@@ -49,7 +49,7 @@ from dtrain.telemetry.metrics import (
     write_summary,
 )
 from dtrain.telemetry.precision_files import PrecisionFiles
-from dtrain.telemetry.texts import compact, printable, rate
+from dtrain.telemetry.texts import compact, rate
 from dtrain.telemetry.throughput import device_name, mfu
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
@@ -373,7 +373,7 @@ def _write_sample(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: 
         if engine.rank == 0:
             logger.warning("no sample, which needs %s: %s", dataset.task.needs_for_sample, describe(error))
         return
-    logger.info("sample:\n%s\n", printable(sample.text))
+    logger.info("sample:\n%s\n", sample.text)
 
 
 def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals, unit: str) -> None:

@@ -21,6 +21,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 HEADER = struct.Struct("<?q")
 """Whether the answer is pixels, and its bytes."""
 
+FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".bmp": "BMP", ".webp": "WEBP", ".gif": "GIF"}
+"""Suffixes of files, and the formats that are read, whatever the suffix: others may start programs, as EPS does."""
+
+_READ = sorted(set(FORMATS.values()))
 _MODES = {"rgb": "RGB", "gray": "L"}
 _ORIENTATION = 0x0112  # tag of Exif
 _SIDEWAYS = (5, 6, 7, 8)  # its values with width and height swapped
@@ -61,7 +65,7 @@ def decode(file: str, view: View, size: int, channels: str) -> bytes:
 def _read(file: str, view: View, size: int, mode: str) -> Image.Image:
     try:
         # libraries warn of what can still be decoded; a size that is a danger to memory is an error of Pillow's
-        with warnings.catch_warnings(action="ignore"), Image.open(file) as image:
+        with warnings.catch_warnings(action="ignore"), Image.open(file, formats=_READ) as image:
             sideways = image.getexif().get(_ORIENTATION) in _SIDEWAYS
             left, top, right, bottom = box(view, *(image.size[::-1] if sideways else image.size))
             # JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, if that leaves enough pixels
@@ -69,7 +73,11 @@ def _read(file: str, view: View, size: int, mode: str) -> Image.Image:
             image.draft(mode, (math.ceil(image.size[0] / shrink), math.ceil(image.size[1] / shrink)))
             return _flatten(ImageOps.exif_transpose(image), mode)
     except Exception as error:  # a damaged file makes Pillow raise almost anything
-        reason = "its format is not known" if isinstance(error, UnidentifiedImageError) else error
+        reason = (
+            f"its format is not {', '.join(_READ[:-1])} or {_READ[-1]}"
+            if isinstance(error, UnidentifiedImageError)
+            else error
+        )
         raise ImageError(f"{file} cannot be decoded: {reason}") from error
 
 

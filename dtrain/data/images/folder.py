@@ -13,14 +13,14 @@ import numpy as np
 
 from dtrain.config.data import ImagesDataConfig
 from dtrain.data.draws import CONTENT, generator
-from dtrain.data.images.decode import ImageError, View, decode
+from dtrain.data.images.decode import FORMATS, ImageError, View, decode
 from dtrain.data.images.pictures import Pictures, PictureSet, Pixels
-from dtrain.data.images.workers import Decoder, one_line
+from dtrain.data.images.workers import Decoder, undecodable
 from dtrain.data.sampling import Indices
 from dtrain.data.text import is_held_out, name_hash
 from dtrain.errors import ConfigError
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif")
+SUFFIXES = tuple(FORMATS)
 
 _SHARES = (0.25, 1.0)  # of an image's area, as part of it
 _ASPECT = 4 / 3
@@ -200,5 +200,5 @@ def _look_at(images: ImageFiles, config: ImagesDataConfig) -> str:
         except OSError as error:
             raise ConfigError(f"{file} cannot be read: {error.strerror}; make it readable, or take it away") from None
         except ImageError as error:
-            raise ConfigError(one_line(error)) from None
+            raise ConfigError(undecodable(str(error))) from None
     return digest.hexdigest()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.data.images.decode import ImageError, decode
 from dtrain.data.images.pictures import standardize_pixels
-from dtrain.errors import ConfigError, DataError
+from dtrain.errors import ConfigError, DataError, one_line
 from dtrain.tasks import Task
 
 _CHANNELS = {1: "gray", 3: "rgb"}
@@ -42,7 +42,7 @@ def read_image(path: str | os.PathLike[str], task: Task) -> Tensor:
     try:
         data = decode(os.fspath(path), (), size, _CHANNELS[channels])
     except ImageError as error:
-        raise DataError(" ".join(str(error).split())) from None
+        raise DataError(one_line(str(error))) from None
     pixels = np.frombuffer(data, np.uint8).reshape(size, size, channels).transpose(2, 0, 1) * np.float32(1 / 255)
     standardize_pixels(pixels, task)
     return torch.from_numpy(np.ascontiguousarray(pixels))

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dtrain.data.images.decode import HEADER, ImageError, View, decode_all
-from dtrain.errors import DataError
+from dtrain.errors import DataError, one_line
 
 _MODULE = "dtrain.data.images.decode"
 
@@ -51,7 +51,7 @@ class Decoder:
             try:
                 answers = [decode_all(files, views, self._size, self._channels)]
             except ImageError as error:
-                raise DataError(one_line(error)) from None
+                raise DataError(undecodable(str(error))) from None
         else:
             with self._lock:
                 try:
@@ -89,7 +89,7 @@ class Decoder:
         if not length or len(answer) < length:
             raise DataError(self._reason_of_end(worker))
         if not is_pixels:
-            raise DataError(one_line(answer.decode(errors="replace")))
+            raise DataError(undecodable(answer.decode(errors="replace")))
         return answer
 
     def _start(self) -> None:
@@ -99,7 +99,7 @@ class Decoder:
         for _ in range(self._num_workers):
             self._workers.append(
                 Popen(
-                    [sys.executable, "-m", _MODULE],
+                    [sys.executable, "-P", "-m", _MODULE],  # no code of the working directory
                     stdin=PIPE,
                     stdout=PIPE,
                     stderr=self._logs[0],
@@ -116,9 +116,9 @@ class Decoder:
         return f"a process that decodes images ended with code {code}: {reason}"
 
 
-def one_line(reason: object) -> str:
+def undecodable(reason: str) -> str:
     """Returns the message for an image that cannot be decoded."""
-    return f"{' '.join(str(reason).split())}; replace the file or take it out of its folder"
+    return f"{one_line(reason)}; replace the file or take it out of its folder"
 
 
 def _end(workers: list[Popen[bytes]], logs: list[IO[bytes]]) -> None:

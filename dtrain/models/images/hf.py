@@ -14,14 +14,13 @@ from torch import Tensor, nn
 
 from dtrain.config.model import ModelConfig
 from dtrain.distributed.logging import logger
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, one_line
 from dtrain.models.hf import (
     check_folder,
     check_installed,
     import_transformers,
     load_weights,
     make_config,
-    one_line,
     quiet,
 )
 from dtrain.models.images.layout import in_layout

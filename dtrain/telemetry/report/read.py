@@ -21,10 +21,10 @@ from dtrain.checkpoint.inspection import CheckpointStatus, verify
 from dtrain.config.schema import unit_of
 from dtrain.config.yaml_files import check_size
 from dtrain.errors import CheckpointError, ConfigError
+from dtrain.redaction.printable import printable
 from dtrain.redaction.redact import redact_text, redact_values
 from dtrain.telemetry.host import ENVIRONMENT_FILE
 from dtrain.telemetry.metrics import CHECKPOINTS, CONFIG_FILE, FAILURES, METRIC, METRICS_FILE, SUMMARY_FILE
-from dtrain.telemetry.texts import printable
 
 SERIES = (
     "loss", "val_loss", "val_loss_ema", "lr", "grad_norm", "loss_scale", "tokens_per_s", "peak_memory", "step_ms",

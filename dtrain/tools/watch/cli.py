@@ -13,9 +13,10 @@ from pathlib import Path
 from rich.console import Console
 
 from dtrain.errors import ConfigError
+from dtrain.redaction.printable import printable
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.live_view import LiveView, start_live
-from dtrain.telemetry.texts import clean, printable
+from dtrain.telemetry.texts import clean
 from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.tools.watch.files import is_run
 from dtrain.tools.watch.state import WatchedRun

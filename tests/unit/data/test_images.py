@@ -279,7 +279,7 @@ def test_a_folder_that_holds_no_classes_is_refused_in_one_line(tmp_path: Path) -
         validation_path=other,
     )
     (good / "a" / "2.png").write_bytes(b"")
-    refuse(r"good/a/2\.png cannot be decoded: its format is not known; replace the file or take it out", good)
+    refuse(r"good/a/2\.png cannot be decoded: its format is not BMP, .* or WEBP; replace the file or take it out", good)
 
 
 def test_a_folder_to_validate_on_holds_nothing_out(tmp_path: Path) -> None:
@@ -302,11 +302,26 @@ def test_a_damaged_image_is_named(tmp_path: Path, name: str) -> None:
         decode(str(path), (), 8, "rgb")
 
 
+def test_a_format_of_another_suffix_starts_no_program(tmp_path: Path) -> None:
+    """Pillow reads EPS with Ghostscript, and ICO whatever the name says."""
+    path = tmp_path / "a.png"
+    for other in ("EPS", "ICO", "TIFF"):
+        noise(0).save(path, format=other)
+        with pytest.raises(ImageError, match=r"a\.png cannot be decoded: its format is not BMP, .* or WEBP$"):
+            decode(str(path), (), 8, "rgb")
+    noise(0).save(path, format="JPEG")
+    assert len(decode(str(path), (), 8, "rgb")) == 8 * 8 * 3
+
+
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes
-def test_a_damaged_image_or_a_killed_process_ends_the_batch_and_nothing_else(tmp_path: Path) -> None:
+def test_a_damaged_image_or_a_killed_process_ends_the_batch_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "struct.py").write_text("raise SystemExit('code of the working directory runs')")
     make_folder(tmp_path, {"a": 4})
     files = [str(tmp_path / "a" / f"{index}.png") for index in range(4)]
     decoder = Decoder(2, 8, "rgb")

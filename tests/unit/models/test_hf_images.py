@@ -149,6 +149,11 @@ def _deeper(folder: Path) -> None:
         (_to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
         (_deeper, {}, r"its weights lack 'vit\.layers\.2\..*ViTForImageClassification; give the folder"),
         (_edit(model_type="llama"), {"weights": "random"}, "has no image classifier of model_type llama"),
+        (
+            _edit(model_type="timm_wrapper"),
+            {"weights": "random"},
+            "model_type timm_wrapper is a model of timm, which may",
+        ),
         (_edit(model_type="mine", auto_map={}), {}, "has no model_type 'mine'; its own Python files"),
         (None, {"task": classification(3, 20, 20)}, r"does not take the images of the data, 20 x 20 with 3 channels: "),
         (None, {"task": classification(3, 48)}, r"^model=hf takes images of shape .* \[3, 48\]; choose model=mlp"),

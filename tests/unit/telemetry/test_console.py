@@ -74,6 +74,14 @@ def test_the_progress_line_shows_steps_and_gives_the_stream_back(
     assert "skipped: overflow" in shown
 
 
+def test_a_log_line_cannot_control_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    configure_logging(0)
+    logger.info("the class '%s'\n\tis of the folder", "\x1b]0;title\x07\r\x9b2J")
+    assert stream.getvalue() == "the class '\ufffd]0;title\ufffd\ufffd\ufffd2J'\n\tis of the folder\n"
+
+
 def test_without_a_terminal_there_are_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from dtrain.redaction.printable import printable
 from dtrain.telemetry.live_view import LiveView, sparkline
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.progress import RunProgress, Saved, Skip
-from dtrain.telemetry.texts import clean, compact, duration, printable, span
+from dtrain.telemetry.texts import clean, compact, duration, span
 
 NOW = 1_000_000.0
 STEP = StepMetrics(
