@@ -9,10 +9,11 @@ import torch
 from torch import nn
 
 from dtrain.config.imports import load_named
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, HF_IMAGES_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import hf
 from dtrain.models.gpt2 import ffn_dim
+from dtrain.models.images import hf as images_hf
 from dtrain.models.loss_head import check_loss_keys
 from dtrain.models.task_model import TaskModel
 from dtrain.models.transformer import Dims
@@ -45,13 +46,15 @@ def vocabulary(config: ModelConfig, task: Task | int) -> int:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Runs the checks of model=hf that need no weights, for which transformers is imported; others have none.
+    """Runs the checks of a folder that need no weights, for which transformers is imported; other models have none.
 
     Raises:
         ConfigError: the folder holds no model that can be trained, or a target of the adapters is none of its Linears.
     """
     if config.factory == HF_FACTORY:
         hf.check_model(config)
+    elif config.factory == HF_IMAGES_FACTORY and config.path is not None:
+        images_hf.check_model(config)
 
 
 def _hf_vocabulary(config: ModelConfig, data_vocab_size: int) -> int:

@@ -85,7 +85,13 @@ def build(config: ModelConfig, task: Task) -> HFImageModel:
     }
     with quiet():
         try:
-            if _loads(config) and not torch.empty(0).is_meta:
+            with torch.device("meta"):
+                hf = model_class._from_config(hf_config, **options)
+                # without memory, because a file may claim any size
+                _check_image(HFImageModel(hf, config.channels_last), config, shape)
+            if torch.empty(0).is_meta:
+                pass
+            elif _loads(config):
                 hf = load_weights(model_class, hf_config, str(config.path), options, draws_head=True)
             else:
                 hf = model_class._from_config(hf_config, **options)
@@ -93,9 +99,12 @@ def build(config: ModelConfig, task: Task) -> HFImageModel:
             raise
         except Exception as error:  # the class decides what it raises for values and weights that do not fit
             raise ConfigError(f"{_source(config)}: transformers cannot build the model: {one_line(error)}") from error
-    model = HFImageModel(hf, config.channels_last)
-    _check_image(model, config, shape)
-    return model.train()
+    return HFImageModel(hf, config.channels_last).train()
+
+
+def check_model(config: ModelConfig) -> None:
+    """Checks the folder without reading weights, whatever the data are; raises ``ConfigError`` as :func:`build`."""
+    _model_class(config, _read_config(config))
 
 
 def _loads(config: ModelConfig) -> bool:
@@ -106,12 +115,8 @@ def _source(config: ModelConfig) -> str:
     return f"model={config.name} model.path={config.path}" if config.path else f"model={config.name} model.args"
 
 
-def _hf_config(config: ModelConfig, task: Task, shape: tuple[int, int, int]) -> Any:
-    """Returns the configuration of transformers, with the outputs of ``task`` in it.
-
-    Raises:
-        ConfigError: as :func:`build`.
-    """
+def _read_config(config: ModelConfig) -> Any:
+    """Returns the configuration of transformers, of the folder or of ``model.args`` alone; raises as :func:`build`."""
     if config.path is None:
         check_installed(config)
         values = {"model_type": config.args["model_type"]} if "model_type" in config.args else _SMALL_VIT
@@ -123,13 +128,25 @@ def _hf_config(config: ModelConfig, task: Task, shape: tuple[int, int, int]) -> 
                 f"model.args.model_type={given} differs from {kind!r:.80}, that of model.path={config.path}; remove "
                 "one of both"
             )
-    hf_config = make_config(values, config.args, _source(config))
+    return make_config(values, config.args, _source(config))
+
+
+def _hf_config(config: ModelConfig, task: Task, shape: tuple[int, int, int]) -> Any:
+    """Returns the configuration of transformers, with the outputs of ``task`` in it; raises as :func:`build`."""
+    hf_config = _read_config(config)
     if not _loads(config):
         channels, height, width = shape
-        size = height if height == width else [height, width]
-        for key, value in (("num_channels", channels), ("image_size", size)):
-            if key not in config.args and hasattr(hf_config, key):
+        is_pair = height != width or isinstance(getattr(hf_config, "image_size", None), (list, tuple))
+        for key, value in (("num_channels", channels), ("image_size", [height, width] if is_pair else height)):
+            if key in config.args or not hasattr(hf_config, key):
+                continue
+            try:
                 setattr(hf_config, key, value)
+            except Exception as error:  # the class decides what it raises for a bad value
+                raise ConfigError(
+                    f"{_source(config)}: the images of the data need {key}={value}, which a model of model_type "
+                    f"{hf_config.model_type} does not take: {one_line(error)}; set model.args.{key}, or take another"
+                ) from error
     _set_outputs(hf_config, task, config)
     return hf_config
 
@@ -169,12 +186,15 @@ def _model_class(config: ModelConfig, hf_config: Any) -> Any:
 
 @torch.no_grad()
 def _check_image(model: HFImageModel, config: ModelConfig, shape: tuple[int, int, int]) -> None:
-    """Raises ``ConfigError`` if the model does not take one image of ``shape``."""
+    """Raises ``ConfigError`` if the model, on the default device, does not take one image of ``shape``."""
     try:
         model.eval()(torch.zeros(1, *shape))
     except Exception as error:  # the model decides what it raises for a size that does not fit
+        if "meta tensor" in str(error):  # it reads values, which only the first step has
+            return
         channels, height, width = shape
+        fix = "model.weights=random" if _loads(config) else "entries of config.json in model.args that fit them"
         raise ConfigError(
             f"{_source(config)}: the model does not take the images of the data, {height} x {width} with {channels} "
-            f"channels: {one_line(error)}; choose images of its size, or model.weights=random"
+            f"channels: {one_line(error)}; choose images of its size, or {fix}"
         ) from error

@@ -12,7 +12,9 @@ import pytest
 import torch
 
 import dtrain
+from dtrain.config.model import HF_IMAGES_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
+from dtrain.models import check_model
 from dtrain.models import hf as hf_module
 from dtrain.models.task_model import TaskModel
 from dtrain.parameters.groups import find_units
@@ -90,6 +92,12 @@ def test_a_family_is_built_for_the_data(family: str) -> None:
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+def test_a_family_whose_size_is_a_pair_gets_that_of_the_data() -> None:
+    with torch.device("meta"):
+        model = network(classification(3, 64, 64), args={"model_type": "hiera"})
+    assert model.model.hf.config.image_size == [64, 64]
+
+
 def test_the_small_transformer_learns_and_may_predict_numbers() -> None:
     task = Regression((1, 8, 12), mean=(0.0, 0.0), std=(1.0, 1.0))
     model = network(task, args={"hidden_size": 64})
@@ -154,6 +162,11 @@ def _deeper(folder: Path) -> None:
             {"weights": "random"},
             "model_type timm_wrapper is a model of timm, which may",
         ),
+        (
+            None,
+            {"path": None, "args": {"model_type": "hiera"}, "task": classification(3, 17, 17)},
+            r"does not take the images of the data, 17 x 17 .*or entries of config\.json in model\.args that fit them$",
+        ),
         (_edit(model_type="mine", auto_map={}), {}, "has no model_type 'mine'; its own Python files"),
         (None, {"task": classification(3, 20, 20)}, r"does not take the images of the data, 20 x 20 with 3 channels: "),
         (None, {"task": classification(3, 48)}, r"^model=hf takes images of shape .* \[3, 48\]; choose model=mlp"),
@@ -171,6 +184,25 @@ def test_a_mistake_is_one_line(
     with pytest.raises(ConfigError, match=message) as caught:
         network(**{"path": str(tmp_path)} | keys)
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_checked_before_there_are_data(tmp_path: Path) -> None:
+    config = ModelConfig(name="vit", factory=HF_IMAGES_FACTORY, path=str(save(tmp_path, "vit")))
+    check_model(config)
+    for damage, message in (
+        (_edit(model_type="llama"), "has no image classifier of model_type llama"),
+        (_to_pickle, r"pytorch_model\.bin is not read"),
+    ):
+        damage(tmp_path)
+        with pytest.raises(ConfigError, match=message):
+            check_model(config)
+
+
+def test_an_image_of_any_claimed_size_takes_no_memory(tmp_path: Path) -> None:
+    """Convolutions take all sizes, of which a file names one."""
+    size = 1 << 17
+    path = str(save(tmp_path, "resnet"))
+    assert network(classification(3, size, size), path=path).model.hf.device.type == "cpu"
 
 
 def test_without_transformers_the_pip_line_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
