@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from dtrain.config.data import ArraysDataConfig, FriedmanDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.draws import CONTENT, generator, held_out_rows
+from dtrain.data.paths import expanded, require_other
 from dtrain.data.sampling import Indices
 from dtrain.data.shards.format import sha256_of
 from dtrain.errors import ConfigError
@@ -83,10 +84,15 @@ class ArrayRows(SampleSource):
         return {"inputs": self.x_scale.apply(self.table.x[rows]), "targets": targets}
 
 
-def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
+def load_arrays(
+    config: ArraysDataConfig | FriedmanDataConfig, on_progress: Callable[[], None] = lambda: None
+) -> Dataset:
     """Opens the tables that ``config`` names.
 
     Without a file of their own, rows are held out for validation by the hash of their number.
+
+    Args:
+        on_progress: called now and then.
 
     Raises:
         ConfigError: a file is missing or has other tensors than :class:`dtrain.config.data.ArraysDataConfig` states, or
@@ -97,9 +103,10 @@ def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
     if isinstance(config, FriedmanDataConfig):
         table = friedman(config)
     else:
-        table, standardize = open_table("data.path", config.path), config.standardize
+        table, standardize = open_table("data.path", config.path, on_progress), config.standardize
         if config.validation_path is not None:
-            held_out = open_table("data.validation_path", config.validation_path)
+            held_out = open_table("data.validation_path", config.validation_path, on_progress)
+            require_other(config, "file")
             _require_same_kind(table, held_out)
     if held_out is not None:
         rows = np.arange(len(table)), np.arange(len(held_out))
@@ -107,11 +114,12 @@ def load_arrays(config: ArraysDataConfig | FriedmanDataConfig) -> Dataset:
         rows, held_out = held_out_rows(len(table), config.validation_percent), table
     else:
         raise ConfigError(f"{table.label} has {len(table)} row; training and validation need one each")
-    _check_values(table)
+    _check_values(table, on_progress)
     if held_out is not table:
-        _check_values(held_out)
-    x_scale = _scale(table.x, rows[0], standardize)
-    y_scale = None if table.has_classes else _scale(table.y, rows[0], standardize)
+        _check_values(held_out, on_progress)
+    used = rows[0] if standardize else None
+    x_scale = _scale(table.x, used, on_progress)
+    y_scale = None if table.has_classes else _scale(table.y, used, on_progress)
     sources = (ArrayRows(table, rows[0], x_scale, y_scale), ArrayRows(held_out, rows[1], x_scale, y_scale))
     settings = [config.validation_percent, standardize, table.sha256, held_out.sha256]
     how = "of them held out for validation" if held_out is table else f"of {held_out.label} to validate on"
@@ -140,16 +148,17 @@ def friedman(config: FriedmanDataConfig) -> ArrayTable:
     return ArrayTable(torch.from_numpy(x), torch.from_numpy(values), "data=friedman", sha256)
 
 
-def open_table(key: str, name: str) -> ArrayTable:
+def open_table(key: str, name: str, on_progress: Callable[[], None] = lambda: None) -> ArrayTable:
     """Maps the tensors of a file; rows are read when they are used.
 
     Args:
         key: of the configuration, for messages.
+        on_progress: called now and then while the file is hashed.
 
     Raises:
         ConfigError: there is no such file, or its tensors do not make a table.
     """
-    path = Path(os.path.expandvars(name)).expanduser()
+    path = Path(expanded(name))
     label = f"{key}={name}"
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "not found"
@@ -170,7 +179,7 @@ def open_table(key: str, name: str) -> ArrayTable:
         y = y.long()
     elif y.dim() == 1:
         y = y.unsqueeze(1)
-    return ArrayTable(x, y, label, sha256_of(path))
+    return ArrayTable(x, y, label, sha256_of(path, on_progress))
 
 
 def _check_shapes(x: Tensor, y: Tensor, label: str) -> None:
@@ -203,18 +212,19 @@ def _require_same_kind(table: ArrayTable, held_out: ArrayTable) -> None:
         )
 
 
-def _chunks(values: Tensor) -> Iterator[tuple[int, Tensor]]:
+def _chunks(values: Tensor, on_progress: Callable[[], None]) -> Iterator[tuple[int, Tensor]]:
     """Yields the first row and the values of parts of a tensor that are small in memory."""
     size = max(1, _CHUNK_VALUES // values[0].numel())
     for start in range(0, len(values), size):
+        on_progress()
         yield start, values[start : start + size]
 
 
-def _check_values(table: ArrayTable) -> None:
+def _check_values(table: ArrayTable, on_progress: Callable[[], None]) -> None:
     for name, values in (("x", table.x), ("y", table.y)):
         if not values.is_floating_point():
             continue
-        for start, chunk in _chunks(values):
+        for start, chunk in _chunks(values, on_progress):
             finite = chunk.float().isfinite().flatten(1).all(dim=1)
             if not finite.all():
                 row = int((~finite).nonzero()[0])
@@ -232,20 +242,22 @@ def _check_values(table: ArrayTable) -> None:
         )
 
 
-def _scale(values: Tensor, rows: Indices, standardize: bool) -> Standardization:
+def _scale(values: Tensor, rows: Indices | None, on_progress: Callable[[], None]) -> Standardization:
     """Returns mean and deviation over these rows, in one pass; the deviation of a constant column is 1.
+
+    Without rows they are 0 and 1.
 
     Chan, Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
     """
     width = values.shape[1]
     mean, spread = torch.zeros(width, dtype=torch.float64), torch.zeros(width, dtype=torch.float64)
-    if not standardize:
+    if rows is None:
         return Standardization(mean, torch.ones_like(spread))
     count = 0
     low, high = torch.full_like(mean, torch.inf), torch.full_like(mean, -torch.inf)
     is_used = torch.zeros(len(values), dtype=torch.bool)
     is_used[torch.from_numpy(rows)] = True
-    for start, chunk in _chunks(values):
+    for start, chunk in _chunks(values, on_progress):
         used = chunk[is_used[start : start + len(chunk)]].double()
         columns = used.transpose(0, 1).flatten(1)
         if not columns.numel():
@@ -284,7 +296,8 @@ def standardize(inputs: Tensor, task: Task) -> Tensor:
         )
     if not task.input_mean:
         return inputs.float()
-    mean, std = (torch.tensor(values, dtype=torch.float64) for values in (task.input_mean, task.input_std))
+    scale = (task.input_mean, task.input_std)
+    mean, std = (torch.tensor(values, dtype=torch.float64, device=inputs.device) for values in scale)
     return Standardization(mean, std).apply(inputs)
 
 

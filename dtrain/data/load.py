@@ -26,7 +26,7 @@ def load_dataset(config: DataConfig, seq_len: int, on_progress: Callable[[], Non
     """Opens the data of ``config`` as samples of ``seq_len`` tokens.
 
     Args:
-        on_progress: called now and then while conversations are tokenized, which may take long.
+        on_progress: called now and then while files are listed, read or tokenized, which may take long.
 
     Raises:
         ConfigError: the files are missing, unreadable or damaged, or give no training or no validation sample.
@@ -40,9 +40,9 @@ def load_dataset(config: DataConfig, seq_len: int, on_progress: Callable[[], Non
     if isinstance(config, (ImagesDataConfig, GlyphsDataConfig)):
         from dtrain.data.images import load_images
 
-        return load_images(config)
+        return load_images(config, on_progress)
     if isinstance(config, (ArraysDataConfig, FriedmanDataConfig)):
         from dtrain.data.arrays import load_arrays
 
-        return load_arrays(config)
+        return load_arrays(config, on_progress)
     raise ConfigError(f"data={config.name} is no source of data")

@@ -99,7 +99,7 @@ class Classification(Task):
         if self.num_outputs <= _MOST_NAMED:
             size = 10 if self.num_outputs <= 20 else 6
             for axis in (axes.xaxis, axes.yaxis):
-                axis.set_ticks(range(self.num_outputs), list(self.labels), fontsize=size)
+                axis.set_ticks(range(self.num_outputs), list(self.labels), fontsize=size, parse_math=False)
             axes.tick_params(axis="x", rotation=90 if max(map(len, self.labels)) > 3 else 0)
         axes.set_title(self._text(matrix).partition("\n")[0])
         return figure

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 _DRAWN_STEPS = 50
 _MOST_IMAGES = 64
-_MOST_COLUMNS = 16
+_LEAST_COLUMNS, _MOST_COLUMNS = 8, 16
+_SIDE = 10.0  # of the picture, in inches
 _BORDER = 1  # pixels between images
 _LEAST_SIGNAL = 1e-4  # of the last time; exactly none would divide by zero
 
@@ -93,8 +94,9 @@ class Denoising(Task):
 
     def sample(self, engine: Engine, validation: Validation, options: SampleOptions) -> Sample:
         """Returns images drawn from noise, one or more of each class."""
-        columns = min(self.num_outputs, _MOST_COLUMNS)
-        num = max(_MOST_IMAGES // columns, 1) * columns if columns == self.num_outputs else _MOST_IMAGES
+        # a class has columns of its own, unless there are too many
+        columns = min(math.ceil(_LEAST_COLUMNS / self.num_outputs) * self.num_outputs, _MOST_COLUMNS)
+        num = _MOST_IMAGES // columns * columns
         classes = torch.arange(num) % self.num_outputs
         images = draw(engine, self, classes, torch.Generator().manual_seed(options.seed))
         named = ", ".join(self.labels[label] for label in classes[: self.num_outputs].tolist())
@@ -159,7 +161,9 @@ def _figure(images: Tensor, columns: int) -> Figure:
     rows = len(images) // columns
     grid = padded.view(rows, columns, channels, height, width).permute(0, 3, 1, 4, 2)
     pixels = ((grid.reshape(rows * height, columns * width, channels) + 1) / 2).numpy()
-    figure = Figure(figsize=(10, 10 * rows * height / (columns * width)), dpi=110)
+    across, down = columns * width, rows * height
+    scale = _SIDE / max(across, down)
+    figure = Figure(figsize=(scale * across, scale * down), dpi=110)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.imshow(pixels.squeeze(-1) if channels == 1 else pixels, cmap="gray", vmin=0, vmax=1)
     axes.axis("off")

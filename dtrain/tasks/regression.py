@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from dtrain.engine.interface import Engine
 
+_ROUNDING = 1e-12
+"""Share of a sum of squares that FP64 may lose: a smaller spread of the targets is none."""
+
 
 @dataclass(frozen=True)
 class Regression(Task):
@@ -47,19 +50,23 @@ class Regression(Task):
         return F.mse_loss(prediction, targets)
 
     def sums(self, output: Any, targets: Tensor) -> Tensor:
-        """Returns for each target value the squared errors, the values and their squares, in the data's own unit."""
-        std = targets.new_tensor(self.std).double()
-        errors = (output.prediction.double() - targets.double()) * std
-        values = targets.double() * std  # about the mean: smaller numbers lose less
+        """Returns for each target value the squared errors, the values and their squares, as the model learns them."""
+        errors = output.prediction.double() - targets.double()
+        values = targets.double()  # about the mean: smaller numbers lose less
         return torch.cat((errors.square().sum(0), values.sum(0), values.square().sum(0)))
 
     def metrics(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
         size = self.num_outputs
         errors, values, squares = (sums[start : start + size] for start in range(0, 3 * size, size))
-        around = sum(square - value * value / count for square, value in zip(squares, values, strict=True))
-        found = {"rmse": math.sqrt(sum(errors) / count / size)}
-        if around > 0:
-            found["r2"] = 1 - sum(errors) / around
+        unit = max(self.std)  # apart from the ratios, whose squares neither overflow nor all vanish
+        shares = [(std / unit) ** 2 for std in self.std]
+        error, square, constant = (
+            sum(share * value for share, value in zip(shares, column, strict=True))
+            for column in (errors, squares, [value * value / count for value in values])
+        )
+        found = {"rmse": math.sqrt(error / count / size) * unit}
+        if square - constant > _ROUNDING * square:
+            found["r2"] = 1 - error / (square - constant)
         return found
 
     def describe(self, batch: dict[str, Tensor]) -> list[str]:

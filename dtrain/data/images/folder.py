@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from dtrain.data.draws import CONTENT, generator
 from dtrain.data.images.decode import FORMATS, ImageError, View, decode
 from dtrain.data.images.pictures import Pictures, PictureSet, Pixels
 from dtrain.data.images.workers import Decoder, undecodable
+from dtrain.data.paths import expanded, require_other
 from dtrain.data.sampling import Indices
 from dtrain.data.text import is_held_out, name_hash
 from dtrain.errors import ConfigError
@@ -26,6 +27,7 @@ _SHARES = (0.25, 1.0)  # of an image's area, as part of it
 _ASPECT = 4 / 3
 _CENTER, _DEVIATION = 0.5, 0.5  # so that values are in [-1, 1]
 _LOOKED_AT = 32  # files that are read when a folder is opened
+_MARKED = 1000  # files between two calls of ``on_progress``
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,24 +66,28 @@ class ImageFiles(Pictures):
         return low + (high - low) * share, _ASPECT ** (2 * aspect - 1), right, down, is_mirrored
 
 
-def open_folder(config: ImagesDataConfig) -> PictureSet:
+def open_folder(config: ImagesDataConfig, on_progress: Callable[[], None] = lambda: None) -> PictureSet:
     """Lists the images that ``config`` names, and decodes some of them.
 
     An image is held out for validation by the hash of its name, the path below ``data.path``.
+
+    Args:
+        on_progress: called now and then.
 
     Raises:
         ConfigError: a folder is missing or does not hold a folder of images for each of at least two classes, the
             classes of validation are others, or one of the decoded images is damaged.
     """
-    found = _list_classes("data.path", config.path)
+    found = _list_classes("data.path", config.path, on_progress)
     labels = tuple(found)
-    root = _expand(config.path)
+    root = expanded(config.path)
     if config.validation_path is None:
         train, validation = _split(found, config)
         roots = (root, root)
     else:
-        train, validation = found, _list_classes("data.validation_path", config.validation_path)
-        roots = (root, _expand(config.validation_path))
+        train, validation = found, _list_classes("data.validation_path", config.validation_path, on_progress)
+        roots = (root, expanded(config.validation_path))
+        require_other(config, "folder")
         if labels != tuple(validation):
             raise ConfigError(_difference(config, set(labels), set(validation)))
     # one decoder, so that a rank has no more processes than it was given
@@ -89,7 +95,7 @@ def open_folder(config: ImagesDataConfig) -> PictureSet:
     images = ImageFiles(roots[0], *_flatten(train), config.augment, decoder)
     held_out = ImageFiles(roots[1], *_flatten(validation), "none", decoder)
     settings = [labels, config.task, config.size, config.channels, config.augment, config.validation_percent]
-    settings += [_look_at(images, config), _look_at(held_out, config)]
+    settings += [_look_at(images, config, on_progress), _look_at(held_out, config, on_progress)]
     if config.validation_path is None:
         total, where = len(images.names) + len(held_out.names), "of them held out for validation"
     else:
@@ -106,13 +112,9 @@ def open_folder(config: ImagesDataConfig) -> PictureSet:
     )
 
 
-def _expand(path: str) -> str:
-    return os.path.expandvars(os.path.expanduser(path)).rstrip("/") or "/"
-
-
-def _list_classes(key: str, path: str) -> dict[str, list[str]]:
+def _list_classes(key: str, path: str, on_progress: Callable[[], None]) -> dict[str, list[str]]:
     """Returns the names of the images of each class, relative to ``path``, all in sorted order."""
-    root = Path(_expand(path))
+    root = Path(expanded(path))
     if not root.is_dir():
         kind = "is no folder" if root.exists() else "is not found"
         raise ConfigError(
@@ -122,7 +124,7 @@ def _list_classes(key: str, path: str) -> dict[str, list[str]]:
     try:
         entries = sorted(entry.name for entry in root.iterdir() if not entry.name.startswith("."))
         labels = [name for name in entries if (root / name).is_dir()]
-        found = {label: sorted(_images(root, label)) for label in labels}
+        found = {label: sorted(_images(root, label, on_progress)) for label in labels}
     except OSError as error:
         raise ConfigError(
             f"{key}={path} cannot be read: {error.filename}: {error.strerror}; make it readable"
@@ -141,11 +143,12 @@ def _list_classes(key: str, path: str) -> dict[str, list[str]]:
     return found
 
 
-def _images(root: Path, label: str) -> Iterator[str]:
+def _images(root: Path, label: str, on_progress: Callable[[], None]) -> Iterator[str]:
     def fail(error: OSError) -> None:
         raise error
 
     for folder, folders, files in os.walk(root / label, onerror=fail, followlinks=True):
+        on_progress()
         folders[:] = [name for name in folders if not name.startswith(".")]
         below = Path(folder).relative_to(root).as_posix()
         # a name that begins with a dot is a system's, such as ._1.jpg
@@ -183,7 +186,7 @@ def _flatten(side: dict[str, list[str]]) -> tuple[list[str], Indices]:
     return [name for names in side.values() for name in names], np.repeat(np.arange(len(side)), counts)
 
 
-def _look_at(images: ImageFiles, config: ImagesDataConfig) -> str:
+def _look_at(images: ImageFiles, config: ImagesDataConfig, on_progress: Callable[[], None]) -> str:
     """Returns a hash of all names and sizes, and of the content of some files, which are decoded.
 
     To read all may take longer than a start can wait.
@@ -192,6 +195,8 @@ def _look_at(images: ImageFiles, config: ImagesDataConfig) -> str:
     looked_at = set(np.linspace(0, len(images.names) - 1, min(_LOOKED_AT, len(images.names))).astype(int).tolist())
     for place, name in enumerate(images.names):
         file = f"{images.root}/{name}"
+        if place in looked_at or place % _MARKED == 0:
+            on_progress()
         try:
             digest.update(f"{name}/{os.path.getsize(file)}/".encode(errors="surrogateescape"))
             if place in looked_at:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from dtrain.config.data import GlyphsDataConfig, ImagesDataConfig
 from dtrain.data.dataset import Dataset, SampleSource
 from dtrain.data.images.folder import open_folder
@@ -10,14 +12,17 @@ from dtrain.data.images.pictures import ClassifiedPictures, NoisyPictures
 from dtrain.tasks import Classification, Denoising, Task
 
 
-def load_images(config: ImagesDataConfig | GlyphsDataConfig) -> Dataset:
+def load_images(config: ImagesDataConfig | GlyphsDataConfig, on_progress: Callable[[], None] = lambda: None) -> Dataset:
     """Opens the images that ``config`` names.
+
+    Args:
+        on_progress: called now and then.
 
     Raises:
         ConfigError: a folder is missing or does not hold a folder of images for each of at least two classes, or the
             classes of validation are others.
     """
-    opened = open_glyphs(config) if isinstance(config, GlyphsDataConfig) else open_folder(config)
+    opened = open_glyphs(config) if isinstance(config, GlyphsDataConfig) else open_folder(config, on_progress)
     task: Task
     train: SampleSource
     validation: SampleSource

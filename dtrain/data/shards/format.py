@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ MANIFEST = "manifest.json"
 FORMAT = "dtrain token shards"
 VERSION = 1
 BLOCK = 64 * 1024
+_HASHED_BYTES = 1 << 24  # at once
 """Bytes of a ``.bin`` with one CRC-32."""
 KINDS = ("bin", "ends", "crc")
 MAX_SHARDS = 100_000  # of five digits
@@ -139,10 +140,14 @@ def shard_file(folder: Path, number: int, kind: str) -> Path:
     return folder / f"{number:05d}.{kind}"
 
 
-def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file, hex."""
+def sha256_of(path: Path, on_progress: Callable[[], None] = lambda: None) -> str:
+    """Returns the SHA-256 of a file, hex; ``on_progress`` is called for each part of it."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while part := file.read(_HASHED_BYTES):
+            digest.update(part)
+            on_progress()
+    return digest.hexdigest()
 
 
 class _Fields:

@@ -203,7 +203,8 @@ def _sections(run: Run) -> Iterator[Section]:
     environment = dict(flatten(run.environment))
     yield Section("Environment", ("", ""), [(key, _text(value)) for key, value in environment.items()])
     picture = base64.b64encode(run.picture).decode()
-    yield Section("Sample", text=run.sample, picture=f"data:image/png;base64,{picture}" if picture else "")
+    picture = f"data:image/png;base64,{picture}" if picture else ""
+    yield Section("Sample", text=run.sample, picture=picture, notes=list(filter(None, [run.picture_note])))
 
 
 def _what_ran(run: Run) -> Section:

@@ -35,7 +35,7 @@ SERIES = (
 
 _MAX_SKIPS = 200  # listed
 _MAX_METRICS = 8
-_MAX_PICTURE = 1_000_000  # bytes
+_MAX_PICTURE = 4_000_000  # bytes
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MAX_SAMPLE = 4000  # characters
 _BATCH = 1000  # lines
@@ -171,6 +171,13 @@ class Run:
         except OSError:
             return b""
         return data if data.startswith(_PNG) and len(data) <= _MAX_PICTURE else b""
+
+    @property
+    def picture_note(self) -> str:
+        """Why there is no ``picture`` although the folder has one; empty without a reason."""
+        if self.picture or not (self.path / "sample.png").exists():
+            return ""
+        return f"sample.png is left out: it is no readable PNG of at most {_MAX_PICTURE / 1e6:.0f} MB"
 
     @property
     def unit(self) -> str:

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+import dtrain
 from dtrain.config.data import ArraysDataConfig, FriedmanDataConfig
 from dtrain.data import BatchLoader, Dataset, arrays, load_dataset, validation_batches
 from dtrain.errors import ConfigError
@@ -147,6 +148,18 @@ def test_files_that_are_missing_damaged_or_do_not_fit_together_are_refused(tmp_p
         load_dataset(ArraysDataConfig(path=path, validation_path=wide), 0)
     with pytest.raises(ConfigError, match=r"has floats in y, but data\.path=.* whole numbers"):
         load_dataset(ArraysDataConfig(path=path, validation_path=values), 0)
+
+
+def test_a_file_to_validate_on_is_another_one_whatever_it_is_called(tmp_path: Path) -> None:
+    path = write(tmp_path / "h.safetensors", x=FLOATS, y=CLASSES)
+    (tmp_path / "link").symlink_to(path)
+    for same in (str(tmp_path / "link"), f"{tmp_path}/./h.safetensors"):
+        with pytest.raises(ConfigError, match=r"validation_path=.* is the file data\.path=.*, which is trained on"):
+            load_dataset(ArraysDataConfig(path=path, validation_path=same), 0)
+    calls: list[int] = []
+    task = load_dataset(ArraysDataConfig(path=path), 0, on_progress=lambda: calls.append(0)).task
+    assert len(calls) == 3  # the hash, the check of x, and the means of x
+    assert dtrain.standardize(torch.empty(3, 2, device="meta"), task).is_meta
 
 
 def test_friedmans_function_is_known_and_the_same_for_all_runs() -> None:

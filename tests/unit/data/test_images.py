@@ -289,6 +289,22 @@ def test_a_folder_to_validate_on_holds_nothing_out(tmp_path: Path) -> None:
     assert open_images(other, validation_path=path).fingerprint != dataset.fingerprint
 
 
+def test_a_folder_to_validate_on_is_another_one_whatever_it_is_called(tmp_path: Path) -> None:
+    path = make_folder(tmp_path / "a", {"a": 3, "b": 1})
+    (tmp_path / "link").symlink_to(path)
+    for same in (f"{path}/", str(tmp_path / "link")):
+        with pytest.raises(ConfigError, match=r"validation_path=.* is the folder data\.path=.*, which is trained on"):
+            open_images(path, validation_path=same)
+
+
+def test_a_long_start_tells_that_it_goes_on(tmp_path: Path) -> None:
+    calls: list[int] = []
+    load_dataset(
+        ImagesDataConfig(path=make_folder(tmp_path, {"a": 3, "b": 3}), size=8), 0, on_progress=lambda: calls.append(0)
+    )
+    assert len(calls) >= 8  # two folders, six files
+
+
 @pytest.mark.parametrize("name", ["a.png", "a.jpg", "a.gif", "a.webp", "a.bmp"])
 def test_a_damaged_image_is_named(tmp_path: Path, name: str) -> None:
     path = tmp_path / name

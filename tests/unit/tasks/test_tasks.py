@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,16 @@ from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError, ModelError
 from dtrain.models import build_model
 from dtrain.models.task_model import TaskModel
-from dtrain.tasks import IGNORE_INDEX, Classification, Denoising, Regression, SampleOptions, Task, num_targets
+from dtrain.tasks import (
+    IGNORE_INDEX,
+    Classification,
+    Denoising,
+    Regression,
+    SampleOptions,
+    Task,
+    TaskOutput,
+    num_targets,
+)
 from dtrain.train.validation import validate
 from tests.helpers.image_models import classification, start
 
@@ -30,6 +40,15 @@ class Fixed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.bias
+
+
+class Velocity(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, noisy: Tensor, times: Tensor, classes: Tensor) -> Tensor:
+        return self.share * noisy
 
 
 def in_parts(batch: dict[str, Tensor], *sizes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
@@ -109,6 +128,48 @@ def test_regression_measures_in_the_unit_of_the_data() -> None:
 
     constant = {"inputs": predicted, "targets": torch.zeros(11, 2)}
     assert set(validate(engine, task, in_parts(constant, 11))) == {"loss", "rmse"}, "r2 is not defined"
+
+
+def test_a_tiny_unit_and_a_spread_of_rounding_are_measured_as_they_are() -> None:
+    predicted, targets = torch.tensor([[1.0], [3.0]]), torch.tensor([[2.0], [1.0]])
+    tiny = Regression((1,), (0.0,), (1e-200,))
+    found = validate(start(TaskModel(Fixed(1), tiny)), tiny, in_parts({"inputs": predicted, "targets": targets}, 2))
+    assert found["rmse"] == pytest.approx(2.5**0.5 * 1e-200, rel=1e-6)
+    assert found["r2"] == pytest.approx(1 - 5 / 0.5, rel=1e-6)
+    # 0.1 is no FP32 number, and three of its squares differ from their mean in the last bits
+    constant = {"inputs": torch.zeros(3, 1), "targets": torch.full((3, 1), 0.1)}
+    assert tiny.metrics(validate_sums(tiny, constant), 3).keys() == {"rmse"}
+
+
+def validate_sums(task: Task, batch: dict[str, Tensor]) -> list[float]:
+    parts = (
+        task.sums(TaskOutput(batch["inputs"][row : row + 1], None), batch["targets"][row : row + 1])
+        for row in range(len(batch["targets"]))
+    )
+    found: list[float] = sum(parts).tolist()  # type: ignore[union-attr]
+    return found
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5, 8, 10, 16, 62])
+def test_the_picture_of_drawn_images_is_about_square_and_classes_are_its_columns(classes: int) -> None:
+    task = Denoising(tuple(f"class {index}" for index in range(classes)), (1, 8, 8))
+    figure = task.sample(start(TaskModel(Velocity(), task)), iter(()), OPTIONS).figure
+    assert figure is not None
+    pixels = figure.axes[0].images[0].get_array()
+    assert pixels is not None
+    rows, columns = (side // 9 for side in pixels.shape[:2])
+    assert 8 <= columns <= 16
+    assert columns % classes == 0 or classes > 16
+    assert 40 <= rows * columns <= 64
+    assert max(figure.get_size_inches()) * figure.dpi <= 1100
+
+
+def test_names_of_classes_are_no_formulas() -> None:
+    task = Classification(("$1_$", "$\\frac$"), (2,))
+    batch = {"inputs": torch.eye(2), "targets": torch.arange(2)}
+    figure = task.sample(start(TaskModel(Fixed(2), task)), in_parts(batch, 2), OPTIONS).figure
+    assert figure is not None
+    figure.savefig(io.BytesIO())
 
 
 # -- models of a user --------------------------------------------------------------------------------------------------

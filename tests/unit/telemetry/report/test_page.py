@@ -178,9 +178,12 @@ def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
     assert "<h2>Samples per second</h2>" in text
     assert "<span>samples / s</span>" in text
     assert f'src="data:image/png;base64,{base64.b64encode(picture).decode()}"' in text
-    for other in (b"GIF89a", b"", picture + bytes(1_000_000)):
+    for other in (b"GIF89a", b"", picture + bytes(4_000_000)):
         (run / "sample.png").write_bytes(other)
         assert "<img" not in page_of(run)
+        assert "sample.png is left out: it is no readable PNG of at most 4 MB" in page_of(run)
+    (run / "sample.png").unlink()
+    assert "left out" not in page_of(run)
 
 
 def test_refusals(tmp_path: Path) -> None:
