@@ -32,6 +32,10 @@ class SampleSource(ABC):
         """Returns the id of the sample at each of these global indices of the endless stream of samples."""
         return sample_ids(seed, indices, self.num_samples)
 
+    def file(self, sample_id: int) -> str:
+        """Returns the name of the file that holds this sample alone; empty if there is none."""
+        return ""
+
 
 @dataclass(frozen=True)
 class Dataset:

@@ -51,6 +51,9 @@ class ImageFiles(Pictures):
     def num_samples(self) -> int:
         return len(self.names)
 
+    def file(self, sample_id: int) -> str:
+        return self.names[sample_id % len(self.names)]
+
     def read(self, ids: Indices) -> tuple[Pixels, Indices]:
         samples = ids % len(self.names)
         files = [f"{self.root}/{self.names[sample]}" for sample in samples.tolist()]

@@ -34,6 +34,10 @@ class Pictures(ABC):
     def read(self, ids: Indices) -> tuple[Pixels, Indices]:
         """Returns pictures FP32 [B, C, S, S] with values in [0, 1], and their classes int64 [B]."""
 
+    def file(self, sample_id: int) -> str:
+        """Returns the name of a picture's file; empty if it has none."""
+        return ""
+
 
 def standardize_pixels(pixels: Pixels, task: Task) -> None:
     """Standardizes ``pixels`` [..., C, S, S] in [0, 1] in place, as ``task`` states."""
@@ -75,6 +79,9 @@ class _PictureSamples(SampleSource):
 
     def order(self, seed: int, indices: Indices) -> Indices:
         return drawn_ids(seed, indices, self.num_samples) if self.is_drawn else super().order(seed, indices)
+
+    def file(self, sample_id: int) -> str:
+        return self.pictures.file(sample_id)
 
 
 @dataclass(frozen=True, eq=False)

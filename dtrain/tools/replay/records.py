@@ -59,10 +59,10 @@ class MicroBatchRecord:
 
     Attributes:
         index: global index.
-        samples: ids of its samples in the training data.
+        samples: numbers of its samples in the training data.
         loss: None if it is not finite.
         weight: of the loss in the mean.
-        text: of each sample.
+        text: of each sample, after the name of its file if it has its own.
         first_nonfinite: the first tensor in the forward that is not finite; empty if none is.
     """
 

@@ -187,8 +187,11 @@ class _Replayer:
     ) -> MicroBatchRecord:
         engine, source, size = self.engine, self._dataset.train, self._config.train.micro_batch_size
         indices = micro_batch_indices(cursor, number, engine.rank, engine.world_size, size)
-        samples = source.order(self._config.seed, indices)
+        ids = source.order(self._config.seed, indices)
         texts = self._dataset.task.describe(micro)
+        if any(files := list(map(source.file, ids.tolist()))):
+            texts = [": ".join(filter(None, pair)) for pair in zip(files, texts, strict=True)]
+        samples = ids % source.num_samples  # an id may hold a draw too
         index = number * engine.world_size + engine.rank
         return MicroBatchRecord(index, samples.tolist(), finite(loss), weight, texts, first_nonfinite(recorder))
 

@@ -297,6 +297,14 @@ def test_a_folder_to_validate_on_is_another_one_whatever_it_is_called(tmp_path: 
             open_images(path, validation_path=same)
 
 
+def test_a_sample_is_named_by_its_file_also_with_a_draw(tmp_path: Path) -> None:
+    source = open_images(make_folder(tmp_path, {"a": 3, "b": 2}), augment="crop").train
+    ids = source.order(0, np.arange(source.num_samples))
+    assert min(ids) >= source.num_samples
+    assert sorted(map(source.file, ids.tolist())) == [source.file(number) for number in range(source.num_samples)]
+    assert all((tmp_path / source.file(sample)).is_file() for sample in ids.tolist())
+
+
 def test_a_long_start_tells_that_it_goes_on(tmp_path: Path) -> None:
     calls: list[int] = []
     load_dataset(
