@@ -41,6 +41,7 @@ from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.engine.stored import StoredEngine
 from dtrain.engine.stragglers import PHASES, BusyMeter
 from dtrain.engine.vote.culprit import locate_culprit
@@ -107,6 +108,7 @@ class StepEngine(StoredEngine):
         self._finalizer.on_hosts = self._compare_busy
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
+        self._statistics = RunningStatistics(self.module)
         self._audit = StateAudit(self, self.options.audit)
         self._calls = ForwardCalls()
         self._explainer = SkipExplainer(self, self._calls)
@@ -148,6 +150,9 @@ class StepEngine(StoredEngine):
             self._finalize_step()  # [Note: finalize before the next collective]
         is_training = not self._evaluating and torch.is_grad_enabled()
         is_first = not self._current.num_forwards
+        # one without gradients outside of a micro-batch is the caller's own, as when statistics are measured again
+        if is_training or (not self._evaluating and self._current.state == "open"):
+            self._statistics.keep(begins=is_first and not self._micro_batch and not self._has_backward())
         key = self._forward_key() if not self._evaluating and self.module.training else None
         if is_training and (self.explain_skips or (self._replays and self._replay.keeps(self._micro_batch))):
             self._calls.remember(self._micro_batch, key, args, kwargs, is_first=is_first)
@@ -256,6 +261,7 @@ class StepEngine(StoredEngine):
             lr = peak * self.options.schedule.factor(self.applied_steps)
         lr = checked_lr(lr, self.attempted_steps)
         decision = self._vote(lr, max_grad_norm, grad_factor)
+        self._statistics.restore(decision.code)
         if self.sample is not None:
             self.sample.begin_update()
         if self._audit.is_pending:  # not before: if the step fails, the record still protects what is saved
@@ -304,6 +310,7 @@ class StepEngine(StoredEngine):
                     self.sample.close_hooks()
                 self._replay.check(self.loss_scale.scale)
         except DtrainError:
+            self._statistics.restore()
             self._end_step()
             raise
 

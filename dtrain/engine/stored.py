@@ -19,6 +19,7 @@ from dtrain.engine.averaged import averaged_weights
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.full_model import whole_copy
 from dtrain.engine.model_state import MASTER, StateEngine, names_collectives
+from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.engine.written_weights import WrittenWeights
 from dtrain.errors import CorruptionError, UsageError
 from dtrain.precision.forward import Autocast
@@ -33,6 +34,7 @@ class StoredEngine(StateEngine):
     _audit: StateAudit
     _checkpointer: Checkpointer
     _written: WrittenWeights
+    _statistics: RunningStatistics
     _backward_failed: bool  # a backward has begun and not ended
     _is_averaged: bool  # inside ``ema``
     _autocast: Autocast
@@ -86,6 +88,7 @@ class StoredEngine(StateEngine):
             extra = self._checkpointer.load(directory)
             self._refresh()  # only now: compute weights follow from the masters and the restored state
             self._audit.reset()
+            self._statistics.forget()
             self.check_contract()
         logger.info(f"loaded step {self.attempted_steps} ({self.applied_steps} applied)")
         return extra
@@ -171,6 +174,7 @@ class StoredEngine(StateEngine):
     def _refresh_modified(self) -> None:
         self._refresh()
         self._audit.renew()
+        self._statistics.forget()  # the user may have written them too
 
     @contextmanager
     def full_model(self) -> Iterator[nn.Module]:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.engine.audit.judge import Key
-from dtrain.engine.deterministic import keeps_running_statistics
 from dtrain.engine.model_state import StateEngine
+from dtrain.engine.running_statistics import running_statistics
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,7 @@ class Constants:
             yield ("frozen", name), values
         module = self._engine.module
         # batch norm writes its running statistics without counting, and a rank without a forward does not write them
-        norms = filter(keeps_running_statistics, module.modules())
-        statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
+        statistics = set(map(id, running_statistics(module)))
         for name, buffer in module.named_buffers():
             if id(buffer) not in statistics:
                 yield ("buffer", name), buffer.detach()

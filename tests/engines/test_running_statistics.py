@@ -1,0 +1,161 @@
+"""Running statistics of BatchNorm under every engine: of applied steps only, and rank 0's on all ranks when asked."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.engine.running_statistics import RunningStatistics
+from dtrain.engine.step import StepEngine
+from tests.distributed.measure_host_time import operations_of
+from tests.engines.helpers import STAGES
+from tests.helpers.ranks import run_ranks
+
+processes = pytest.mark.processes
+DIM = 4
+
+
+class Net(nn.Module):
+    """A norm inside a block and one after it; ``table`` is a constant, and ``seen`` is written with every input."""
+
+    table: Tensor
+    seen: Tensor
+
+    def __init__(self, *, norms: bool = True) -> None:
+        super().__init__()
+        layers = [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM) if norms else nn.LayerNorm(DIM), nn.Tanh()]
+        self.blocks = nn.ModuleList([nn.Sequential(*layers)])
+        self.norm = nn.BatchNorm1d(DIM, momentum=None) if norms else nn.LayerNorm(DIM)
+        self.register_buffer("table", torch.linspace(0.5, 1.5, DIM))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen.copy_(x.detach()[0, 0])
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) * self.table
+
+
+def start(engine: str = "native", zero_stage: int = 0, *, norms: bool = True, **options: Any) -> StepEngine:
+    torch.manual_seed(0)
+    optimizer = dtrain.AdamW(lr=1e-2, compile=False)
+    built = dtrain.initialize(
+        Net(norms=norms),
+        **{"optimizer": optimizer, "precision": "fp32", "engine": engine, "zero_stage": zero_stage, **options},
+    )
+    assert isinstance(built, StepEngine)
+    return built
+
+
+def inputs(engine: StepEngine, index: int, fault: float = 1.0) -> Tensor:
+    generator = torch.Generator().manual_seed(engine.attempted_steps * 100 + engine.rank * 10 + index)
+    return torch.randn(8, DIM, generator=generator) * fault
+
+
+def step(engine: StepEngine, *faults: float) -> dtrain.StepOutcome:
+    """A step with one micro-batch for each fault, a number that multiplies its inputs."""
+    for index, fault in engine.accumulate(enumerate(faults)):
+        engine.backward(engine(inputs(engine, index, fault)).float().square().mean())
+    return engine.step()
+
+
+def statistics(engine: StepEngine) -> list[list[float]]:
+    norms = (module for module in engine.module.modules() if isinstance(module, nn.BatchNorm1d))
+    return [buffer.flatten().tolist() for norm in norms for buffer in norm.buffers()]
+
+
+def skips(engine: StepEngine) -> None:
+    """A bad number on rank 0 only, in the first micro-batch; the others' statistics stay too."""
+    assert step(engine, 1.0, 1.0).applied
+    before = statistics(engine)
+    outcome = step(engine, math.nan if engine.rank == 0 else 1.0, 1.0)
+    assert (outcome.applied, outcome.reason) == (False, "nonfinite_loss")
+    assert statistics(engine) == before, (engine.name, engine.options.zero_stage)
+    assert step(engine, 1.0, 1.0).applied
+    after = statistics(engine)
+    assert all(one != other for one, other in zip(before, after, strict=True))
+    assert after[2] == [4.0], "two forwards of each applied step"
+    with engine.eval():
+        assert engine(inputs(engine, 0)).isfinite().all()
+
+
+def every_engine(rank: int, world: int) -> None:
+    for name, stage in STAGES:
+        skips(start(name, stage, audit=1))
+
+
+@processes
+def test_a_skipped_step_leaves_the_statistics() -> None:
+    run_ranks(2, every_engine)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_with_recomputation_replays_and_explanations(mode: Any) -> None:
+    engine = start(blocks=dtrain.Blocks(recompute=mode), audit=dtrain.Audit(every=1, replay_every=1))
+    engine.explain_skips = True
+    skips(engine)
+
+
+def test_an_overflow_of_fp16_leaves_them() -> None:
+    engine = start(precision="fp16", loss_scale=dtrain.LossScale(mode="dynamic", init=1.0))
+    assert step(engine, 1.0).applied
+    before = statistics(engine)
+    assert not step(engine, 1e6).applied
+    assert statistics(engine) == before
+
+
+def test_what_belongs_to_no_step_stays(tmp_path: Path) -> None:
+    """Statistics that the user measures again, loads or writes before a skipped step, and those of a batch given up."""
+    engine = start()
+    assert step(engine, 1.0).applied
+    engine.save(tmp_path)
+    with torch.no_grad():
+        engine(inputs(engine, 7))  # in training mode
+    measured = statistics(engine)
+    assert not step(engine, math.nan).applied
+    assert statistics(engine) == measured
+    for index in engine.accumulate(range(2)):
+        engine(inputs(engine, index))
+        break
+    given_up = statistics(engine)
+    assert not step(engine, math.nan).applied
+    assert statistics(engine) == given_up != measured
+    engine(inputs(engine, 0))
+    engine.load(tmp_path)
+    loaded = statistics(engine)
+    engine.backward(engine(inputs(engine, 0, math.nan)).square().mean())
+    assert not engine.step().applied
+    assert statistics(engine) == loaded != given_up
+
+
+def test_a_graph_over_a_step_can_still_run() -> None:
+    engine = start()
+    assert step(engine, 1.0).applied
+    early = engine(inputs(engine, 1)).square().mean()
+    engine.backward(engine(inputs(engine, 2)).square().mean())
+    engine.step()
+    engine.backward(early)  # torch refuses a buffer that was written with counting
+    assert engine.step().applied
+
+
+def test_a_model_without_them_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for disabled in (False, True):
+        if disabled:
+            for name in ("keep", "restore"):
+                monkeypatch.setattr(RunningStatistics, name, lambda *_, **__: None)
+        for norms in (False, True):
+            engine = start(norms=norms, audit=0)
+            step(engine, 1.0)
+            counts.append(operations_of(partial(step, engine, 1.0)))
+    without, with_norms, *expected = counts
+    assert without == expected[0]
+    assert 10 < with_norms - expected[1] < 50
