@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from dtrain.checkpoint import Retention
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.arguments import iterated
-from dtrain.engine.buffers import persistent_buffers
 from dtrain.engine.micro_batch import INCOMPLETE, MicroBatch
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.stragglers import BusyMeter
@@ -211,18 +210,17 @@ class Engine(ABC):
             for module, mode in modes:
                 module.training = mode
 
+    @abstractmethod
     def copy_buffers(self) -> None:
         """Copies rank 0's persistent buffers, such as running statistics of BatchNorm, to all ranks, which all call.
 
         Ranks differ in them, because each updates them from its own samples. A checkpoint has rank 0's, so call this
-        before an evaluation that all ranks share.
+        before an evaluation that all ranks share. Buffers that were never written are left out. A single rank does
+        nothing.
+
+        Raises:
+            UsageError: inside ``modify_weights``, or after a backward or a load that failed half-way.
         """
-        if self.world_size == 1:
-            return
-        for name, buffer in persistent_buffers(self.module):
-            value = buffer.contiguous()
-            self.comm.broadcast(value, label=name)
-            buffer.copy_(value)
 
     @abstractmethod
     def ema(self) -> AbstractContextManager[None]:

@@ -32,6 +32,7 @@ from dtrain.engine.audit.replay import MicroBatchReplay
 from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.blocks.compiled import CompiledBlocks
 from dtrain.engine.blocks.install import install_blocks
+from dtrain.engine.buffers import SharedBuffers
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.explain import SkipExplainer
 from dtrain.engine.forward_calls import ForwardCalls
@@ -109,6 +110,7 @@ class StepEngine(StoredEngine):
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
         self._statistics = RunningStatistics(self.module)
+        self._buffers = SharedBuffers(self.module, self.comm)
         self._audit = StateAudit(self, self.options.audit)
         self._calls = ForwardCalls()
         self._explainer = SkipExplainer(self, self._calls)

@@ -16,6 +16,7 @@ from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import check_save_options, checked_path
 from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.averaged import averaged_weights
+from dtrain.engine.buffers import SharedBuffers
 from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.full_model import whole_copy
 from dtrain.engine.model_state import MASTER, StateEngine, names_collectives
@@ -35,6 +36,7 @@ class StoredEngine(StateEngine):
     _checkpointer: Checkpointer
     _written: WrittenWeights
     _statistics: RunningStatistics
+    _buffers: SharedBuffers
     _backward_failed: bool  # a backward has begun and not ended
     _is_averaged: bool  # inside ``ema``
     _autocast: Autocast
@@ -107,7 +109,7 @@ class StoredEngine(StateEngine):
                 f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
                 f"a checkpoint that can be read, or build a new engine"
             )
-        if self._is_averaged:
+        if self._is_averaged and verb != "copy_buffers":
             raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
         if self._has_backward() and verb in (
             "save",
@@ -134,6 +136,16 @@ class StoredEngine(StateEngine):
     def check_contract(self) -> None:
         super().check_contract()
         self._written.remember()
+        self._buffers.remember()
+
+    @names_collectives("copy_buffers")
+    def copy_buffers(self) -> None:
+        if self.world_size == 1:
+            return
+        self._require_usable("copy_buffers")
+        with self.progress.during(Phase.EVALUATION):
+            self._finalize_step()
+            self._buffers.copy()
 
     # -- weights -----------------------------------------------------------------------------------------------------
 

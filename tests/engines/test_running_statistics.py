@@ -14,8 +14,10 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.engine.step import StepEngine
+from dtrain.errors import CorruptionError, UsageError
 from tests.distributed.measure_host_time import operations_of
 from tests.engines.helpers import STAGES
+from tests.helpers.bit_flips import flip_bit
 from tests.helpers.ranks import run_ranks
 
 processes = pytest.mark.processes
@@ -159,3 +161,53 @@ def test_a_model_without_them_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     without, with_norms, *expected = counts
     assert without == expected[0]
     assert 10 < with_norms - expected[1] < 50
+
+
+def copies(rank: int, world: int) -> None:
+    """Rank 0's statistics and written buffers reach all ranks; constants stay, so that a flipped bit is found."""
+    engine = start(audit=1)
+    model = engine.module
+    assert isinstance(model, Net)
+    step(engine, 1.0)
+    table, own = model.table._version, [*statistics(engine), [model.seen.item()]]
+    engine.copy_buffers()
+    everyone = engine.comm.exchange_text(repr([*statistics(engine), [model.seen.item()]]))
+    assert everyone == engine.comm.exchange_text(repr(own))[:1] * world
+    assert (own != [*statistics(engine), [model.seen.item()]]) == (rank > 0), "control"
+    assert model.table._version == table
+    model.table.data.mul_(2 + rank)  # all ranks write it without counting
+    engine.copy_buffers()
+    assert model.table[0] == 1.0
+    if rank == 1:
+        model.table.mul_(2.0)
+    engine.copy_buffers()
+    assert model.table[0] == 1.0
+    step(engine, 1.0)
+    if rank == 0:
+        flip_bit(model.table, 0, 20)
+    engine.copy_buffers()
+    with pytest.raises(CorruptionError, match="'table'"):
+        step(engine, 1.0)
+    with pytest.raises(CorruptionError):
+        engine.copy_buffers()
+
+
+def copies_after_a_skip(rank: int, world: int) -> None:
+    """As on a GPU, where each rank may read the outcome of a step at another time."""
+    engine = start()
+    engine._finalizer.is_synchronous = False
+    output = engine(inputs(engine, 0))
+    engine.backward(output.square().mean() + (output * 0.0).sum().sqrt())  # its gradient is NaN
+    outcome = engine.step()
+    if rank == 0:
+        assert outcome.culprit is not None  # all ranks search for it
+    engine.copy_buffers()
+    with engine.modify_weights(), pytest.raises(UsageError, match=r"copy_buffers inside engine\.modify_weights"):
+        engine.copy_buffers()
+    assert outcome.culprit is not None
+
+
+@processes
+@pytest.mark.parametrize("check", [copies, copies_after_a_skip])
+def test_all_ranks_get_the_buffers_of_rank_0(check: Any) -> None:
+    run_ranks(2, check, timeout=60)

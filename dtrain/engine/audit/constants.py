@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.engine.audit.judge import Key
+from dtrain.engine.buffers import counts_writes
 from dtrain.engine.model_state import StateEngine
 from dtrain.engine.running_statistics import running_statistics
 
@@ -63,7 +64,7 @@ class Constants:
                 yield ("buffer", name), buffer.detach()
 
     def _live(self) -> dict[Key, Tensor]:
-        return {key: values for key, values in self._tensors() if _is_plain(values)}
+        return {key: values for key, values in self._tensors() if counts_writes(values)}
 
     def record(self) -> None:
         """Keeps the fingerprints of tensors that are new, or that were written since the last call."""
@@ -90,9 +91,3 @@ class Constants:
 
     def _fingerprints(self, tensors: list[Tensor]) -> Tensor:
         return fingerprint_tensor([(flat(tensor), 0) for tensor in tensors], self._engine.device)
-
-
-def _is_plain(values: Tensor) -> bool:
-    """Whether the tensor holds its bits itself, and counts its writes."""
-    is_strided = type(values) is Tensor and values.layout == torch.strided and not values.is_quantized
-    return is_strided and values.numel() > 0 and not values.is_inference() and not values.is_meta
