@@ -49,6 +49,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     Data loaders, schedulers, ``gather``, ``gather_for_metrics``, trackers and ``register_for_checkpointing`` are
     accelerate's own. Its process group is used; the model is never wrapped in DDP, and no gradient scaler is made.
+    So buffers, such as running statistics of BatchNorm, are each rank's own, and ``model.eval()`` asks no other rank:
+    ``model.engine.copy_buffers()`` on all ranks gives them rank 0's before an evaluation that they share. DDP, in which
+    accelerate wraps the model, broadcasts them in each forward.
 
     Args:
         engine: an engine's record, or its name; see :func:`dtrain.initialize`.

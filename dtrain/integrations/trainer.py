@@ -151,7 +151,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             tr_loss.zero_()  # transformers subtracts what it has logged, and NaN - NaN is NaN
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates or predicts in the engine's precision, on all ranks together."""
+        """Evaluates or predicts in the engine's precision, on all ranks together, with rank 0's running statistics."""
+        if self.engine is not None:
+            self.engine.copy_buffers()
         if self.engine is None or not getattr(self.args, "predict_with_generate", False):
             return super().evaluation_loop(*args, **kwargs)
         # Seq2SeqTrainer generates with the bare model, each rank as many tokens as it needs
