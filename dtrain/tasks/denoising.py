@@ -163,7 +163,7 @@ def _figure(images: Tensor, columns: int) -> Figure:
     pixels = ((grid.reshape(rows * height, columns * width, channels) + 1) / 2).numpy()
     across, down = columns * width, rows * height
     scale = _SIDE / max(across, down)
-    figure = Figure(figsize=(scale * across, scale * down), dpi=110)
+    figure = Figure(figsize=(scale * across, scale * down), dpi=100)
     axes = figure.add_axes((0.0, 0.0, 1.0, 1.0))
     axes.imshow(pixels.squeeze(-1) if channels == 1 else pixels, cmap="gray", vmin=0, vmax=1)
     axes.axis("off")

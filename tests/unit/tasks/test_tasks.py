@@ -153,7 +153,7 @@ def test_the_picture_of_drawn_images_is_about_square_and_classes_are_its_columns
     assert 8 <= columns <= 16
     assert columns % classes == 0 or classes > 16
     assert 40 <= rows * columns <= 64
-    assert max(figure.get_size_inches()) * figure.dpi <= 1100
+    assert max(figure.get_size_inches()) * figure.dpi <= 1000
 
 
 def test_names_of_classes_are_no_formulas() -> None:
