@@ -18,6 +18,7 @@ from dtrain.errors import CorruptionError, UsageError
 from tests.distributed.measure_host_time import operations_of
 from tests.engines.helpers import STAGES
 from tests.helpers.bit_flips import flip_bit
+from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
 processes = pytest.mark.processes
@@ -136,6 +137,21 @@ def test_what_belongs_to_no_step_stays(tmp_path: Path) -> None:
     engine.backward(engine(inputs(engine, 0, math.nan)).square().mean())
     assert not engine.step().applied
     assert statistics(engine) == loaded != given_up
+
+
+def test_they_are_restored_before_the_host_knows_of_the_skip() -> None:
+    engine = start()
+    engine.module.norm.momentum = 0.1  # type: ignore[union-attr]  # torch reads the number of a mean over all batches
+    reads = like_a_gpu(engine)  # type: ignore[arg-type]
+    step(engine, 1.0)
+    before, number, x = statistics(engine), engine.attempted_steps, inputs(engine, 0, math.nan)
+    engine(x.nan_to_num()).sum().item()  # a forward whose backward is given up
+    with forbidden():
+        engine.backward(engine(x).square().mean())
+        outcome = engine.step()
+    assert statistics(engine) == before
+    assert number not in reads
+    assert not outcome.applied
 
 
 def test_a_graph_over_a_step_can_still_run() -> None:
