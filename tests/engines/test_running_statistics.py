@@ -181,7 +181,7 @@ def test_a_model_without_them_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 def copies(rank: int, world: int) -> None:
     """Rank 0's statistics and written buffers reach all ranks; constants stay, so that a flipped bit is found."""
-    engine = start(audit=1)
+    engine = start(audit=1, ema_decay=0.9)
     model = engine.module
     assert isinstance(model, Net)
     step(engine, 1.0)
@@ -196,7 +196,8 @@ def copies(rank: int, world: int) -> None:
     assert model.table[0] == 1.0
     if rank == 1:
         model.table.mul_(2.0)
-    engine.copy_buffers()
+    with engine.ema():
+        engine.copy_buffers()
     assert model.table[0] == 1.0
     step(engine, 1.0)
     if rank == 0:
