@@ -19,7 +19,7 @@ EXPERIMENTS = {
     "gradient-histogram": "how many activation gradients does FP16 flush to zero, and which scale recovers them?",
     "loss-scaling": "does a network that stops learning in FP16 follow FP32 once its loss is scaled?",
     "accumulation": "how far is a dot product of length n off if it is summed in FP16, BF16 or FP32?",
-    "formats": "can BF16, FP16 and FP8 be told from FP32's own noise on five kinds of tasks?",
+    "formats": "can BF16, FP16 and FP8 be told from FP32's own noise on each kind of task?",
 }
 """Name -> question. The module of that name holds ``EXPERIMENT``; it brings torch, so it is imported when it runs."""
 

