@@ -21,7 +21,6 @@ from transformers import (
     set_seed,
 )
 
-import dtrain
 from dtrain.integrations.trainer import Trainer  # the first changed line: it was "from transformers import Trainer"
 
 
@@ -73,7 +72,7 @@ def main(arguments: list[str] | None = None) -> dict[str, float]:
         eval_dataset=Blocks(text[-held_out:], script.block_size),
         compute_metrics=top_1,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-        dtrain={"engine": dtrain.Native(zero_stage=script.zero_stage)},  # the second one
+        dtrain={"engine": "native", "zero_stage": script.zero_stage},  # the second one
     )
     trainer.train(resume_from_checkpoint=script.resume)
     metrics = trainer.evaluate()

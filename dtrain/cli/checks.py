@@ -9,7 +9,7 @@ from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.data import DataConfig
 from dtrain.config.fields import in_keys
-from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, USED_KEYS, ModelConfig
+from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, MLP_FACTORY, USED_KEYS, ModelConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
 from dtrain.config.schedule import ScheduleConfig
@@ -159,9 +159,9 @@ def _check_task(model: ModelConfig, data: DataConfig) -> None:
     """Checks that a built-in model is for the data: tokens, images or numbers."""
     if data.is_language:
         if model.factory in USED_KEYS:
+            suited = "arrays or friedman" if model.factory == MLP_FACTORY else "images or glyphs"
             raise ConfigError(
-                f"model={model.name} takes images or numbers, but data={data.name} has tokens; choose data=images, "
-                "glyphs, arrays or friedman"
+                f"model={model.name} takes images or numbers, but data={data.name} has tokens; choose data={suited}"
             )
         return
     task = getattr(data, "task", None)

@@ -24,7 +24,7 @@ class DataConfig(CheckedRecord):
         5.0,
         0.0,
         50.0,
-        "Percentage of files, or of samples of tokens, chat, arrays and glyphs, held out for validation.",
+        "Percentage of files or samples that are held out for validation; of glyphs, of an epoch, in other fonts.",
     )
     prefetch: int = at_least(1, 0, "Steps whose batches are prepared in a thread ahead of the step; 0: none.")
 
@@ -56,12 +56,14 @@ class TokensDataConfig(DataConfig):
     """Token shards that `dtrain data tokenize` has written, or those of llm.c or Megatron."""
 
     name: str = option("tokens")
-    path: str = setting("", "Folder of token shards; required, unless mixture is given.")
+    path: str = setting(
+        "", "Folder of token shards (required, unless mixture is given) or of images by class, or file of arrays."
+    )
     mixture: dict[str, float] = setting({}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.")
     vocab_size: int | None = at_least(
         None, 1, "Vocabulary of shards of llm.c or Megatron, whose headers lack it; null for those of dtrain."
     )
-    validation_path: str | None = setting(None, "Folder of token shards to validate on; null: validation_percent.")
+    validation_path: str | None = setting(None, "Folder or file like path to validate on; null: validation_percent.")
     documents: str = one_of(
         "mask", "cross", doc="mask: tokens do not see other documents, and loss stops at the border; cross: one stream."
     )

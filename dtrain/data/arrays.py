@@ -173,7 +173,9 @@ def open_table(key: str, name: str, on_progress: Callable[[], None] = lambda: No
                 )
             x, y = file.get_tensor("x"), file.get_tensor("y")
     except (SafetensorError, OSError) as error:
-        raise ConfigError(f"{label} cannot be read as safetensors: {error}; write it again") from None
+        raise ConfigError(
+            f"{label} cannot be read as safetensors: {error}; write x and y with safetensors.torch.save_file"
+        ) from None
     _check_shapes(x, y, label)
     if not y.is_floating_point():
         y = y.long()

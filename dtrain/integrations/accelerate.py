@@ -35,10 +35,10 @@ from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
 from dtrain.integrations.settings import (
     ENGINE_OPTIONS,
     autocast_dtype,
-    check_engine,
     check_options,
     mixed_precision_of,
     resolve_precision,
+    take_engine,
 )
 from dtrain.integrations.weights import whole_state_dict
 from dtrain.precision.policy import PrecisionPolicy
@@ -54,7 +54,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     accelerate wraps the model, broadcasts them in each forward.
 
     Args:
-        engine: an engine's record, or its name; see :func:`dtrain.initialize`.
+        engine: an engine's record, or its name, whose fields may then be given too, such as ``zero_stage=2``; see
+            :func:`dtrain.initialize`.
         precision: as for :func:`dtrain.initialize`; None: that of ``mixed_precision`` (``no`` is ``fp32``).
         mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: that of the variable
             ``ACCELERATE_MIXED_PRECISION``, else of ``precision``.
@@ -76,7 +77,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         **options: Any,
     ) -> None:
         check_options(options)
-        check_engine(engine)
+        engine = take_engine(engine, options)
         self.policy = resolve_precision(mixed_precision, precision)
         chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
         self._engine_options = {"engine": engine, "precision": self.policy, "max_grad_norm": None, **chosen}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.utils import (
     AORecipeKwargs,
@@ -18,8 +21,9 @@ from accelerate.utils import (
     TERecipeKwargs,
 )
 
-from dtrain.config.engines import EngineConfig
-from dtrain.errors import ConfigError
+from dtrain.config.engines import ENGINES, EngineConfig
+from dtrain.engine.settings import engine_record
+from dtrain.errors import ConfigError, nearest
 from dtrain.precision.policy import PrecisionPolicy
 
 ENGINE_OPTIONS = ("optimizer", "loss_scale", "max_grad_norm", "ema_decay", "audit", "blocks", "seed", "frozen_source")
@@ -101,12 +105,24 @@ def mixed_precision_of(policy: PrecisionPolicy) -> str:
     return names.get(policy.name, policy.name)
 
 
-def check_engine(engine: Any) -> None:
-    """Raises ``ConfigError`` unless ``engine`` is a name or a record of an engine."""
+def take_engine(engine: Any, options: dict[str, Any]) -> EngineConfig:
+    """Returns the record of ``engine`` with those of ``options`` that are its fields, which are removed there.
+
+    Raises:
+        ConfigError: it is neither a name nor a record of an engine; fields beside a record; a value that is not
+            permitted; or an option that nobody knows.
+    """
     if not isinstance(engine, (str, EngineConfig)):
         raise ConfigError(
             f"engine={engine!r} is not a record such as dtrain.Native(zero_stage=2), or the name of an engine"
         )
+    names = {item.name for record in ENGINES.values() for item in fields(record)} - {"name"}
+    record = engine_record(engine, {name: options.pop(name) for name in list(options) if name in names})
+    known = [*inspect.signature(accelerate.Accelerator.__init__).parameters][1:]
+    for name in options:
+        if name not in (*known, *ENGINE_OPTIONS):
+            raise ConfigError(f"Accelerator({name}=...) is unknown{nearest(name, [*known, *ENGINE_OPTIONS, *names])}")
+    return record
 
 
 def autocast_dtype(policy: PrecisionPolicy) -> torch.dtype | None:

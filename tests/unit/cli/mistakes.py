@@ -199,7 +199,11 @@ CASES: dict[str, tuple[str, ...]] = {
     "data=glyphs": ("model=tiny takes tokens", "data=glyphs", "choose model=convnet, vit or mlp"),
     "data=friedman": ("model=tiny takes tokens", "data=friedman", "choose model=mlp"),
     "data=glyphs data.task=denoising": ("model=tiny takes tokens", "choose model=denoiser"),
-    "model=convnet": ("model=convnet takes images or numbers", "data=stdlib has tokens", "choose data=images, glyphs"),
+    "model=convnet": (
+        "model=convnet takes images or numbers",
+        "data=stdlib has tokens",
+        "choose data=images or glyphs",
+    ),
     "model=denoiser data=glyphs": ("model=denoiser does not learn data.task=classification", "data.task=denoising"),
     "model=denoiser data=friedman": ("model=denoiser does not learn data=friedman; choose model=mlp",),
     "model=mlp data=glyphs data.task=denoising": ("model=mlp", "data.task=denoising", "choose model=denoiser"),

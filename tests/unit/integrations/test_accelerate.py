@@ -390,6 +390,21 @@ def test_options_of_other_backends_are_refused(options: dict[str, Any], message:
     assert "\n" not in str(error.value)
 
 
+def test_an_engine_is_named_with_its_settings() -> None:
+    for options in ({"engine": "native", "zero_stage": 3, "prefetch": 2}, {"zero_stage": 3, "prefetch": 2}):
+        accelerator, model, _ = prepared(**options)
+        assert model.engine.options.engine == dtrain.Native(zero_stage=3, prefetch=2)
+    for options, message in (
+        ({"zero_stagee": 3}, "Accelerator(zero_stagee=...) is unknown; did you mean 'zero_stage'?"),
+        ({"engine": "ddp", "zero_stage": 3}, "zero_stage"),
+        ({"engine": "ddp", "prefetch": 2}, "prefetch"),
+        ({"engine": dtrain.Native(zero_stage=1), "zero_stage": 3}, "set it in the record only"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(message)) as error:
+            fresh(**options)
+        assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM", "PARALLELISM_CONFIG"])
 def test_variables_of_other_backends_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
