@@ -105,14 +105,14 @@ def test_shares_of_products_are_those_of_linears_and_convolutions(result: Format
 
 
 def test_a_convnet_follows_its_fp32_curve_in_every_format() -> None:
-    task = shorter(CONVNET, 60, 15, "data.size=8", "schedule.warmup_steps=2", "optim.lr=1e-2")
+    task = shorter(CONVNET, 60, 15, "data.size=8", "schedule.warmup_steps=2", "optim.lr=2e-3")
     batches = task.batches(0)
     fp32, *others = (task.train(precision, 0, batches) for precision in ("fp32", *PRECISIONS))
     assert fp32.losses[-1] < 0.8 * fp32.losses[0]
     for precision, curve in zip(PRECISIONS, others, strict=True):
         assert curve.losses != fp32.losses
-        # weights that begin an ulp apart end up to 2 % apart in FP32 too
-        assert curve.losses == pytest.approx(fp32.losses, rel=0.04), precision
+        # not at a larger learning rate, where FP32 parts from itself as much if its weights begin an ulp apart
+        assert curve.losses == pytest.approx(fp32.losses, rel=0.02), precision
         assert curve.skipped <= 2
 
 
