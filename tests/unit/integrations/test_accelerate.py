@@ -392,7 +392,7 @@ def test_options_of_other_backends_are_refused(options: dict[str, Any], message:
 
 def test_an_engine_is_named_with_its_settings() -> None:
     for options in ({"engine": "native", "zero_stage": 3, "prefetch": 2}, {"zero_stage": 3, "prefetch": 2}):
-        accelerator, model, _ = prepared(**options)
+        _, model, _ = prepared(**options)
         assert model.engine.options.engine == dtrain.Native(zero_stage=3, prefetch=2)
     for options, message in (
         ({"zero_stagee": 3}, "Accelerator(zero_stagee=...) is unknown; did you mean 'zero_stage'?"),
