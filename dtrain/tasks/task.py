@@ -135,6 +135,7 @@ class Task(ABC):
         """Returns what the trained model does, the same on all ranks, which all call.
 
         Args:
+            engine: the trained one.
             validation: the batches of :meth:`metrics` again.
             options: size of the sample.
         """
