@@ -166,7 +166,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As accelerate's: gradients add up until ``gradient_accumulation_steps`` backwards, or the last batch."""
+        """As in accelerate, gradients add up until ``gradient_accumulation_steps`` backwards, or the last batch."""
         for driver in self._drivers:
             driver.end_round()
         with super().accumulate(*models):
@@ -248,7 +248,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """As accelerate's on a single rank; refused on several, which take the same number of steps."""
+        """Does as accelerate's on a single rank; raises on several, which take the same number of steps."""
         if self.num_processes > 1:
             raise UsageError(
                 "join_uneven_inputs: all ranks of an engine take the same number of steps; leave it out, and keep "

@@ -1,4 +1,4 @@
-"""What ``accelerator.prepare`` returns for a model and its optimizer: thin objects over an engine."""
+"""The model and the optimizer that ``accelerator.prepare`` returns: thin objects over an engine."""
 
 from __future__ import annotations
 

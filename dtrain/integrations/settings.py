@@ -110,7 +110,7 @@ def take_engine(engine: Any, options: dict[str, Any]) -> EngineConfig:
 
     Raises:
         ConfigError: it is neither a name nor a record of an engine; fields beside a record; a value that is not
-            permitted; or an option that nobody knows.
+            permitted; or an unknown option.
     """
     if not isinstance(engine, (str, EngineConfig)):
         raise ConfigError(

@@ -19,7 +19,7 @@ _REFUSED = {
     "save_on_each_node": "all ranks write one checkpoint to one file system; remove it",
     "enable_jit_checkpoint": "each rank would save at a step of its own; save often by save_steps instead",
 }
-"""What to do instead, by argument."""
+"""Remedies, by argument."""
 
 _OPTIMIZERS = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
 """Values of ``optim`` whose update is elementwise and whose states an engine keeps."""

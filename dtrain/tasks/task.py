@@ -52,7 +52,7 @@ class TaskOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """What a run shows at its end: text for the console and, unless it is text alone, a picture."""
+    """Result shown at the end of a run: text for the console and, unless it is text alone, a picture."""
 
     text: str
     figure: Figure | None = None
@@ -74,7 +74,7 @@ class SampleOptions:
 
 
 class Task(ABC):
-    """What a run trains a model for.
+    """Goal of a training: loss, metrics and sample.
 
     A data set has a task. The model learns it through :meth:`loss`; validation reports the metrics that
     :meth:`metrics` computes from sums over all samples, so that they do not depend on the number of ranks.

@@ -90,7 +90,7 @@ class PlannedRun:
 
     @property
     def unit(self) -> str:
-        """What counts in the loss: ``tokens`` or ``samples``."""
+        """Unit of the targets that count in the loss: ``tokens`` or ``samples``."""
         return self.task.unit if isinstance(self.task, Task) else Language.unit
 
     @property

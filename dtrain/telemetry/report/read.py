@@ -181,7 +181,7 @@ class Run:
 
     @property
     def unit(self) -> str:
-        """What counts in the loss: ``tokens`` or ``samples``."""
+        """Unit of the targets that count in the loss: ``tokens`` or ``samples``."""
         return unit_of(self.config.get("data.name"))
 
     @property
