@@ -286,8 +286,12 @@ class Communicator(Protocol):
         return 0
 
     @abstractmethod
-    def over(self, group: dist.ProcessGroup) -> Communicator:
-        """Returns a communicator over another axis of a mesh, with the same schedule; all its ranks call."""
+    def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
+        """Returns communicators over the axes of :class:`dtrain.distributed.mesh.Mesh`; all ranks call.
+
+        The first is over the ``shard_size`` consecutive ranks that include this one, the second over the ranks at the
+        same place of each such block. ``shard_size`` divides the number of ranks, and is neither 1 nor all of them.
+        """
 
     @abstractmethod
     def sibling(self) -> Communicator:

@@ -77,10 +77,9 @@ class GlooGroup(ProcessGroup):
             "interface that connects their hosts"
         )
 
-    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+    def _gather(self, what: Collective, row: Tensor) -> Tensor:
         if not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:
-            return super().gather_rows(row, label=label)
-        what = self.schedule.record("gather_rows", label, row)
+            return super()._gather(what, row)
         self.flush()
         payload = row.detach().contiguous().view(torch.uint8).numpy().tobytes()
         with self.waiting(what):

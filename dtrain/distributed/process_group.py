@@ -30,7 +30,6 @@ from dtrain.distributed.communicator import (
 )
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange
 from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
-from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
@@ -117,7 +116,9 @@ class ProcessGroup(Communicator):
             self._call(what, dist.broadcast, tensor, group_src=src)
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        what = self.schedule.record("gather_rows", label, row)
+        return self._gather(self.schedule.record("gather_rows", label, row), row)
+
+    def _gather(self, what: Collective, row: Tensor) -> Tensor:
         rows = row.new_empty(self.world_size * row.numel())
         self._call(what, all_gather_single, rows, row.contiguous())
         return rows.view(self.world_size, row.numel())
@@ -129,20 +130,29 @@ class ProcessGroup(Communicator):
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
         if min(sizes) < 0 or max(sizes) > _MAX_TEXT_BYTES:
             raise CommunicationError(f"rank {self.rank}: expected texts of 0 to {_MAX_TEXT_BYTES} bytes, got {sizes}")
+        # without its length, which may differ between the groups of one axis, whose order is the same
+        what = self.schedule.record("exchange_text", "text", recorded(torch.uint8, 0))
         if not max(sizes):  # a gather of no bytes would be a collective for nothing
             return [""] * self.world_size
         # without a list of Python numbers, which would hold the GIL while another thread trains
         padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
-        rows = self.gather_rows(padded.to(self.device), label="text").cpu()
+        rows = self._gather(what, padded.to(self.device)).cpu()
         return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         return AllToAllExchange(self, sends)
 
-    def over(self, group: dist.ProcessGroup) -> Communicator:
-        if dist.get_world_size(group) == 1:
-            return SingleRank(self.device, self.schedule)
-        return type(self)(group, self.device, self.schedule)
+    def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
+        assert self.process_group is not None
+        timeout = self.process_group._get_backend(self.device).options._timeout
+        everyone = dist.get_process_group_ranks(self.process_group)
+        first = self.rank - self.rank % shard_size
+        # each rank makes only the groups that it joins: all of them would be as many as there are ranks
+        shard, replicate = (
+            dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+            for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
+        )
+        return type(self)(shard, self.device, self.schedule), type(self)(replicate, self.device, self.schedule)
 
     def sibling(self) -> Communicator:
         group = self.process_group

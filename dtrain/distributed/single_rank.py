@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
@@ -87,8 +86,8 @@ class SingleRank(Communicator):
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         return _LocalExchange(self, sends)
 
-    def over(self, group: dist.ProcessGroup) -> Communicator:
-        return SingleRank(self.device, self.schedule)
+    def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
+        raise ValueError(f"a single rank has no blocks of {shard_size} ranks")
 
     def sibling(self) -> Communicator:
         return SingleRank(torch.device("cpu"))

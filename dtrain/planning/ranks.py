@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
@@ -190,8 +189,13 @@ class PlannedRanks(Communicator):
         schedule = ring_schedule(sends, num_early)
         return RingExchange(self, sends, self.allocate(schedule.capacity, torch.uint8), schedule)
 
-    def over(self, group: dist.ProcessGroup) -> Communicator:
-        raise NotImplementedError("a plan has one axis of ranks")
+    def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
+        shard, replicate = (
+            PlannedRanks(num_ranks, self._transport, self.device, self._on_output, self._timeline)
+            for num_ranks in (shard_size, self.world_size // shard_size)
+        )
+        shard.schedule = replicate.schedule = self.schedule
+        return shard, replicate
 
     def sibling(self) -> Communicator:
         return SingleRank(self.device)

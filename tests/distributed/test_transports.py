@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from dtrain.distributed import host_memory
 from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
 from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.host_memory import HostMemory
+from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CommunicationError, DivergenceError
@@ -113,8 +113,8 @@ def test_every_rank_gets_its_shards_and_the_weights_of_all(world: int, shared: b
 def collectives_over_axes(rank: int, world: int, shared: bool) -> dict[str, Any]:
     """Runs all collectives over both axes of a 2 x 2 mesh, in flight together."""
     comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    axes = {name: comm.over(mesh.get_group(name)) for name in ("replicate", "shard")}
+    mesh = Mesh.of(comm, 2)
+    axes = {"replicate": mesh.replicate, "shard": mesh.shard}
     assert all(axis.schedule is comm.schedule for axis in axes.values())
     got: dict[str, Any] = {}
     handles = []
