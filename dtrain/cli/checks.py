@@ -8,6 +8,7 @@ from typing import Any
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.data import DataConfig
+from dtrain.config.engines import Native
 from dtrain.config.fields import in_keys
 from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, MLP_FACTORY, USED_KEYS, ModelConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
@@ -36,6 +37,11 @@ def check_config(config: RunConfig, world_size: int) -> None:
     _check_task(config.model, config.data)
     if config.train.seq_len is not None and not config.data.is_language:
         raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={config.data.name}")
+    if isinstance(config.engine, Native):
+        try:
+            config.engine.check_ranks(world_size)
+        except ConfigError as error:
+            raise in_keys(error, Native, "engine.") from None
     _check_batch(config, world_size)
     _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)

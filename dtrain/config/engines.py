@@ -23,6 +23,12 @@ _NOT_ON_HOST = (
 )
 """Settings that exclude ``offload=cpu`` of the native engine: name, value, reason."""
 
+_NOT_REPLICATED = (
+    ("offload", "cpu", "main grads on the host cannot be summed across replicas by the device"),
+    ("grad_dtype", "bf16", "sums across replicas are FP32"),
+)
+"""Settings that exclude ``shard_size`` of the native engine: name, value, reason."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(CheckedRecord):
@@ -63,6 +69,12 @@ class Native(EngineConfig):
     keep_gathered: list[str] = setting(
         [], "At stage 3, name patterns of modules or parameters that stay unsharded from forward to backward."
     )
+    shard_size: int | None = at_least(
+        None,
+        1,
+        "Number of consecutive ranks that share the states; other blocks of ranks hold replicas of them, whose "
+        "gradients are summed once a step. null: all ranks.",
+    )
     offload: str = one_of("none", "cpu", doc=_OFFLOAD)
     master: str = one_of(
         "full",
@@ -92,6 +104,8 @@ class Native(EngineConfig):
                 f"{self._entry('offload')} with {self._key('reproducible')}=true: the gradients of all ranks would "
                 f"have to cross to the host one by one to be summed in order; remove one of the two"
             )
+        if self.shard_size is not None:
+            self._check_shard_size()
         if self.zero_stage == 3:
             return
         stage = self._key("zero_stage")
@@ -101,6 +115,32 @@ class Native(EngineConfig):
                     f"{self._entry(name)} is used with {stage}=3 only, and {self._entry('zero_stage')}; "
                     f"remove it, or set {stage}=3"
                 )
+
+    def _check_shard_size(self) -> None:
+        size, entry, stage = self.shard_size or 1, self._entry("shard_size"), self._key("zero_stage")
+        if size == 1 or self.zero_stage == 0:
+            raise ConfigError(
+                f"{entry} with {self._entry('zero_stage')}: every rank would hold all states, which is {stage}=0 "
+                f"without {self._key('shard_size')}; set {stage}=1, 2 or 3 and a size of 2 or more, or remove it"
+            )
+        for name, value, reason in _NOT_REPLICATED:
+            if getattr(self, name) == value:
+                raise ConfigError(f"{entry} with {self._entry(name)}: {reason}; remove one of the two")
+        if self.reproducible and size & (size - 1):
+            below = 1 << size.bit_length() - 1
+            raise ConfigError(
+                f"{entry} with {self._key('reproducible')}=true: gradients are summed along one binary tree, of which "
+                f"the ranks of a replica hold a whole subtree only if their number is a power of two; set "
+                f"{self._key('shard_size')}={below} or {2 * below}, or remove one of the two"
+            )
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raises ``ConfigError`` unless replicas of ``shard_size`` ranks make up ``world_size``."""
+        size = self.shard_size
+        if size is not None and world_size % size:
+            divisors = [str(n) for n in range(2, world_size + 1) if world_size % n == 0]
+            sizes = f"set it to {' or '.join(divisors)}, or remove it" if divisors else "remove it"
+            raise ConfigError(f"{self._entry('shard_size')} does not divide the number of ranks, {world_size}; {sizes}")
 
 
 @dataclass(frozen=True, kw_only=True)

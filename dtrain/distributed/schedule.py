@@ -19,7 +19,7 @@ _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _LOG_LENGTH = 4096  # collectives of one step that are kept by name
 _Key = tuple[str, str, int, torch.dtype, str]
-_REDUCTIONS = ("all_to_all_single", "reduce_scatter_sum")
+_REDUCTIONS = ("all_to_all_single", "all_to_all", "reduce_scatter_sum")
 
 
 class Collective(NamedTuple):

@@ -26,6 +26,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
+from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.setup import choose_device, connect
 from dtrain.engine.blocks.compiled import resolve_compile
 from dtrain.engine.blocks.install import find_blocks
@@ -137,7 +138,7 @@ def initialize(
     if comm is None:
         policy = policy.on(device)
         comm = connect(device)
-    _check_ranks(record.name, comm)
+    _check_ranks(record, comm)
     policy = resolve_policy(record, policy, comm.device)
     if any(tensor.device != comm.device for tensor in (*model.parameters(), *model.buffers())):
         model.to(comm.device)
@@ -162,7 +163,8 @@ def initialize(
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
     scale = LossScaleState.of(rule)
-    request = EngineRequest(model, contract, plan, comm, options, scale, identity, config_text, frozen_source)
+    mesh = Mesh.of(comm, record.shard_size if isinstance(record, Native) else None)
+    request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.{record.name}").build(request)
     warn_of_clipping(built)
@@ -170,6 +172,8 @@ def initialize(
         _keep_freed_memory()
     for line in built.contract.describe():
         logger.info(line)
+    if mesh.is_hybrid and comm.rank == 0:
+        logger.info(mesh.describe())
     if comm.rank == 0 and (warning := underflow_warning(contract, rule)):
         logger.warning(warning)
     return built
@@ -198,12 +202,15 @@ def underflow_warning(contract: Contract, rule: LossScale) -> str:
     )
 
 
-def _check_ranks(engine: str, comm: Communicator) -> None:
+def _check_ranks(engine: EngineConfig, comm: Communicator) -> None:
+    if isinstance(engine, Native):
+        engine.check_ranks(comm.world_size)
+        return
     # the libraries below the other engines communicate over the default process group
     everyone = dist.get_world_size() if dist.is_initialized() else 1
-    if engine != "native" and comm.world_size != everyone:
+    if comm.world_size != everyone:
         raise ConfigError(
-            f"engine={engine} trains with all ranks of the process group, {everyone}, and got a communicator of "
+            f"engine={engine.name} trains with all ranks of the process group, {everyone}, and got a communicator of "
             f"{comm.world_size}; use engine=native for a subset of them"
         )
 

@@ -61,6 +61,7 @@ class StateEngine(Engine):
 
     Attributes:
         options: the options of a step.
+        mesh: all ranks, those that share the states of this rank's replica, and those that hold the same shard.
         progress: what this rank does at the moment.
         plan: the optimizer of each parameter, whose states the engine holds beside the masters.
         run_id: of the run, kept by its checkpoints.
@@ -75,7 +76,7 @@ class StateEngine(Engine):
         # first: if the constructor of a subclass fails half-way, the model is changed already and cannot be used again
         _MANAGED.add(request.model)
         self.module = request.model
-        self.comm = request.comm
+        self.comm, self.mesh = request.comm, request.mesh
         self.progress = request.comm.schedule.progress
         self.policy = request.contract.policy
         self.contract = request.contract

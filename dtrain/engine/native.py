@@ -35,6 +35,7 @@ from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.quantized_replicas import Float8Views
+from dtrain.sharding.replica_sum import across
 from dtrain.sharding.replicas import slot_views
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def build(request: EngineRequest) -> Engine:
             f"grad_dtype=bf16 with precision={contract.policy.name}: no trained parameter has BF16 gradients, and "
             f"others would be rounded; use precision=bf16, or grad_dtype=fp32"
         )
-    return NativeEngine(request, build_sharded(request.model, request.contract, request.comm, options, request.plan))
+    return NativeEngine(request, build_sharded(request.model, request.contract, request.mesh, options, request.plan))
 
 
 class NativeEngine(StepEngine):
@@ -98,13 +99,13 @@ class NativeEngine(StepEngine):
                 for interval in buffer.segment.of_rank(rank).intervals()
                 if self.plan.classes[interval.spec.update_class].rule == rule
             ]
-            for rank in range(self.comm.world_size)
+            for rank in range(self.mesh.shard.world_size)
         ]
 
     def _build_optimizer(self) -> None:
         # before anything that may fail on a single rank, because it communicates
         shards = [list(buffer.matrix_shards(self.plan)) for buffer in self.sharded.buffers]
-        self._matrices = matrix_updates(self.plan.rules, shards, self.comm, self._held_matrices)
+        self._matrices = matrix_updates(self.plan.rules, shards, self.mesh.shard, self._held_matrices)
 
         def build() -> None:
             slices = [buffer.update_slices(self.plan) for buffer in self.sharded.buffers]
@@ -156,6 +157,8 @@ class NativeEngine(StepEngine):
             self._reduce_dtype_check = self.comm.schedule.on_reduction = None
 
     def _squares(self) -> Tensor:
+        if self.mesh.replicate.rank and not self.options.reproducible:  # the first replica counts for all
+            return torch.zeros(1, dtype=torch.float64, device=self.device)
         if self._square_sums is not None:
             return self._square_sums.compute()
         if self.sharded.offload is not None:
@@ -171,7 +174,7 @@ class NativeEngine(StepEngine):
         return {
             "sum_squares": self.sharded.canonical_sum(squares),
             # the same weights in the same order at every world size
-            "sum_weights": torch.cat(self.sharded.reducer.weights).double().sum(),
+            "sum_weights": self.sharded.canonical_weights().double().sum(),
         }
 
     def _update(self, scalars: UpdateScalars) -> None:
@@ -188,8 +191,13 @@ class NativeEngine(StepEngine):
         pass  # the first gradients of a step overwrite the last step's
 
     def _check_live(self) -> None:
+        assert isinstance(self.options.engine, Native)
+        self.mesh.check(self.world_size // (self.options.engine.shard_size or self.world_size))
         if self.comm.process_group is not None:  # else nothing is sent
-            dtypes = {layout.name: grad_dtype(layout, self.contract) for layout in self.sharded.layouts}
+            during = self.policy.dtype_during_reduction
+            dtypes = {layout.name: during(grad_dtype(layout, self.contract)) for layout in self.sharded.layouts}
+            if self.mesh.is_hybrid:  # whose sums over the replicas are proven to take place, and in FP32
+                dtypes |= {across(layout.name): torch.float32 for layout in self.sharded.layouts}
             self._reduce_dtype_check = ReduceDtypeCheck(self.policy, dtypes)
             self.comm.schedule.on_reduction = self._reduce_dtype_check.record
         self.contract.check_parameters(self.module)
@@ -215,7 +223,7 @@ class NativeEngine(StepEngine):
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         for buffer in self.sharded.buffers:
-            yield from buffer.owned_shards(kind, self.rank)
+            yield from buffer.owned_shards(kind, self.mesh.shard.rank)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         for buffer in self.sharded.buffers:
@@ -231,14 +239,14 @@ class NativeEngine(StepEngine):
             sources: Sequence[Numbers] = [buffer.master]
             if buffer.replica.is_float8:
                 sources = scales.cast_again(buffer.segment, read(buffer.master))
-            yield from buffer.compute_shards(self.rank, sources)
+            yield from buffer.compute_shards(self.mesh.shard.rank, sources)
         for name, scale, expected in scales.by_weight():
-            yield ComputeShard(name, "FP8 scale", 0, scale, self.rank, expected, is_gathered=False)
+            yield ComputeShard(name, "FP8 scale", 0, scale, self.mesh.shard.rank, expected, is_gathered=False)
 
     def frozen_shards(self) -> Iterator[TensorShard]:
         for replica in self.sharded.frozen:
             if not replica.is_float8:
-                for interval in replica.layout.intervals(*replica.layout.shard(self.rank)):
+                for interval in replica.layout.intervals(*replica.layout.shard(self.mesh.shard.rank)):
                     yield tensor_shard(FROZEN, interval, replica.local[0])
 
     @property
@@ -261,7 +269,7 @@ class NativeEngine(StepEngine):
             full[held.start : held.start + values.numel()] = values
             if segment.numel < layout.numel:
                 shard, full = full, full.new_zeros(layout.numel)
-                self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
+                self.mesh.shard.all_gather(full, shard, label=f"full {layout.name}").wait()
             for slot in slots:
                 yield slot.spec.name, full[slot.start : slot.stop].view(slot.spec.shape)
 
@@ -272,7 +280,7 @@ class NativeEngine(StepEngine):
         for replica in (replica for replica in self.sharded.frozen if not replica.is_float8):
             layout, shard = replica.layout, replica.local[0]
             full = shard.new_empty(layout.numel)
-            self.comm.all_gather(full, shard, label=f"full {layout.name}").wait()
+            self.mesh.shard.all_gather(full, shard, label=f"full {layout.name}").wait()
             yield from zip(replica.views.parameters, slot_views(full, layout), strict=True)
 
     def take_frozen(self, values: Mapping[str, Tensor]) -> None:
@@ -346,5 +354,5 @@ class NativeEngine(StepEngine):
             paired_numel=sum(numel for numel, buffer in replicas if isinstance(buffer.master, RemainderPair)),
             grad_bytes=sum(numel * self._main_grad_dtype(buffer).itemsize for numel, buffer in replicas),
             frozen_bytes=self.frozen_bytes,
-            num_ranks=self.world_size,
+            num_ranks=self.mesh.shard.world_size,
         )

@@ -146,16 +146,16 @@ class ReduceDtypeCheck:
 
     Args:
         policy: defines the dtype during reduction.
-        replica_dtypes: by label, the dtype of the replicas whose gradients are sent; other labels are no gradients.
-            None: every recorded tensor is a gradient in the reduce dtype.
+        dtypes: during reduction, by the label of the gradients; other labels are no gradients. None: every recorded
+            tensor is a gradient in the reduce dtype.
 
     Attributes:
         seen: the dtype by label in the last step that was checked.
     """
 
-    def __init__(self, policy: PrecisionPolicy, replica_dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    def __init__(self, policy: PrecisionPolicy, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
         self._policy = policy
-        self._replica_dtypes = replica_dtypes
+        self._dtypes = dtypes
         self.seen: dict[str, torch.dtype] = {}
 
     def record(self, label: str, tensor: Tensor) -> None:
@@ -164,10 +164,12 @@ class ReduceDtypeCheck:
         Raises:
             ContractError: its dtype is not the one of the contract.
         """
-        replicas = self._replica_dtypes
-        if replicas is not None and label not in replicas:
+        if self._dtypes is None:
+            want = self._policy.dtype_during_reduction(self._policy.compute_dtype)
+        elif label in self._dtypes:
+            want = self._dtypes[label]
+        else:
             return
-        want = self._policy.dtype_during_reduction(self._policy.compute_dtype if replicas is None else replicas[label])
         self.seen[label] = tensor.dtype
         if tensor.dtype != want:
             raise ContractError(f"gradients '{label}' are reduced as {tensor.dtype}; the contract says {want}")
@@ -178,7 +180,7 @@ class ReduceDtypeCheck:
         Raises:
             ContractError: a gradient was not recorded, so its dtype is not proven.
         """
-        missing = [label for label in self._replica_dtypes or () if label not in self.seen]
+        missing = [label for label in self._dtypes or () if label not in self.seen]
         if missing or not self.seen:
             which = f"'{missing[0]}'" if missing else "any gradient"
             raise ContractError(f"the dtype of {which} during reduction was not seen in the first step")

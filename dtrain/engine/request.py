@@ -13,6 +13,7 @@ from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.mesh import Mesh
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
@@ -67,6 +68,7 @@ class EngineRequest:
         model: on its device, its values equal on all ranks and not rounded yet.
         contract: the precision policy resolved on it.
         plan: the optimizer resolved on it.
+        mesh: the ranks; without hybrid sharding one replica.
         loss_scale: initial state of the loss-scale machine.
         identity: run id and seed; a load replaces both with the saved ones.
         config_text: everything that must be equal on all ranks, as canonical JSON.
@@ -76,9 +78,14 @@ class EngineRequest:
     model: nn.Module
     contract: Contract
     plan: OptimizerPlan
-    comm: Communicator
+    mesh: Mesh
     step: StepOptions
     loss_scale: LossScaleState
     identity: RunIdentity
     config_text: str
     frozen_source: FrozenSource | None = None
+
+    @property
+    def comm(self) -> Communicator:
+        """All ranks."""
+        return self.mesh.world

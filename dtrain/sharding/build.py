@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.engines import Native
-from dtrain.distributed.communicator import Communicator, GradientExchange, GradientSend
+from dtrain.distributed.communicator import GradientExchange, GradientSend
+from dtrain.distributed.mesh import Mesh
 from dtrain.parameters.groups import (
     ParamGroup,
     backward_order,
@@ -47,34 +48,33 @@ from dtrain.sharding.offload import HOST, OffloadedGradient, offload_of
 from dtrain.sharding.placement import STAGES, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
+from dtrain.sharding.replica_sum import ReplicaSum, RunningReplicaSum, TreeReplicaSum, across
 from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.rounded_gradients import RoundedGradient, RoundedSum, StepNoise
 from dtrain.sharding.storage_pool import StoragePool
 from dtrain.sharding.unshard import UnshardScheduler
 
 
-def build(
-    model: nn.Module, contract: Contract, comm: Communicator, options: Native, plan: OptimizerPlan
-) -> ShardedModel:
+def build(model: nn.Module, contract: Contract, mesh: Mesh, options: Native, plan: OptimizerPlan) -> ShardedModel:
     """Moves a model's trained parameters into flat buffers and FP32 masters; all ranks call.
 
     Args:
         model: on its device; its parameters become views of the replicas.
         contract: the replica dtype of every parameter.
-        comm: the ranks that share the states.
+        mesh: the ranks that share the states, and those that hold the same shard.
         options: stage, units of sharding, reproducibility, and when stage 3 unshards and reshards.
         plan: the optimizer of each parameter, which defines the states.
     """
-    builder = _Builder(model, contract, comm, options, plan)
+    builder = _Builder(model, contract, mesh, options, plan)
     buffers, exchange = builder.buffers()
     groups = builder.groups(buffers)
     backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
     reducer = GradientReducer(backward, exchange, builder.noise)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
-        scheduler = UnshardScheduler(model, groups, comm, options)
+        scheduler = UnshardScheduler(model, groups, mesh.shard, options)
     scales = builder.scales(buffers)
-    return ShardedModel(groups, reducer, scales, scheduler, comm, builder.frozen_float8, builder.offload)
+    return ShardedModel(groups, reducer, scales, scheduler, mesh, builder.frozen_float8, builder.offload)
 
 
 class _Builder:
@@ -87,12 +87,11 @@ class _Builder:
         noise: rounds BF16 main grads; None: main grads are FP32.
     """
 
-    def __init__(
-        self, model: nn.Module, contract: Contract, comm: Communicator, options: Native, plan: OptimizerPlan
-    ) -> None:
+    def __init__(self, model: nn.Module, contract: Contract, mesh: Mesh, options: Native, plan: OptimizerPlan) -> None:
         self._model = model
         self._contract = contract
-        self._comm = comm
+        self._comm = comm = mesh.shard
+        self._mesh = mesh
         self._options = options
         self._plan = plan
         self._placements = STAGES[options.zero_stage]
@@ -138,7 +137,7 @@ class _Builder:
             ParamSpec(name, tuple(p.shape), dtypes[name], self._plan.numbers.get(name, 0), p.requires_grad)
             for name, p in group.parameters
         ]
-        return flat_layouts(group.name, specs, self._comm.world_size)
+        return flat_layouts(group.name, specs, self._comm.world_size, self._mesh.replicate.world_size)
 
     def groups(self, buffers: Sequence[FlatBuffer]) -> list[ParameterGroup]:
         """Returns the groups in the order of definition."""
@@ -298,7 +297,8 @@ class _Builder:
             main_grads = self._split(torch.zeros(sum(s.numel for s in segments)), segments)
             return [
                 OffloadedGradient(
-                    *(segment, comm, main_grad, exchange, backward.index(segment), RunningSum),
+                    *(segment, comm, main_grad, exchange, backward.index(segment)),
+                    RunningSum(segment.shard_of(main_grad, comm.rank)),
                     arrivals=offload.arrivals,
                 )
                 for segment, main_grad in zip(segments, main_grads, strict=True)
@@ -306,11 +306,26 @@ class _Builder:
         is_gathered = any(segment.numel == segment.layout.numel for segment in segments)
         # the other ranks read the main grads only in the all-gather of the sums
         allocate = comm.allocate if is_gathered else partial(torch.zeros, device=comm.device)
+        if self._mesh.is_hybrid:  # the other replicas read them
+            allocate = self._mesh.replicate.allocate
         main_grads = self._main_grads(segments, allocate)
-        return [
-            ExchangedGradient(segment, comm, main_grad, exchange, backward.index(segment), self._sum_of(segment))
-            for segment, main_grad in zip(segments, main_grads, strict=True)
-        ], exchange
+        gradients = []
+        for segment, main_grad in zip(segments, main_grads, strict=True):
+            shard = segment.shard_of(main_grad, comm.rank)
+            replicas = self._replica_sum(segment, shard)
+            own = replicas if isinstance(replicas, TreeReplicaSum) else self._sum_of(segment, shard)
+            gradients.append(ExchangedGradient(segment, comm, main_grad, exchange, backward.index(segment), own))
+            gradients[-1].replicas = replicas
+        return gradients, exchange
+
+    def _replica_sum(self, segment: ArenaSegment, shard: Tensor) -> ReplicaSum | None:
+        """Returns the sum of a main grad's ``shard`` over the replicas; None: there is one."""
+        if not self._mesh.is_hybrid:
+            return None
+        kind: type[TreeReplicaSum | RunningReplicaSum] = RunningReplicaSum
+        if self._options.reproducible:
+            kind = TreeReplicaSum
+        return kind(self._mesh.replicate, shard, across(segment.layout.name))
 
     def _main_grads(self, held: Sequence[ArenaSegment], allocate: Callable[..., Tensor]) -> list[Tensor]:
         """Returns zeros for the main grads of ``held``; those of one dtype lie in one contiguous tensor."""
@@ -328,16 +343,18 @@ class _Builder:
         if full.dtype == torch.bfloat16:
             assert self.noise is not None
             return RoundedGradient(segment, self._comm, full, self.noise)
-        return AccumulatedGradient(segment, self._comm, full, self._send(segment.layout).dtype)
+        gradient = AccumulatedGradient(segment, self._comm, full, self._send(segment.layout).dtype)
+        gradient.replicas = self._replica_sum(segment, gradient.shard)
+        return gradient
 
-    def _sum_of(self, segment: ArenaSegment) -> Callable[[Tensor], GradientSum]:
-        """Returns what makes the sum of this rank's shard of ``segment``, given its main grad."""
+    def _sum_of(self, segment: ArenaSegment, shard: Tensor) -> GradientSum:
+        """Returns the sum of ``shard``, this rank's shard of the main grad of ``segment``."""
         if self._options.reproducible:
-            return TreeSum  # which rounds the sum of a step once
+            return TreeSum(shard)  # which rounds the sum of a step once
         if self.noise is not None and self._main_grad_dtype(segment.layout) == torch.bfloat16:
             origin = segment.layout.name, segment.layout.shard(self._comm.rank)[0]
-            return partial(RoundedSum, origin=origin, noise=self.noise)
-        return RunningSum
+            return RoundedSum(shard, origin=origin, noise=self.noise)
+        return RunningSum(shard)
 
     def _send(self, layout: FlatLayout) -> GradientSend:
         dtype = self._contract.policy.dtype_during_reduction(grad_dtype(layout, self._contract))

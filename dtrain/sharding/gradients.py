@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
@@ -25,6 +25,7 @@ from dtrain.parameters.squares import chunk_norms
 from dtrain.precision.fake import address
 from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
+from dtrain.sharding.replica_sum import ReplicaSum
 from dtrain.sharding.replicas import slot_views
 
 _MAX_KNOWN = 32  # send buffers of one gradient whose parts are kept
@@ -42,7 +43,10 @@ class FlatGradient(ABC):
         main_grad: the weighted sum over all micro-batches of all ranks, still scaled.
         shard: this rank's shard of it.
         storage: the tensor that this rank holds from one step to the next.
+        replicas: sums the shard over the replicas of hybrid sharding; None: there is one replica.
     """
+
+    replicas: ReplicaSum | None = None
 
     def __init__(self, segment: ArenaSegment, comm: Communicator, main_grad: Tensor) -> None:
         self._layout = segment.layout
@@ -84,8 +88,18 @@ class FlatGradient(ABC):
         """FP32 [chunks of the shard], of a main grad on a CPU."""
         return chunk_norms(self.chunks)
 
+    def complete(self) -> None:
+        """Completes this rank's shard of the replica's main grad after the step's last reduction.
+
+        With several replicas their sum starts, so all ranks call in one order.
+        """
+        if self.replicas is not None:
+            self.replicas.start()
+
     def start_gather(self) -> Handle | None:
-        """Completes this rank's shard of the main grad; starts the all-gather of the shards if the rank holds all."""
+        """Starts the all-gather of what other ranks have summed, if this rank holds it; after :meth:`complete`."""
+        if self.replicas is not None:
+            return self.replicas.start_gather()
         if self.shard.numel() == self.main_grad.numel():
             return None
         return self._comm.all_gather(self.main_grad, self.shard, label=f"sum {self._layout.name}")
@@ -136,7 +150,7 @@ class ExchangedGradient(FlatGradient):
         segment, comm, main_grad: as above.
         exchange: its send buffers.
         index: number of the flat buffer among the sends of the exchange.
-        gradient_sum: makes the sum of a shard.
+        gradient_sum: sums this rank's shard of ``main_grad``.
     """
 
     def __init__(
@@ -146,12 +160,12 @@ class ExchangedGradient(FlatGradient):
         main_grad: Tensor,
         exchange: GradientExchange,
         index: int,
-        gradient_sum: Callable[[Tensor], GradientSum],
+        gradient_sum: GradientSum,
     ) -> None:
         super().__init__(segment, comm, main_grad)
         self._exchange = exchange
         self._index = index
-        self._sum = gradient_sum(self.shard)
+        self._sum = gradient_sum
         self._parts: list[list[Tensor]] = []  # by slot, of the buffer that this micro-batch fills
         self._known: dict[int, list[list[Tensor]]] = {}  # the same of each buffer that was filled, by its address
         self._in_flight: deque[GradientHandle] = deque()
@@ -191,11 +205,11 @@ class ExchangedGradient(FlatGradient):
 
     @property
     def norms(self) -> Tensor:
-        return super().norms if self._sum.norms is None else self._sum.norms
+        return super().norms if self._sum.norms is None or self.replicas is not None else self._sum.norms
 
-    def start_gather(self) -> Handle | None:
+    def complete(self) -> None:
         self._sum.finish()
-        return super().start_gather()
+        super().complete()
 
 
 def slot_parts(buffer: Tensor, layout: FlatLayout, gap: int) -> list[list[Tensor]]:

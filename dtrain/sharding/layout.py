@@ -13,6 +13,7 @@ every stage and size, and kernels see the same shapes: one condition for equal b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,7 +83,8 @@ class FlatLayout:
     dtype: torch.dtype
     slots: tuple[ParameterSlot, ...]
     classes: tuple[tuple[int, int, int], ...]  # (number, start, stop), each a whole number of chunks
-    world_size: int
+    world_size: int  # ranks that share the buffer
+    num_replicas: int = 1  # which sum their shards in equal parts
 
     def __post_init__(self) -> None:
         cursor = 0
@@ -116,7 +118,9 @@ class FlatLayout:
 
     @property
     def shard_numel(self) -> int:
-        return round_up(self.real_numel // CHUNK, self.world_size) // self.world_size * CHUNK
+        # chunks whose elements divide by the replicas: any number for a power of two up to CHUNK
+        multiple = self.num_replicas // math.gcd(self.num_replicas, CHUNK)
+        return round_up(-(-self.real_numel // (CHUNK * self.world_size)), multiple) * CHUNK
 
     @property
     def numel(self) -> int:
@@ -135,15 +139,19 @@ class FlatLayout:
         return tuple(found)
 
 
-def flat_layouts(group: str, specs: Sequence[ParamSpec], world_size: int) -> tuple[FlatLayout, ...]:
+def flat_layouts(
+    group: str, specs: Sequence[ParamSpec], world_size: int, num_replicas: int = 1
+) -> tuple[FlatLayout, ...]:
     """Returns the flat buffers of one group, one a replica dtype, the narrowest first."""
     # a stable sort: definition order within a class; the dtype's name separates dtypes of one size
     ordered = sorted(specs, key=lambda s: (s.replica_dtype.itemsize, str(s.replica_dtype), s.update_class))
     by_dtype = groupby(ordered, key=lambda s: s.replica_dtype)
-    return tuple(_flat_layout(group, dtype, same_dtype, world_size) for dtype, same_dtype in by_dtype)
+    return tuple(_flat_layout(group, dtype, same_dtype, world_size, num_replicas) for dtype, same_dtype in by_dtype)
 
 
-def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int) -> FlatLayout:
+def _flat_layout(
+    group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], world_size: int, num_replicas: int
+) -> FlatLayout:
     slots: list[ParameterSlot] = []
     classes: list[tuple[int, int, int]] = []
     cursor = 0
@@ -155,7 +163,7 @@ def _flat_layout(group: str, dtype: torch.dtype, specs: Iterable[ParamSpec], wor
             cursor += spec.numel
         cursor = round_up(cursor, CHUNK)
         classes.append((number, begin, cursor))
-    return FlatLayout(group, dtype, tuple(slots), tuple(classes), world_size)
+    return FlatLayout(group, dtype, tuple(slots), tuple(classes), world_size, num_replicas)
 
 
 @dataclass(frozen=True)

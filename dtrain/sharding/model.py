@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.mesh import Mesh
 from dtrain.parameters.squares import chunk_squares
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.float8_scales import Float8Scales
@@ -33,7 +33,7 @@ class ShardedModel:
         reducer: reduces the gradients of the groups.
         scales: scales of the FP8 replicas.
         scheduler: unshards and reshards the groups; None: all replicas are whole.
-        comm: the ranks.
+        mesh: the ranks.
         frozen_float8: the frozen weights that are held in FP8.
         offload: the masters, states and main grads are on the host; None: where the replicas are.
 
@@ -50,7 +50,7 @@ class ShardedModel:
         reducer: GradientReducer,
         scales: Float8Scales,
         scheduler: UnshardScheduler | None,
-        comm: Communicator,
+        mesh: Mesh,
         frozen_float8: Sequence[FrozenFloat8] = (),
         offload: Offload | None = None,
     ) -> None:
@@ -62,8 +62,9 @@ class ShardedModel:
         self.scales = scales
         self.frozen_float8 = frozen_float8
         self.offload = offload
-        self.state_device = comm.device if offload is None else HOST
-        self._comm = comm
+        self.state_device = mesh.shard.device if offload is None else HOST
+        self._comm = mesh.shard
+        self._replicate = mesh.replicate
         self._float8 = [number for number, buffer in enumerate(self.buffers) if buffer.layout.dtype == E4M3]
         self._buckets = self._update_buckets()
         for group in groups:
@@ -197,6 +198,12 @@ class ShardedModel:
             squares.append(rows[:, column : column + width].reshape(-1)[: layout.real_numel // CHUNK])
             column += width
         return torch.cat(squares).sum()
+
+    def canonical_weights(self) -> Tensor:
+        """Returns the weights of the step's micro-batches in the order of their global index."""
+        rows = self._replicate.gather_rows(torch.cat(self.reducer.weights), label="weights")
+        # [replica, micro-batch, rank of the replica]
+        return rows.view(self._replicate.world_size, -1, self._comm.world_size).transpose(0, 1).reshape(-1)
 
     @property
     def layouts(self) -> list[FlatLayout]:

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from dtrain.config.engines import Native
-from dtrain.distributed.communicator import Communicator, GradientHandle, Handle
+from dtrain.distributed.communicator import Communicator, GradientHandle
 from dtrain.distributed.logging import logger
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
@@ -245,9 +245,9 @@ class OffloadedGradient(ExchangedGradient):
         self._arrivals.push(self._sum, handle, shards, weights, is_last)
         return weights
 
-    def start_gather(self) -> Handle | None:
+    def complete(self) -> None:
         self._arrivals.collect()
-        return super().start_gather()
+        super().complete()
 
 
 # -- replicas to the device --------------------------------------------------------------------------------------------

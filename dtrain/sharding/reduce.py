@@ -8,6 +8,7 @@ when it starts a group, and at the end of the step.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
@@ -20,6 +21,8 @@ from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.gradients import FlatGradient
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.rounded_gradients import StepNoise
+
+_IN_FLIGHT = 2  # reductions of the last micro-batch on a GPU, if their sums follow
 
 
 class GradientReducer:
@@ -56,7 +59,11 @@ class GradientReducer:
         self._next = 0  # group to be reduced
         self._num_started = 0  # reductions
         self._in_flight: deque[FlatGradient] = deque()
-        self._num_gradients = sum(len(group.buffers) for group in groups)
+        self._gradients = [buffer.gradient for group in groups for buffer in group.buffers]
+        self._first_of_last = math.inf  # number of the first reduction of the step's last micro-batch
+        self._num_complete = 0  # gradients of this step
+        # a wait on a CPU does not overlap with backward
+        self._overlaps_replicas = any(g.replicas is not None and g.shard.device.type != "cpu" for g in self._gradients)
         self._is_finished = True
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool, step: int = 1) -> None:
@@ -65,7 +72,9 @@ class GradientReducer:
             self._noise.begin(step)
         is_first, self._is_finished, self._is_last = self._is_finished, False, last
         if is_first:
-            self.weights = []
+            self.weights, self._num_complete, self._first_of_last = [], 0, math.inf
+        if last:
+            self._first_of_last = self._num_started
         if self.exchange is not None:
             self.exchange.begin(weight.value)
         self._micro_batch = number
@@ -115,12 +124,18 @@ class GradientReducer:
         gradient.reduce()
         self._in_flight.append(gradient)
         self._num_started += 1
+        while self._overlaps_replicas and self._is_last and len(self._in_flight) > _IN_FLIGHT:
+            self._finish_oldest()  # so that its sum over the replicas starts
 
     def _finish_oldest(self) -> None:
         number = self._num_started - len(self._in_flight)
-        weights = self._in_flight.popleft().finish_reduction(is_last=self._is_last)
-        if weights is not None and number % self._num_gradients == 0:  # the same for all gradients of a micro-batch
+        gradient = self._in_flight.popleft()
+        weights = gradient.finish_reduction(is_last=self._is_last)
+        if weights is not None and number % len(self._gradients) == 0:  # the same for all gradients of a micro-batch
             self.weights.append(weights)
+        if number >= self._first_of_last:
+            gradient.complete()
+            self._num_complete += 1
 
     def finish(self) -> None:
         """Completes the main grads of this step; a second call does nothing."""
@@ -132,8 +147,10 @@ class GradientReducer:
             self.end_micro_batch()
         while self._in_flight:
             self._finish_oldest()
+        for gradient in self._gradients[self._num_complete :]:
+            gradient.complete()
         # all are started before the first wait, which sends their ready messages together
-        gathers = [buffer.gradient.start_gather() for group in self.groups for buffer in group.buffers]
+        gathers = [gradient.start_gather() for gradient in self._gradients]
         for handle in gathers:
             if handle is not None:
                 handle.wait()

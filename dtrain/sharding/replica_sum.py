@@ -1,0 +1,109 @@
+"""The sum of a main grad's shard over the replicas of hybrid sharding: once a step, in FP32.
+
+It is an all-reduce in two halves: each replica sums its part of the shard, then all gather the parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dtrain.distributed.communicator import Communicator, Handle
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.accumulate import TreeSum
+
+
+class ReplicaSum(Protocol):
+    """Replaces a shard, FP32 [n], of the replica's own sum by the sum of all replicas."""
+
+    def start(self) -> None:
+        """Starts the sum, once the shard is complete; all ranks call in one order."""
+
+    def start_gather(self) -> Handle:
+        """Waits for the sum of this replica's part, and starts the all-gather of the parts."""
+
+
+def across(name: str) -> str:
+    """Returns the label of the collectives that sum flat buffer ``name`` over the replicas."""
+    return f"{name} across replicas"
+
+
+class RunningReplicaSum(ReplicaSum):
+    """Sums in the order of the replicas.
+
+    Args:
+        comm: the ranks that hold the same shard.
+        shard: FP32 [n], a multiple of the number of replicas.
+        label: name in messages.
+    """
+
+    def __init__(self, comm: Communicator, shard: Tensor, label: str) -> None:
+        self._comm = comm
+        self._shard = shard
+        self._part = shard.view(comm.world_size, -1)[comm.rank]
+        self._label = label
+        self._handle: Handle | None = None
+
+    def start(self) -> None:
+        self._handle = self._comm.reduce_scatter_sum(self._part, self._shard, label=self._label, gathers=True)
+
+    def start_gather(self) -> Handle:
+        assert self._handle is not None
+        handle, self._handle = self._handle, None
+        handle.wait()
+        return self._comm.all_gather(self._shard, self._part, label=self._label)
+
+
+class TreeReplicaSum(ReplicaSum):
+    """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
+
+    The micro-batches that a replica's ranks compute at the same time have consecutive numbers. If the ranks are a power
+    of two, these are all leaves of one subtree, whose sum the owner of the shard forms. The sums of the subtrees go to
+    the owner of each part after every micro-batch, and its tree is that of all ranks without their lowest levels.
+
+    It is a :class:`dtrain.sharding.accumulate.GradientSum` too; the arguments are those of :class:`RunningReplicaSum`.
+    """
+
+    norms: Tensor | None = None
+
+    def __init__(self, comm: Communicator, shard: Tensor, label: str) -> None:
+        self._comm = comm
+        self._shard = shard
+        self._part = shard.view(comm.world_size, -1)[comm.rank]
+        self._label = label
+        self._sum = TreeSum(self._part)
+        self._in_flight: tuple[Handle, Tensor] | None = None
+        # products with 1 change no bit
+        self._weights = [Weight(torch.ones((), device=shard.device), is_one=True)] * comm.world_size
+
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
+        """Adds the gradients of the replica's ranks from one micro-batch."""
+        subtree, received = torch.empty_like(self._shard), torch.empty_like(self._shard)
+        own = TreeSum(subtree)
+        own.push(grads, weights)
+        own.finish()
+        self._receive()  # the last one, so that one is in flight at a time
+        sizes = [self._part.numel()] * self._comm.world_size
+        total = subtree.numel() * self._comm.world_size
+        handle = self._comm.all_to_all(received, subtree, sizes, sizes, total=total, label=self._label)
+        self._in_flight = handle, received
+
+    def _receive(self) -> None:
+        if self._in_flight is not None:
+            (handle, received), self._in_flight = self._in_flight, None
+            handle.wait()
+            self._sum.push(received.view(self._comm.world_size, -1).unbind(), self._weights)
+
+    def finish(self) -> None:
+        """Completes the sum of this replica's part, zero if nothing was added, and starts the next step."""
+        self._receive()
+        self._sum.finish()
+
+    def start(self) -> None:
+        """Starts nothing: the parts are summed."""
+
+    def start_gather(self) -> Handle:
+        return self._comm.all_gather(self._shard, self._part, label=self._label)
