@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed import processes
-from dtrain.distributed.communicator import Handle
+from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.distributed.connections import Connections
 from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
 from dtrain.distributed.pipes import Pipes
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
-from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.distributed.shared_memory import compare_hosts, try_on_every_rank
 from dtrain.distributed.sockets import Sockets
 from dtrain.errors import CommunicationError, DtrainError
 
@@ -41,6 +41,7 @@ class GlooGroup(ProcessGroup):
         device: the CPU.
         schedule: shared with the communicators of other axes; None: a new one.
         messages: of another communicator over ``group``; None: new connections.
+        shares_memory: whether ranks of one host may read each other's memory; the same on all ranks.
 
     Attributes:
         messages: the connections for the messages.
@@ -55,9 +56,12 @@ class GlooGroup(ProcessGroup):
         device: torch.device,
         schedule: CollectiveSchedule | None = None,
         messages: Connections | None = None,
+        *,
+        shares_memory: bool = True,
     ) -> None:
         _require_open(group)
         super().__init__(group, device, schedule)
+        self._shares_memory = shares_memory
         self.messages = messages or self._open_connections(group, device)
         self._to_start: deque[_AgreedWork] = deque()  # not started yet, in their order
         self.schedule.transports.add(self)
@@ -76,6 +80,23 @@ class GlooGroup(ProcessGroup):
             f"the ranks cannot connect to each other as gloo does ({reason}); set GLOO_SOCKET_IFNAME to the network "
             "interface that connects their hosts"
         )
+
+    def memory_difference(self) -> str:
+        """Returns why the ranks cannot read each other's memory, or nothing; all ranks call.
+
+        Raises:
+            DivergenceError: it is allowed on some ranks only.
+        """
+        return compare_hosts(self.exchange_text, is_allowed=self._shares_memory)
+
+    def _over(self, group: dist.ProcessGroup) -> Communicator:
+        axis = GlooGroup(group, self.device, self.schedule, shares_memory=self._shares_memory)
+        # all groups of an axis alike: transports issue different collectives
+        if any(self.exchange_text(axis.memory_difference())):
+            return axis
+        from dtrain.distributed.host_memory import HostMemory  # here, because it inherits this class
+
+        return HostMemory(group, self.device, self.schedule, axis.messages)
 
     def _gather(self, what: Collective, row: Tensor) -> Tensor:
         if not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:

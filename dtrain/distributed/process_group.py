@@ -152,7 +152,11 @@ class ProcessGroup(Communicator):
             dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
             for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
         )
-        return type(self)(shard, self.device, self.schedule), type(self)(replicate, self.device, self.schedule)
+        return self._over(shard), self._over(replicate)
+
+    def _over(self, group: dist.ProcessGroup) -> Communicator:
+        """Returns the communicator over ``group``, one of an axis; all ranks call, each with its own."""
+        return ProcessGroup(group, self.device, self.schedule)
 
     def sibling(self) -> Communicator:
         group = self.process_group

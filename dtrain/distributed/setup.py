@@ -20,7 +20,6 @@ from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.process_group import ProcessGroup
-from dtrain.distributed.shared_memory import compare_hosts
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import ConfigError
 
@@ -132,8 +131,8 @@ def make_communicator(
         return SingleRank(device)
     if device.type != "cpu":
         return ProcessGroup(group, device)
-    comm = GlooGroup(group, device)
-    reason = compare_hosts(comm.exchange_text, is_allowed=shared_memory)
+    comm = GlooGroup(group, device, shares_memory=shared_memory)
+    reason = comm.memory_difference()
     if not reason:
         logger.info("the ranks share memory: buffers are read in place")
         return HostMemory(group, device, comm.schedule, comm.messages)

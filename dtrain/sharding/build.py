@@ -69,7 +69,8 @@ def build(model: nn.Module, contract: Contract, mesh: Mesh, options: Native, pla
     buffers, exchange = builder.buffers()
     groups = builder.groups(buffers)
     backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
-    reducer = GradientReducer(backward, exchange, builder.noise)
+    overlaps = mesh.is_hybrid and not mesh.shard.device_is_host  # whose host would wait
+    reducer = GradientReducer(backward, exchange, builder.noise, completes_early=overlaps)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
         scheduler = UnshardScheduler(model, groups, mesh.shard, options)

@@ -35,6 +35,7 @@ class GradientReducer:
         groups: the groups with trained parameters, in the order in which backward is expected to complete them.
         exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
         noise: of the sums that are rounded.
+        completes_early: whether a wait during backward is worth that the sum over replicas starts earlier.
 
     Attributes:
         groups, exchange: see above.
@@ -43,7 +44,12 @@ class GradientReducer:
     """
 
     def __init__(
-        self, groups: Sequence[ParameterGroup], exchange: GradientExchange | None, noise: StepNoise | None = None
+        self,
+        groups: Sequence[ParameterGroup],
+        exchange: GradientExchange | None,
+        noise: StepNoise | None = None,
+        *,
+        completes_early: bool = False,
     ) -> None:
         self.groups = groups
         self.exchange = exchange
@@ -62,8 +68,7 @@ class GradientReducer:
         self._gradients = [buffer.gradient for group in groups for buffer in group.buffers]
         self._first_of_last = math.inf  # number of the first reduction of the step's last micro-batch
         self._num_complete = 0  # gradients of this step
-        # a wait on a CPU does not overlap with backward
-        self._overlaps_replicas = any(g.replicas is not None and g.shard.device.type != "cpu" for g in self._gradients)
+        self._completes_early = completes_early
         self._is_finished = True
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool, step: int = 1) -> None:
@@ -124,7 +129,7 @@ class GradientReducer:
         gradient.reduce()
         self._in_flight.append(gradient)
         self._num_started += 1
-        while self._overlaps_replicas and self._is_last and len(self._in_flight) > _IN_FLIGHT:
+        while self._completes_early and self._is_last and len(self._in_flight) > _IN_FLIGHT:
             self._finish_oldest()  # so that its sum over the replicas starts
 
     def _finish_oldest(self) -> None:

@@ -28,7 +28,7 @@ _FUNCTIONS = {getattr(torch.Tensor, name) for name in (*_METHODS, "__format__", 
 
 # functions that read only tensors on the host
 _HOST_ONLY = {
-    ("gloo_group.py", "GlooGroup.gather_rows"),
+    ("gloo_group.py", "GlooGroup._gather"),
     ("ring_exchange.py", "RingExchange.begin"),
     ("micro_batch_weight.py", "Weight.of_ranks"),
     ("formula.py", "_is_skipped"),

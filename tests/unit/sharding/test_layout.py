@@ -229,3 +229,15 @@ def test_an_inconsistent_layout_is_refused() -> None:
         FlatLayout("g", REDUCED, (ParameterSlot(spec, 0),), ((True, 0, 100),), 1)
     with pytest.raises(ValueError, match="do not cover whole chunks"):
         FlatLayout("g", REDUCED, (ParameterSlot(spec, CHUNK),), chunk, 1)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6, 16, 128])
+def test_replicas_have_equal_parts_of_a_shard(num_replicas: int) -> None:
+    """Padding alone depends on the replicas; a power of two adds none."""
+    specs = [ParamSpec("w", (3000,), torch.float32), ParamSpec("b", (70,), torch.float32)]
+    (plain,), (layout,) = flat_layouts("g", specs, 2), flat_layouts("g", specs, 2, num_replicas)
+    assert layout.extents == plain.extents
+    assert layout.shard_numel % num_replicas == 0
+    assert layout.shard_numel >= plain.shard_numel
+    if num_replicas & (num_replicas - 1) == 0:
+        assert layout.shard_numel == plain.shard_numel

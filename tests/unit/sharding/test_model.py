@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from dtrain.distributed.mesh import Mesh
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.model import ShardedModel
 
@@ -53,7 +54,7 @@ def make_model(
         groups.append(Fake(str(number), events, buffers=[buffer], replicas=[buffer.replica]))
     parts: list[Any] = [Fake(name, events) for name in ("reducer", "scales", "scheduler")]
     comm: Any = Fake("comm", events, device=device)
-    model = ShardedModel(groups, *parts, comm)  # type: ignore[arg-type]
+    model = ShardedModel(groups, *parts, Mesh(comm, comm, comm))  # type: ignore[arg-type]
     assert [event for event in events if "cast_master" in event] == [
         f"{number}.cast_master" for number in (*float8, *(n for n in range(len(numels)) if n not in float8))
     ], "the first refresh casts the masters as they are"
