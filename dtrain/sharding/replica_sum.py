@@ -61,7 +61,8 @@ class TreeReplicaSum(ReplicaSum):
     """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
 
     The micro-batches that a replica's ranks compute at the same time have consecutive numbers. If the ranks are a power
-    of two, these are all leaves of one subtree, whose sum the owner of the shard forms. The sums of the subtrees go to
+    of two, their gradients make up one subtree, whose sum
+    the owner of the shard forms. The sums of the subtrees go to
     the owner of each part after every micro-batch, and its tree is that of all ranks without their lowest levels.
 
     It is a :class:`dtrain.sharding.accumulate.GradientSum` too; the arguments are those of :class:`RunningReplicaSum`.
