@@ -106,7 +106,7 @@ class StepEngine(StoredEngine):
             evidence=CalibrationEvidence(self.comm, self.monitor),
         )
         self.busy = BusyMeter(self.comm, self.timed_phases)
-        self._finalizer.on_hosts = self._compare_busy
+        self._finalizer.on_decision = self._compare_busy
         self._checkpointer = Checkpointer(self, self._finalizer)
         self._written = WrittenWeights(self)
         self._statistics = RunningStatistics(self.module)
@@ -357,8 +357,8 @@ class StepEngine(StoredEngine):
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision
 
-    def _compare_busy(self, hosts: Sequence[HostRecord]) -> None:
-        self.busy.compare(hosts[0].step, [host.busy_s for host in hosts])
+    def _compare_busy(self, decision: DecodedDecision) -> None:
+        self.busy.compare(decision.step, decision.hosts.column("busy_s"))
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
         shards, is_only_backward = self.owned_shards(MAIN_GRAD), not self.monitor.is_enabled

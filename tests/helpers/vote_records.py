@@ -54,8 +54,7 @@ def table(records: Sequence[RankRecords], device: torch.device | None = None) ->
 
 
 def decoded(reason: str | None, loss: float, grad_norm: float, records: Sequence[RankRecords]) -> DecodedDecision:
-    hosts, devices = tuple(one.host for one in records), tuple(one.device for one in records)
-    return DecodedDecision(reason, loss, grad_norm, hosts, devices)
+    return DecodedDecision.of(reason, loss, grad_norm, table(records).numpy())
 
 
 def ranks_of(decision: DecodedDecision) -> list[RankRecords]:

@@ -7,15 +7,25 @@ all, from there. The host decodes the decision later (:mod:`dtrain.engine.vote.r
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from dtrain.engine.outcome import MAX_NORM
-from dtrain.engine.vote.record import COLUMNS, DEVICE_FLOATS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord
+from dtrain.engine.vote.record import (
+    COLUMNS,
+    DEVICE_FLOATS,
+    MUST_AGREE,
+    NUM_FIELDS,
+    NUM_HOST,
+    DeviceRecord,
+    HostRecord,
+    RecordTable,
+)
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
 """Reasons not to apply a step, by code from 1. If several hold, the highest counts. The last two end the run."""
@@ -108,21 +118,22 @@ class DecodedDecision:
     reason: str | None
     loss: float
     grad_norm: float
-    hosts: tuple[HostRecord, ...]
-    devices: tuple[DeviceRecord, ...]
+    hosts: RecordTable[HostRecord]
+    devices: RecordTable[DeviceRecord]
 
     @staticmethod
-    def unpack(values: Sequence[int]) -> DecodedDecision:
-        """Decodes ``values`` of :meth:`Decision.pack`."""
-        code, loss, norm, _ = struct.unpack("4d", struct.pack("4q", *values[:4]))
-        rows = [values[start : start + NUM_FIELDS] for start in range(4, len(values), NUM_FIELDS)]
-        return DecodedDecision(
-            REASONS[int(code) - 1] if code else None,
-            loss,
-            norm,
-            tuple(HostRecord.from_row(row[:NUM_HOST]) for row in rows),
-            tuple(DeviceRecord.from_row(row[NUM_HOST:]) for row in rows),
-        )
+    def of(reason: str | None, loss: float, grad_norm: float, rows: Any) -> DecodedDecision:
+        """Returns the decision that was derived from ``rows``, numpy int64 [world_size, number of fields]."""
+        hosts, devices = RecordTable(HostRecord, rows[:, :NUM_HOST]), RecordTable(DeviceRecord, rows[:, NUM_HOST:])
+        return DecodedDecision(reason, loss, grad_norm, hosts, devices)
+
+    @staticmethod
+    def unpack(values: Sequence[int] | Any) -> DecodedDecision:
+        """Decodes ``values`` of :meth:`Decision.pack`: numpy int64 [n], or integers."""
+        numbers: Any = np.asarray(values, dtype=np.int64)
+        code, loss, norm, _ = numbers[:4].view(np.float64).tolist()
+        reason = REASONS[int(code) - 1] if code else None
+        return DecodedDecision.of(reason, loss, norm, numbers[4:].reshape(-1, NUM_FIELDS))
 
     @property
     def step(self) -> int:
@@ -131,17 +142,24 @@ class DecodedDecision:
     @property
     def max_abs_grad(self) -> float:
         """Largest magnitude in the gradients of all ranks, without the loss scale; see :class:`DeviceRecord`."""
-        return max(device.max_abs_grad for device in self.devices) / self.hosts[0].loss_scale
+        largest: float = max(self.devices.column("max_abs_grad"))
+        return largest / self.hosts[0].loss_scale
 
     @property
     def num_bad_losses(self) -> int:
         """Micro-batches of all ranks whose loss is not finite."""
-        return sum(device.num_bad_losses for device in self.devices)
+        return sum(self.devices.column("num_bad_losses"))
+
+    @property
+    def sum_weights(self) -> float:
+        """Sum of the weights of all micro-batches of all ranks, in rank order."""
+        total: float = sum(self.devices.column("sum_weights"))
+        return total
 
     @property
     def stop_requested(self) -> bool:
-        return any(host.stop_requested for host in self.hosts)
+        return any(self.hosts.column("stop_requested"))
 
     @property
     def save_failed(self) -> bool:
-        return any(host.save_failed for host in self.hosts)
+        return any(self.hosts.column("save_failed"))

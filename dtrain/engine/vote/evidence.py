@@ -54,7 +54,7 @@ class CalibrationEvidence:
         read = self.readback.post(summed)
 
         def log() -> None:
-            counts = read()
+            counts = read().tolist()
             histogram = Histogram((0,) * NUM_BINS)
             for number, scale in enumerate(scales):
                 own = Histogram(tuple(counts[number * NUM_BINS : (number + 1) * NUM_BINS]))

@@ -16,7 +16,6 @@ from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.readback import Readback
-from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.precision.loss_scale import LossScaleState
@@ -106,7 +105,7 @@ class StepFinalizer:
         applied_steps: updates of the masters.
         save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
             it.
-        on_hosts: called with the host's record of every rank; all ranks call it together.
+        on_decision: called with each decision that did not end the run; all ranks call it together.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class StepFinalizer:
         self.is_synchronous = is_synchronous
         self.applied_steps = 0
         self.save_failed = False
-        self.on_hosts: Callable[[Sequence[HostRecord]], None] | None = None
+        self.on_decision: Callable[[DecodedDecision], None] | None = None
         self._comm = comm
         self._locate_culprit = locate_culprit
         self._evidence = evidence
@@ -203,8 +202,8 @@ class StepFinalizer:
         # a non-finite forward loss leaves the scale alone: no scale fixes it
         if outcome.reason in (None, "overflow"):
             self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
-        if self.on_hosts is not None:
-            self.on_hosts(decision.hosts)
+        if self.on_decision is not None:
+            self.on_decision(decision)
         if outcome.applied:
             self.applied_steps += 1
             self.skips.applied(outcome)
@@ -230,7 +229,7 @@ class StepFinalizer:
             applied=decision.reason is None,
             reason=decision.reason,
             loss=decision.loss,
-            weight=sum(device.sum_weights for device in decision.devices),
+            weight=decision.sum_weights,
             grad_norm=decision.grad_norm,
             loss_scale=own.loss_scale,
             lr=own.lr,

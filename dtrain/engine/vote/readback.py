@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -29,15 +29,15 @@ class Readback:
         self._ring: list[Tensor | None] = [None] * num_slots
         self._next = 0
 
-    def post(self, values: Tensor) -> Callable[[], list[int]]:
-        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns the numbers.
+    def post(self, values: Tensor) -> Callable[[], Any]:
+        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns numpy int64 [n].
 
         Fake tensors have no values: the step counts as applied.
         """
         if isinstance(values, FakeTensor):
-            return partial(applied_values, values.numel())
+            return lambda: np.array(applied_values(values.numel()), dtype=np.int64)
         if not self._on_gpu:
-            return values.numpy().tolist
+            return values.numpy
         slot, self._next = self._next, (self._next + 1) % len(self._ring)
         pinned = self._ring[slot]
         # pinned: a copy to pageable memory would make the host wait
@@ -48,9 +48,8 @@ class Readback:
         event.record(torch.cuda.current_stream(values.device))  # another device may be the current one
         target = pinned.numpy()
 
-        def read() -> list[int]:
+        def read() -> Any:
             event.synchronize()  # for this copy only; work queued after it continues
-            numbers: list[int] = target.tolist()
-            return numbers
+            return target.copy()  # the buffer is written again
 
         return read

@@ -8,10 +8,11 @@ carries the loss and the sum of squares of the gradient, so it replaces the coll
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,6 +113,49 @@ MUST_AGREE = (
     "grad_factor", "written_weights"
 )  # fmt: skip
 """Fields that differ only if the ranks have diverged; the earliest cause first. They are the first of a row."""
+
+Record = TypeVar("Record", bound=_Record)
+
+
+class RecordTable(Sequence[Record], Generic[Record]):
+    """The records of all ranks, made when they are read: making all in each step would cost host time per rank.
+
+    Args:
+        kind: :class:`HostRecord` or :class:`DeviceRecord`.
+        rows: numpy int64 [world_size, fields of the record].
+    """
+
+    def __init__(self, kind: type[Record], rows: Any) -> None:
+        self._kind = kind
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> RecordTable[Record]: ...
+    def __getitem__(self, index: int | slice) -> Record | RecordTable[Record]:
+        found = self._rows[index]
+        return RecordTable(self._kind, found) if isinstance(index, slice) else self._kind.from_row(found.tolist())
+
+    def __iter__(self) -> Iterator[Record]:
+        return map(self._kind.from_row, self._rows.tolist())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, RecordTable) and self._kind is other._kind and np.array_equal(self._rows, other._rows)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def column(self, name: str) -> list[Any]:
+        """Returns one field of all ranks, as Python numbers."""
+        columns = {field.name: (n, field.type) for n, field in enumerate(fields(self._kind))}  # type: ignore[arg-type]
+        number, kind = columns[name]
+        values = self._rows[:, number]
+        found: list[Any] = (values.view(np.float64) if kind == "float" else values).tolist()
+        return found
+
 
 NUM_HOST = len(fields(HostRecord))
 NUM_FIELDS = len(COLUMNS)

@@ -1,0 +1,311 @@
+"""Measures what the number of ranks costs each rank's host, without those ranks, and writes JSON.
+
+``python -m tests.distributed.measure_ranks OUT.json [NAME=VALUE]...`` takes some five minutes; ``ranks=64,1024`` and
+``cases=vote,save`` choose. Each case runs in a process of its own, on fake tensors, torch's fake process group, or what
+the other ranks would have sent; no rank is started and nothing is sent. Seconds are of the processor; ``peak_mib``
+is the growth of the resident set.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dtrain.checkpoint.commit import _assemble
+from dtrain.checkpoint.format.manifest import Manifest
+from dtrain.checkpoint.reader import CheckpointReader
+from dtrain.checkpoint.snapshot import Snapshot
+from dtrain.distributed.communicator import GradientSend
+from dtrain.distributed.connections import Connections
+from dtrain.distributed.consensus import on_every_rank
+from dtrain.distributed.process_group import ProcessGroup
+from dtrain.distributed.ring import RingSchedule
+from dtrain.distributed.schedule import Collective
+from dtrain.engine.vote.record import NUM_FIELDS
+from dtrain.errors import CheckpointError
+from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding.gradients import ExchangedGradient
+from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
+from dtrain.telemetry.host import describe_host
+from tests.helpers.many_ranks import LLAMA_8B, Texts, planned_run, seconds, vote_host_work, vote_rows
+
+RANKS = (8, 64, 256, 1024, 4096)
+_CPU = torch.device("cpu")
+_ROUNDS = 5  # of what is short
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+def build(ranks: int, *keys: str) -> dict[str, float]:
+    def run() -> None:
+        with planned_run(ranks, *keys).engine():
+            pass
+
+    return {"seconds": seconds(run)}
+
+
+def muon(ranks: int) -> dict[str, float]:
+    """Builds with an optimizer of whole matrices, whose owners all ranks must know."""
+    return build(ranks, "optim=muon")
+
+
+def step(ranks: int, *keys: str) -> dict[str, float]:
+    """The second step; fake tensors make each operation some 50 times slower than on a device."""
+    with planned_run(ranks, *keys).engine() as (engine, batch):
+
+        def one() -> None:
+            for micro in engine.accumulate([batch]):
+                engine.backward(engine(**micro))
+            engine.step()
+
+        one()
+        return {"seconds": seconds(one)}
+
+
+def sharded_step(ranks: int) -> dict[str, float]:
+    """The same at stage 3."""
+    return step(ranks, "engine.zero_stage=3")
+
+
+def audit(ranks: int) -> dict[str, float]:
+    """The intervals of an audit at stage 2, each of which is fingerprinted by itself."""
+    with planned_run(ranks).engine() as (engine, _):
+        found: list[Any] = []
+        taken = seconds(lambda: found.extend(engine.compute_shards()))
+        return {"seconds": taken, "intervals": len(found)}
+
+
+def layouts(ranks: int) -> dict[str, float]:
+    """The layout of one block, and the shard of the last rank."""
+    sizes = {"q": (4096, 4096), "kv": (2048, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
+    specs = [ParamSpec(name, shape, torch.bfloat16) for name, shape in sizes.items()]
+
+    def run() -> None:
+        (layout,) = flat_layouts("block", specs, ranks)
+        layout.intervals(*layout.shard(ranks - 1))
+
+    return {"seconds": seconds(run, _ROUNDS)}
+
+
+def ring(ranks: int) -> dict[str, float]:
+    """The slots of a micro-batch of 34 gradients; CPU ranks of one host."""
+    size = -(-218_000_000 // (ranks * CHUNK)) * ranks * CHUNK
+
+    def run() -> None:
+        schedule = RingSchedule([2 * size] * 34, 1, 1 << 28)
+        for number in range(68):
+            schedule.slot(number)
+
+    return {"seconds": seconds(run, _ROUNDS)}
+
+
+# -- a step ------------------------------------------------------------------------------------------------------------
+
+
+def vote(ranks: int) -> dict[str, float]:
+    """All that the host does with the rows of the ranks, and the bytes that a rank receives."""
+    rows = vote_rows(ranks)
+    run = vote_host_work(rows)
+    run()
+    return {"seconds": seconds(run, 20), "bytes": rows.nbytes, "bytes_by_formula": ranks * NUM_FIELDS * 8}
+
+
+class _NoSum:
+    norms = None
+
+    def push(self, grads: Any, weights: Any, *, is_last: bool = False) -> None:
+        """Adds nothing: a GPU takes one launch."""
+
+    def finish(self) -> None:
+        """Completes nothing."""
+
+
+@contextmanager
+def _fake_group(ranks: int) -> Iterator[ProcessGroup]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    assert dist.group.WORLD is not None
+    yield ProcessGroup(dist.group.WORLD, _CPU)
+    dist.destroy_process_group()
+
+
+def gradient(ranks: int) -> dict[str, float]:
+    """One send of a flat buffer's gradient to its owners, without the sum of what arrives."""
+    numel = ranks * CHUNK
+    (layout,) = flat_layouts("block", [ParamSpec("weight", (ranks, CHUNK), torch.bfloat16)], ranks)
+    weight = Weight(torch.ones(()), is_one=True)
+    with _fake_group(ranks) as comm:
+        exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
+        segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
+        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, lambda shard: _NoSum())
+        grad = torch.ones(ranks, CHUNK, dtype=torch.bfloat16)
+
+        def run() -> None:
+            exchange.begin(weight.value)
+            sent.receive(0, grad, weight, is_first=True)
+            sent.reduce()
+            sent.finish_reduction(is_last=True)
+
+        run()
+        copies = seconds(lambda: [grad.clone() for _ in range(3)], 20)  # what is copied whatever the number of ranks
+        return {"seconds": seconds(run, 20) - copies}
+
+
+def message(ranks: int) -> dict[str, float]:
+    """One message to and from all ranks: CPU ranks, and the thread that saves."""
+    connections = _Looped(0, ranks, timedelta(seconds=60))
+    connections.open(lambda text: [])
+    run = lambda: connections.receive(connections.send(Collective(0, "row"), bytes(176)))  # noqa: E731
+    return {"seconds": seconds(run, _ROUNDS), "descriptors": ranks - 1}
+
+
+class _Looped(Connections):
+    """Connections whose other ends send back what they get."""
+
+    name = "loops"
+
+    def open(self, exchange_text: Callable[[str], list[str]]) -> None:
+        for rank in self._unread:
+            near, far = socket.socketpair()
+            near.setblocking(False)
+            self._writers[rank], self._readers[rank] = near.detach(), far.detach()
+        self._max_in_flight, self.unsupported_reason = 16, ""
+
+
+# -- agreements, saves and loads ---------------------------------------------------------------------------------------
+
+
+def agreement(ranks: int) -> dict[str, float]:
+    """One agreement of all ranks on a short result."""
+    return {"seconds": seconds(lambda: on_every_rank(Texts(ranks), "", lambda: None, CheckpointError), _ROUNDS)}
+
+
+def text(ranks: int) -> dict[str, float]:
+    """The texts of 64 bytes of all ranks, as :class:`ProcessGroup` exchanges them."""
+    with _fake_group(ranks) as comm:
+        return {"seconds": seconds(lambda: comm.exchange_text("x" * 64), _ROUNDS)}
+
+
+def _reports(ranks: int) -> list[dict[str, Any]]:
+    """Returns what each rank reports of its file when llama-8b is saved."""
+    with planned_run(ranks).engine() as (engine, _):
+        plans, kinds = engine.sharded.layouts, list(engine.saved_dtypes)
+    reports = []
+    for rank in range(ranks):
+        file = f"r{rank:04d}.safetensors"
+        shards = [
+            {
+                "kind": kind,
+                "name": interval.spec.name,
+                "dtype": "F32",
+                "shape": list(interval.spec.shape),
+                "start": interval.start,
+                "stop": interval.stop,
+                "key": f"{kind}:{interval.spec.name}",
+                "fingerprint": 0,
+            }
+            for layout in plans
+            for interval in layout.intervals(*layout.shard(rank))
+            for kind in kinds
+        ]
+        reports.append({"file": file, "bytes": 1, "hash": "sha256", "digest": "0" * 64, "shards": shards})
+    return reports
+
+
+def save(ranks: int) -> dict[str, float]:
+    """The reports of all ranks, which each rank parses; the manifest, which rank 0 checks and writes."""
+    texts = [json.dumps({"value": report}) for report in _reports(ranks)]
+    result: dict[str, float] = {"report_bytes": sum(map(len, texts))}
+    found: list[Any] = []
+    result["reports_seconds"] = seconds(
+        lambda: found.extend(on_every_rank(Texts(ranks, texts), "", dict, CheckpointError))
+    )
+    made: list[bytes] = []
+    snapshot = Snapshot(1, (), {})
+    result["manifest_seconds"] = seconds(lambda: made.append(_assemble(snapshot, found).encode()))
+    return {**result, "manifest_bytes": len(made[0])}
+
+
+def load(ranks: int) -> dict[str, float]:
+    """The manifest, which each rank parses, and the fingerprints of what all ranks have loaded."""
+    reports = _reports(ranks)
+    rows = [
+        json.dumps({"value": [[s["kind"], s["name"], s["start"], s["stop"], 0] for s in report["shards"]]})
+        for report in reports
+    ]
+    data = _assemble(Snapshot(1, (), {}), reports).encode()
+    del reports
+    manifests: list[Manifest] = []
+    result = {"manifest_seconds": seconds(lambda: manifests.append(Manifest.decode(data)))}
+    reader = CheckpointReader(Path("x"), manifests[0])
+    result["fingerprints_seconds"] = seconds(lambda: reader.check_fingerprints((), Texts(ranks, rows)))
+    return {**result, "fingerprints_bytes": sum(map(len, rows))}
+
+
+CASES: dict[str, Callable[[int], dict[str, float]]] = {
+    work.__name__: work
+    for work in (
+        *(build, muon, step, sharded_step, audit, layouts, ring, vote, gradient, message, agreement, text, save, load),
+    )
+}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def _resident_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def measured(work: Callable[[int], dict[str, float]], ranks: int) -> dict[str, Any]:
+    """Runs ``work`` in a process of its own; returns what it measured, with its peak memory, or why it failed."""
+    source, target = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(source)
+        try:
+            before = _resident_mib()
+            result: dict[str, Any] = {name: float(f"{value:.4g}") for name, value in work(ranks).items()}
+            result["peak_mib"] = round(_resident_mib() - before)
+        except BaseException as error:
+            traceback.print_exc()
+            result = {"error": f"{type(error).__name__}: {error}"[:200]}
+        os.write(target, json.dumps(result).encode())
+        os._exit(0)
+    os.close(target)
+    with os.fdopen(source, "rb") as pipe:
+        text = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(text or b'{"error": "the process was ended"}')  # type: ignore[no-any-return]
+
+
+def main() -> None:
+    options = dict(word.split("=", 1) for word in sys.argv[2:])
+    ranks = [int(number) for number in options.get("ranks", ",".join(map(str, RANKS))).split(",")]
+    torch.set_num_threads(1)
+    build(8)  # loads the libraries before the processes are forked
+    load_average, cases = os.getloadavg()[0], []
+    for name in options.get("cases", ",".join(CASES)).split(","):
+        for number in ranks:
+            cases.append({"case": name, "ranks": number, **measured(CASES[name], number)})
+            print(cases[-1], flush=True)
+    result = {"host": asdict(describe_host()), "load": load_average, "model": list(LLAMA_8B), "cases": cases}
+    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
