@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -36,6 +38,34 @@ class BufferPool:
 
     def idle(self) -> list[Tensor]:
         return [buffer for free in self._free.values() for buffer in free]
+
+
+class Rows(Sequence[Tensor]):
+    """The rows of a matrix, cut when they are read: a GPU adds all of them in one launch.
+
+    Args:
+        matrix: [world_size, n], each row contiguous.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._matrix = matrix
+
+    @cached_property
+    def _cut(self) -> Sequence[Tensor]:
+        return self._matrix.unbind()
+
+    def __len__(self) -> int:
+        return self._matrix.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Rows: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Rows:
+        return Rows(self._matrix[index]) if isinstance(index, slice) else self._matrix[index]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self._cut)
 
 
 class PrivateExchange(GradientExchange):

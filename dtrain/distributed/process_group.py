@@ -28,7 +28,7 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange, Rows
 from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
 from dtrain.errors import CommunicationError
 
@@ -268,7 +268,8 @@ class AllToAllExchange(PrivateExchange):
     def shards(self, index: int, buffer: Tensor) -> Sequence[Tensor]:
         """Returns the shard of each rank in ``buffer``, which was sent or received."""
         numel = self.sends[index].numel // self._comm.world_size
-        return [buffer.narrow(0, rank * (numel + self.gap(index)), numel) for rank in range(self._comm.world_size)]
+        stride = numel + self.gap(index)
+        return Rows(buffer[: self._comm.world_size * stride].view(self._comm.world_size, stride)[:, :numel])
 
     def weights(self, buffer: Tensor) -> Tensor:
         """Returns [world_size] FP32, the weights in the ``buffer`` of a first send."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Real
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -47,9 +50,37 @@ class Weight:
         # filled in on the device: a copy from pageable host memory would wait
         return Weight(torch.full((), float(weight), dtype=torch.float32, device=device), is_one=weight == 1)
 
-    @staticmethod
-    def of_ranks(row: Tensor) -> list[Weight]:
-        """Returns the weights of all ranks from ``row`` [world_size]; the host reads only values in host memory."""
-        if row.device.type != "cpu":  # reading a device's values would wait for it
-            return [Weight(value) for value in row.unbind()]
-        return [Weight(value, number == 1.0) for value, number in zip(row.unbind(), row.tolist(), strict=True)]
+
+class RankWeights(Sequence[Weight]):
+    """The weights of all ranks, cut when they are read: a GPU takes them as one tensor.
+
+    The host reads only values in host memory.
+
+    Args:
+        row: FP32 [world_size], contiguous.
+    """
+
+    def __init__(self, row: Tensor) -> None:
+        self.row = row
+
+    @cached_property
+    def _cut(self) -> list[Weight]:
+        values = self.row.unbind()
+        if self.row.device.type != "cpu":  # reading a device's values would wait for it
+            return [Weight(value) for value in values]
+        return [Weight(value, number == 1.0) for value, number in zip(values, self.row.tolist(), strict=True)]
+
+    def __len__(self) -> int:
+        return self.row.shape[0]
+
+    @overload
+    def __getitem__(self, index: int) -> Weight: ...
+    @overload
+    def __getitem__(self, index: slice) -> RankWeights: ...
+    def __getitem__(self, index: int | slice) -> Weight | RankWeights:
+        return RankWeights(self.row[index]) if isinstance(index, slice) else self._cut[index]
+
+
+def joined(weights: Sequence[Weight]) -> Tensor:
+    """Returns ``weights`` as FP32 [n]."""
+    return weights.row if isinstance(weights, RankWeights) else torch.stack([weight.value for weight in weights])

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.micro_batch_weight import Weight, joined
 from dtrain.precision.fake import block_starts, is_fake
 from dtrain.precision.hardware import has_compiler
 from dtrain.sharding.layout import CHUNK
@@ -56,16 +56,6 @@ def _block(tensor: Tensor, start: int, size: int) -> Tensor:
     return tensor if tensor.numel() <= size else tensor[start : start + size]
 
 
-def _joined(values: Sequence[Tensor]) -> Tensor:
-    """Returns the 0-dim ``values`` as one tensor [n], without a launch if they are the first elements of one."""
-    whole = values[0]._base
-    if whole is not None and whole.dim() == 1 and whole.is_contiguous():
-        first = whole.storage_offset()
-        if all(value._base is whole and value.storage_offset() == first + n for n, value in enumerate(values)):
-            return whole if whole.numel() == len(values) else whole[: len(values)]
-    return torch.stack(list(values))
-
-
 class RunningSum:
     """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
 
@@ -88,7 +78,7 @@ class RunningSum:
             # the rows of one buffer, as a GPU receives them: one launch for any number of ranks
             stride = int(grads[1].storage_offset() - grads[0].storage_offset())
             rows = grads[0].as_strided((len(grads), numel), (stride, 1))
-            add_rows(self._main_grad, rows, _joined([w.value for w in weights]), overwrites=self._empty)
+            add_rows(self._main_grad, rows, joined(weights), overwrites=self._empty)
             self._empty = False
             return
         # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition

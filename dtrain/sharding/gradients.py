@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
-from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.micro_batch_weight import RankWeights, Weight
 from dtrain.parameters.squares import chunk_norms
 from dtrain.precision.fake import address
 from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
@@ -189,8 +189,8 @@ class ExchangedGradient(FlatGradient):
     def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
         parts = self.parts(slot)
         cut = [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
-        for part, values in zip(parts, cut, strict=True):
-            part.copy_(values)  # unweighted: the product would be rounded to the reduce dtype
+        # unweighted: the product would be rounded to the reduce dtype; in one call, because a part for each rank may be
+        torch._foreach_copy_(list(parts), cut)
 
     def reduce(self) -> None:
         self._parts = []  # the next micro-batch takes another buffer while this one is read
@@ -199,7 +199,7 @@ class ExchangedGradient(FlatGradient):
     def finish_reduction(self, *, is_last: bool) -> Tensor:
         handle = self._in_flight.popleft()
         shards, weights = handle.wait()
-        self._sum.push(shards, Weight.of_ranks(weights), is_last=is_last)
+        self._sum.push(shards, RankWeights(weights), is_last=is_last)
         handle.release()
         return weights
 

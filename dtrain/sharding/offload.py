@@ -33,7 +33,7 @@ from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator, GradientHandle
 from dtrain.distributed.logging import logger
 from dtrain.optim.rule import UpdateScalars
-from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.micro_batch_weight import RankWeights
 from dtrain.sharding.accumulate import RunningSum
 from dtrain.sharding.gradients import ExchangedGradient
 
@@ -207,7 +207,7 @@ class GradientArrivals:
         else:
             source = slot.device_view(shards[0])
             values = slot.host_view(source)
-            RunningSum(source).push(shards, Weight.of_ranks(weights))
+            RunningSum(source).push(shards, RankWeights(weights))
             handle.release()
             slot.weight.fill_(1.0)
             pairs, kept = [(values, source)], None
@@ -217,7 +217,7 @@ class GradientArrivals:
     def _collect_oldest(self) -> None:
         arrival = self._in_flight.popleft()
         arrival.copied.wait()
-        arrival.gradient_sum.push([arrival.values], Weight.of_ranks(arrival.weight), is_last=arrival.is_last)
+        arrival.gradient_sum.push([arrival.values], RankWeights(arrival.weight), is_last=arrival.is_last)
         if arrival.kept is not None:
             arrival.kept[1].release()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.optim.stochastic import random_bits, round_to_bf16, step_words, stream_start
-from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.micro_batch_weight import Weight, joined
 from dtrain.parameters.squares import chunk_norms
 from dtrain.precision.fake import block_starts, is_fake
 from dtrain.precision.hardware import has_compiler
@@ -85,9 +85,8 @@ class RoundedMemory:
         if self._uses_kernel:
             from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
 
-            stacked = torch.stack([weight.value for weight in weights])
             noise = self._start(0), *words
-            add_rows(self._values, _as_matrix(rows), stacked, overwrites=overwrites, noise=noise)
+            add_rows(self._values, _as_matrix(rows), joined(weights), overwrites=overwrites, noise=noise)
             return
         size = _BLOCK.get(self._values.device.type, _LARGE_BLOCK)
         for start in block_starts(self._values, size):

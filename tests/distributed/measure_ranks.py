@@ -14,34 +14,37 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtrain.checkpoint.commit import _assemble
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.snapshot import Snapshot
-from dtrain.distributed.communicator import GradientSend
 from dtrain.distributed.connections import Connections
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.schedule import Collective
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.errors import CheckpointError
-from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.gradients import ExchangedGradient
-from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
+from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
 from dtrain.telemetry.host import describe_host
-from tests.helpers.many_ranks import LLAMA_8B, Texts, planned_run, seconds, vote_host_work, vote_rows
+from tests.helpers.many_ranks import (
+    LLAMA_8B,
+    Texts,
+    fake_group,
+    planned_run,
+    seconds,
+    sent_gradient,
+    vote_host_work,
+    vote_rows,
+)
 
 RANKS = (8, 64, 256, 1024, 4096)
 _CPU = torch.device("cpu")
@@ -125,44 +128,15 @@ def vote(ranks: int) -> dict[str, float]:
     return {"seconds": seconds(run, 20), "bytes": rows.nbytes, "bytes_by_formula": ranks * NUM_FIELDS * 8}
 
 
-class _NoSum:
-    norms = None
-
-    def push(self, grads: Any, weights: Any, *, is_last: bool = False) -> None:
-        """Adds nothing: a GPU takes one launch."""
-
-    def finish(self) -> None:
-        """Completes nothing."""
-
-
-@contextmanager
-def _fake_group(ranks: int) -> Iterator[ProcessGroup]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    assert dist.group.WORLD is not None
-    yield ProcessGroup(dist.group.WORLD, _CPU)
-    dist.destroy_process_group()
-
-
 def gradient(ranks: int) -> dict[str, float]:
-    """One send of a flat buffer's gradient to its owners, without the sum of what arrives."""
-    numel = ranks * CHUNK
-    (layout,) = flat_layouts("block", [ParamSpec("weight", (ranks, CHUNK), torch.bfloat16)], ranks)
-    weight = Weight(torch.ones(()), is_one=True)
-    with _fake_group(ranks) as comm:
-        exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
-        segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
-        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, lambda shard: _NoSum())
-        grad = torch.ones(ranks, CHUNK, dtype=torch.bfloat16)
-
-        def run() -> None:
-            exchange.begin(weight.value)
-            sent.receive(0, grad, weight, is_first=True)
-            sent.reduce()
-            sent.finish_reduction(is_last=True)
-
-        run()
-        copies = seconds(lambda: [grad.clone() for _ in range(3)], 20)  # what is copied whatever the number of ranks
-        return {"seconds": seconds(run, 20) - copies}
+    """One send of a flat buffer's gradient of 1,024 elements a rank: its copy, and what arrives, without their sum."""
+    with sent_gradient(ranks) as (fill, send, receive):
+        filled, received = [], []
+        for _ in range(20):
+            filled.append(seconds(fill))
+            send()
+            received.append(seconds(receive))
+        return {"fill_seconds": median(filled), "receive_seconds": median(received)}
 
 
 def message(ranks: int) -> dict[str, float]:
@@ -196,7 +170,7 @@ def agreement(ranks: int) -> dict[str, float]:
 
 def text(ranks: int) -> dict[str, float]:
     """The texts of 64 bytes of all ranks, as :class:`ProcessGroup` exchanges them."""
-    with _fake_group(ranks) as comm:
+    with fake_group(ranks) as comm:
         return {"seconds": seconds(lambda: comm.exchange_text("x" * 64), _ROUNDS)}
 
 

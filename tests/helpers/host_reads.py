@@ -30,7 +30,7 @@ _FUNCTIONS = {getattr(torch.Tensor, name) for name in (*_METHODS, "__format__", 
 _HOST_ONLY = {
     ("gloo_group.py", "GlooGroup._gather"),
     ("ring_exchange.py", "RingExchange.begin"),
-    ("micro_batch_weight.py", "Weight.of_ranks"),
+    ("micro_batch_weight.py", "RankWeights._cut"),
     ("formula.py", "_is_skipped"),
     ("rule.py", "UpdateScalars._has_factor"),
     ("squares.py", "_is_any"),
@@ -97,7 +97,7 @@ def like_a_gpu(engine: NativeEngine) -> list[int]:
             if is_decision:
                 reads.append(step)
             with torch._C.DisableTorchFunction():
-                return kept.tolist()
+                return kept.numpy()
 
         return read
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dtrain.cli.resolve import compose
 from dtrain.config.precision import LossScale
+from dtrain.distributed.communicator import GradientSend
+from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
+from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.planning.devices import find_device
 from dtrain.precision.loss_scale import LossScaleState
+from dtrain.sharding.gradients import ExchangedGradient
+from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
 from dtrain.train.planned import PlannedRun
 from tests.helpers.vote_records import rank_records
 
@@ -47,8 +55,8 @@ class Texts(SingleRank):
 def seconds(work: Callable[[], Any], rounds: int = 1) -> float:
     """Returns the median of the processor's seconds."""
     taken = []
+    gc.collect()
     for _ in range(rounds):
-        gc.collect()
         start = time.process_time()
         work()
         taken.append(time.process_time() - start)
@@ -75,3 +83,42 @@ def vote_host_work(rows: Tensor) -> Callable[[], None]:
         assert finalizer.outcome().applied
 
     return run
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[ProcessGroup]:
+    """Yields the communicator of rank 0 over torch's fake process group, which sends nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    assert dist.group.WORLD is not None
+    yield ProcessGroup(dist.group.WORLD, torch.device("cpu"))
+    dist.destroy_process_group()
+
+
+class _NoSum:
+    norms = None
+
+    def push(self, grads: Any, weights: Any, *, is_last: bool = False) -> None:
+        """Reads what one launch on a GPU needs."""
+        assert grads[1].storage_offset() > grads[0].storage_offset()
+
+    def finish(self) -> None:
+        """Completes nothing."""
+
+
+@contextmanager
+def sent_gradient(ranks: int) -> Iterator[tuple[Callable[[], None], Callable[[], None], Callable[[], None]]]:
+    """Yields what fills a gradient of 1,024 elements a rank, sends it, and receives those of all ranks, unsummed."""
+    numel = ranks * CHUNK
+    (layout,) = flat_layouts("block", [ParamSpec("weight", (ranks, CHUNK), torch.bfloat16)], ranks)
+    weight = Weight(torch.ones(()), is_one=True)
+    grad = torch.ones(ranks, CHUNK, dtype=torch.bfloat16)
+    with fake_group(ranks) as comm:
+        exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
+        segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
+        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, lambda shard: _NoSum())
+
+        def fill() -> None:
+            exchange.begin(weight.value)
+            sent.receive(0, grad, weight, is_first=True)
+
+        yield fill, sent.reduce, lambda: sent.finish_reduction(is_last=True)

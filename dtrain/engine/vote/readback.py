@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class Readback:
         Fake tensors have no values: the step counts as applied.
         """
         if isinstance(values, FakeTensor):
-            return lambda: np.array(applied_values(values.numel()), dtype=np.int64)
+            return partial(np.array, applied_values(values.numel()), dtype=np.int64)
         if not self._on_gpu:
             return values.numpy
         slot, self._next = self._next, (self._next + 1) % len(self._ring)

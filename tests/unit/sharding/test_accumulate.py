@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.micro_batch_weight import RankWeights, Weight
 from dtrain.sharding import accumulate
 from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK
@@ -128,12 +128,10 @@ def test_several_gradients_at_once_are_added_one_by_one(world: int, rounds: int,
 
 
 def test_weights_of_one_are_known_only_in_host_memory() -> None:
-    weights = Weight.of_ranks(torch.tensor([1.0, 2.0, 1.0]))
+    weights = RankWeights(torch.tensor([1.0, 2.0, 1.0]))
     assert [weight.is_one for weight in weights] == [True, False, True]
     assert [float(weight.value) for weight in weights] == [1.0, 2.0, 1.0]
-    assert not any(weight.is_one for weight in Weight.of_ranks(torch.ones(2, device="meta"))), (
-        "no device memory is read"
-    )
+    assert not any(weight.is_one for weight in RankWeights(torch.ones(2, device="meta"))), "no device memory is read"
 
 
 def test_nothing_pushed_is_zero() -> None:
