@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.optim.flat import COPIED, batches, store, update_group
-from dtrain.optim.owners import MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of
+from dtrain.optim.owners import Matrix, MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of
 from dtrain.optim.rule import MatrixRule, Rule, UpdateScalars, UpdateSlice
 from dtrain.precision.fake import block_starts
 
@@ -112,6 +112,8 @@ class MatrixUpdate:
         places = _laid_out(self._sent, chain(*plan.sent))
         places |= _laid_out(self._owned, [*chain(*plan.received), *plan.kept])
         for owner, matrices in enumerate(plan.replicated):
+            if not matrices:
+                continue
             section = self._sections[owner * plan.section :]
             places |= _laid_out(section, [MatrixInterval(matrix, 0, matrix.numel) for matrix in matrices])
         return places
@@ -210,10 +212,11 @@ def _exchange(shards: Sequence[MatrixShard], comm: Communicator) -> list[list[He
 
 def _plan(rule: MatrixRule, comm: Communicator, held_by_rank: Sequence[Sequence[HeldMatrix]]) -> MatrixPlan:
     held = []
+    known: dict[str, list[Matrix]] = {}  # most ranks hold a part of the same few parameters
     for of_rank in held_by_rank:
         intervals = []
         for name, shape, start, stop in of_rank:
-            matrices = matrices_of(name, shape, rule.splits.get(name))
+            matrices = known.get(name) or known.setdefault(name, matrices_of(name, shape, rule.splits.get(name)))
             intervals += [interval for interval, _ in cut_at_matrices(matrices, start, stop)]
         held.append(intervals)
     found = {interval.matrix for intervals in held for interval in intervals}

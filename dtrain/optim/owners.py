@@ -114,21 +114,27 @@ class MatrixPlan:
     def __post_init__(self) -> None:
         ranks = range(len(self.held))
         whole = self._find_replicated()
-        by_owner: list[list[list[MatrixInterval]]] = [[[] for _ in ranks] for _ in ranks]
-        for intervals, own in zip(self.held, by_owner, strict=True):
-            for interval in intervals:
-                if interval.matrix not in whole:
-                    own[self.owners[interval.matrix]].append(interval)
-        rank = self.rank
-        self.sent = [by_owner[rank][owner] if owner != rank else [] for owner in ranks]
-        self.received = [by_owner[holder][rank] if holder != rank else [] for holder in ranks]
-        self.kept = by_owner[rank][rank]
-        self.replicated = [sorted(m for m in whole if self.owners[m] == owner) for owner in ranks]
-        numels = [[_numel(intervals) for intervals in own] for own in by_owner]
-        sent = [sum(row) - row[holder] for holder, row in enumerate(numels)]
-        self.max_sent, self.total = max(sent), sum(sent)
-        self.max_owned = max(map(sum, zip(*numels, strict=True)))
-        self.section = max(_numel(matrices) for matrices in self.replicated)
+        self.sent, self.received, self.kept = [[] for _ in ranks], [[] for _ in ranks], []
+        sent, owned = [0 for _ in ranks], [0 for _ in ranks]
+        # one pass over all intervals: lists for each pair of ranks would grow with the square of their number
+        for holder, interval in ((rank, interval) for rank, own in enumerate(self.held) for interval in own):
+            if interval.matrix in whole:
+                continue
+            owner = self.owners[interval.matrix]
+            owned[owner] += interval.numel
+            if owner != holder:
+                sent[holder] += interval.numel
+            if holder == owner == self.rank:
+                self.kept.append(interval)
+            elif holder == self.rank:
+                self.sent[owner].append(interval)
+            elif owner == self.rank:
+                self.received[holder].append(interval)
+        self.replicated = [[] for _ in ranks]
+        for matrix in sorted(whole):
+            self.replicated[self.owners[matrix]].append(matrix)
+        self.max_sent, self.total, self.max_owned = max(sent), sum(sent), max(owned)
+        self.section = max(sum(matrix.numel for matrix in matrices) for matrices in self.replicated)
 
     def _find_replicated(self) -> set[Matrix]:
         on_each = [set(intervals) for intervals in self.held]
@@ -149,7 +155,3 @@ class MatrixPlan:
         """Returns the tiled matrices that this rank owns, with their intervals in order."""
         intervals = sorted(chain(self.kept, *self.received))
         return [(matrix, list(own)) for matrix, own in groupby(intervals, key=lambda interval: interval.matrix)]
-
-
-def _numel(items: Collection[Matrix] | Collection[MatrixInterval]) -> int:
-    return sum(item.numel for item in items)
