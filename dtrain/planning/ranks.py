@@ -116,7 +116,8 @@ class PlannedRanks(Communicator):
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
         self.schedule.record("all_gather", label, output)
         self._on_output(output)
-        self._fill([output.view(self.world_size, -1)], [shard])  # in each row
+        # in each row; a copy, because the shard may lie in one
+        self._fill([output.view(self.world_size, -1)], [shard if is_fake(shard) else shard.clone()])
         return self._start("all_gather", output.nbytes, output, shard)
 
     def reduce_scatter_sum(
