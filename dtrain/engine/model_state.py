@@ -176,6 +176,10 @@ class StateEngine(Engine):
         """Yields what this rank keeps of the compute weights beside the masters, as it is now; none by default."""
         return iter(())
 
+    def whole_compute_shards(self) -> Iterator[ComputeShard]:
+        """Yields the same, in intervals whose number does not grow with the ranks, if the engine cuts by owner."""
+        return self.compute_shards()
+
     def frozen_shards(self) -> Iterator[TensorShard]:
         """Yields this rank's shards of the frozen parameters that the engine shards, not in FP8; none by default."""
         return iter(())

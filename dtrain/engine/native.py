@@ -234,12 +234,18 @@ class NativeEngine(StepEngine):
         return {slot.spec.name for layout in whole for slot in layout.slots}
 
     def compute_shards(self) -> Iterator[ComputeShard]:
+        return self._compute_shards(by_owner=True)
+
+    def whole_compute_shards(self) -> Iterator[ComputeShard]:
+        return self._compute_shards(by_owner=False)
+
+    def _compute_shards(self, *, by_owner: bool) -> Iterator[ComputeShard]:
         scales = self.sharded.scales
         for buffer in self.sharded.buffers:
             sources: Sequence[Numbers] = [buffer.master]
             if buffer.replica.is_float8:
                 sources = scales.cast_again(buffer.segment, read(buffer.master))
-            yield from buffer.compute_shards(self.mesh.shard.rank, sources)
+            yield from buffer.compute_shards(self.mesh.shard.rank, sources, by_owner=by_owner)
         for name, scale, expected in scales.by_weight():
             yield ComputeShard(name, "FP8 scale", 0, scale, self.mesh.shard.rank, expected, is_gathered=False)
 

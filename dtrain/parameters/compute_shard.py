@@ -8,6 +8,9 @@ from torch import Tensor
 
 COMPUTE = "compute replica"
 
+ALL_OWNERS = -1
+"""Owner of an interval whose elements come from the masters of several ranks."""
+
 
 @dataclass(frozen=True)
 class ComputeShard:
@@ -18,7 +21,8 @@ class ComputeShard:
         kind: ``compute replica``, with the copy if there are several.
         start: the first element, row-major.
         data: [length], the live values.
-        owner: the rank from whose master the values come; this rank if it holds that master itself.
+        owner: the rank from whose master the values come; this rank if it holds that master itself; or
+            :data:`ALL_OWNERS`.
         source: what ``data`` equals bit for bit once it is cast to the dtype of ``data``; None if another rank holds
             the master, or if the owner's ``data`` is the master.
         is_gathered: whether all ranks hold the same interval, in the same order of intervals.

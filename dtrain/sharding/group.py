@@ -15,7 +15,7 @@ from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
 from dtrain.optim.matrix import MatrixShard
 from dtrain.optim.rule import MatrixRule, UpdateSlice
-from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
+from dtrain.parameters.compute_shard import ALL_OWNERS, COMPUTE, ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
@@ -113,16 +113,21 @@ class FlatBuffer:
         if self._cast_target is not None:
             self._cast_target.copy_(read(self.master))
 
-    def compute_shards(self, rank: int, sources: Sequence[Numbers]) -> Iterator[ComputeShard]:
-        """Yields the compute replica between steps, cut where another rank's master begins; no part that is a master.
+    def compute_shards(self, rank: int, sources: Sequence[Numbers], *, by_owner: bool) -> Iterator[ComputeShard]:
+        """Yields the compute replica between steps; no part that is a master.
 
-        ``sources``: what the copies of the replica are cast from, each of the segment's length.
+        Args:
+            rank: this one.
+            sources: what the copies of the replica are cast from, each of the segment's length.
+            by_owner: cut what all ranks hold where another rank's master begins; else it is whole, and this rank's own
+                part, with its source, follows.
         """
         replica, layout = self.replica, self.layout
-        if replica.is_gathered:
+        ranges = [] if self.shares_replica else [(rank, self.segment.start, self.segment.stop)]
+        if replica.is_gathered and by_owner:
             ranges = [(owner, *layout.shard(owner)) for owner in range(layout.world_size)]
-        else:
-            ranges = [] if self.shares_replica else [(rank, self.segment.start, self.segment.stop)]
+        elif replica.is_gathered:
+            ranges = [(ALL_OWNERS, 0, layout.numel), *ranges]
         wholes = replica.copies if replica.is_gathered else replica.local
         for number, (whole, source) in enumerate(zip(wholes, sources, strict=True)):
             for owner, low, high in ranges:
@@ -137,7 +142,7 @@ class FlatBuffer:
                         values[own],
                         owner,
                         read(source[own]) if has_source else None,
-                        replica.is_gathered,
+                        replica.is_gathered and (by_owner or owner == ALL_OWNERS),
                         self.shares_replica,
                     )
 

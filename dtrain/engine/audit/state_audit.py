@@ -150,9 +150,10 @@ class StateAudit:
         replicated = set(self._engine.replicated_masters()) - excluded
         live = self._read(replicated if record is None else None, only_copies=saves and record is not None)
         states = live if record is None or not saves else record
-        shards = [shard for shard in self._engine.compute_shards() if shard.name not in excluded]
+        # not by owner: the fingerprint of a whole is the sum of those of its parts, of which there are as many as ranks
+        shards = [shard for shard in self._engine.whole_compute_shards() if shard.name not in excluded]
         gathered = [shard for shard in shards if shard.is_gathered]
-        copies = fingerprint_tensor([(shard.data, shard.start) for shard in gathered], comm.device)
+        copies = self._fingerprints_of(gathered)
         constants, has_changed = self._constants.changed()
         strict = self._constants.strict
         differing = [_differing(shard).sum() for shard in shards if shard.source is not None]
@@ -174,10 +175,15 @@ class StateAudit:
         if any(other[0] != rows[0][0] for other in rows):
             return
         if any(other[1] or other[2:] != rows[0][2:] for other in rows):
+            shards = [shard for shard in self._engine.compute_shards() if shard.name not in excluded]
+            copies = self._fingerprints_of([shard for shard in shards if shard.is_gathered])
             self._search(shards, copies, replicated, excluded)
         if rows[0][2]:  # changed on all ranks alike: written in a way that no counter shows
             for key in (key for key, is_changed in zip(constants, has_changed.tolist(), strict=True) if is_changed):
                 self._constants.drop(key)
+
+    def _fingerprints_of(self, shards: Sequence[ComputeShard]) -> Tensor:
+        return fingerprint_tensor([(shard.data, shard.start) for shard in shards], self._engine.comm.device)
 
     def _weigh(self, values: Tensor, weights: Sequence[int]) -> Tensor:
         """Returns the sum of ``values`` times ``weights`` mod 2^64, 0-dim int64."""
