@@ -15,6 +15,7 @@ from types import TracebackType
 
 from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
+from dtrain.local_paths import require_local
 from dtrain.redaction.redact import redact_text
 from dtrain.version import version
 
@@ -74,10 +75,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "train":
             return _train(rest)
+        _require_local(rest)
         run: Callable[[list[str]], int] = import_module(f"dtrain.tools.{verb}.cli").main
         return run(rest)
     except DtrainError as error:
         return _fail(error)
+
+
+def _require_local(argv: Sequence[str]) -> None:
+    """Refuses a URL as an argument of a tool, or as the value of one of its own keys, which have no dot."""
+    for word in argv:
+        key, equals, value = word.partition("=")
+        require_local(word, "an argument")
+        if equals and "." not in key:
+            require_local(value, key)
 
 
 def _usage() -> str:

@@ -42,6 +42,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0, on_rank_0_for_long
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, Corruption, CorruptionError
+from dtrain.local_paths import local_path
 
 
 # flags shared by the thread that saves and the thread that trains
@@ -91,7 +92,7 @@ def save(
     """
     control = control or SaveControl()
     started = time.monotonic()
-    directory = Path(directory)
+    directory = local_path(directory, "the directory of checkpoints")
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
     # rank 0 holds the lease from the first clean-up to the removal of older checkpoints

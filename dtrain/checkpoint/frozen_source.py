@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ class FrozenSource(CheckedRecord):
             ``dtrain.initialize`` computes it.
     """
 
-    path: str
+    path: str = setting(MISSING, "", is_path=True)
     sha256: str | None = setting(None, "")
 
     def _check(self) -> None:

@@ -14,6 +14,7 @@ from dtrain.checkpoint.format.integrity import check_contents, load_manifest
 from dtrain.checkpoint.lease.lease_file import read_lease
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
+from dtrain.local_paths import local_path
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ def verify(path: Path | str, *, fast: bool = False) -> VerificationReport:
         NoCheckpointError: there is no checkpoint.
         CheckpointError: the path does not exist or cannot be listed.
     """
-    statuses = _statuses(Path(path), fast)
+    statuses = _statuses(path, fast)
     if not statuses:
         raise NoCheckpointError(f"there is no checkpoint in {path}")
     return VerificationReport(tuple(statuses))
@@ -83,7 +84,7 @@ def list_checkpoints(path: Path | str) -> list[CheckpointStatus]:
     Raises:
         CheckpointError: the path does not exist or cannot be listed.
     """
-    return _statuses(Path(path), fast=True)
+    return _statuses(path, fast=True)
 
 
 def lease_holder(path: Path | str) -> str | None:
@@ -92,7 +93,7 @@ def lease_holder(path: Path | str) -> str | None:
     Raises:
         CheckpointError: the directory cannot be read.
     """
-    path = Path(path)
+    path = local_path(path, "the path of checkpoints")
     if is_single_checkpoint(path):
         return None
     try:
@@ -109,7 +110,7 @@ def newest_checkpoint(path: Path | str) -> Path:
         NoCheckpointError: there is no checkpoint.
         CheckpointError: the path does not exist or cannot be listed.
     """
-    paths = _find(Path(path))
+    paths = _find(path)
     if not paths:
         raise NoCheckpointError(f"there is no checkpoint in {path}")
     return paths[-1]
@@ -126,7 +127,8 @@ def path_in_errors(checkpoint: Path) -> Iterator[None]:
         raise CheckpointError(f"{checkpoint} cannot be read: {describe(error)}") from error
 
 
-def _find(path: Path) -> list[Path]:
+def _find(path: Path | str) -> list[Path]:
+    path = local_path(path, "the path of checkpoints")
     if not path.exists():
         raise CheckpointError(
             f"{path} does not exist; give a run directory, its checkpoints/ or one step-... directory"
@@ -137,7 +139,7 @@ def _find(path: Path) -> list[Path]:
         raise CheckpointError(f"{path} cannot be listed: {describe(error)}") from error
 
 
-def _statuses(path: Path, fast: bool) -> list[CheckpointStatus]:
+def _statuses(path: Path | str, fast: bool) -> list[CheckpointStatus]:
     statuses = (_status(checkpoint, fast) for checkpoint in _find(path))
     # a checkpoint that was deleted while it was read is not damaged
     return [status for status in statuses if status.ok or os.path.lexists(status.path)]

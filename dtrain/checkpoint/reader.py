@@ -35,6 +35,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, nearest
+from dtrain.local_paths import local_path
 
 
 class CheckpointReader:
@@ -200,7 +201,7 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
         NoCheckpointError: no checkpoint exists, neither good nor damaged.
         CheckpointError: none verifies, or the requested one does not; names file and reason.
     """
-    path = Path(path)
+    path = local_path(path, "the path of checkpoints")
     what = f"opening {path}"
     if on_rank_0(comm, what, lambda: is_single_checkpoint(path), CheckpointError):
         outcome = _inspect(path.resolve(), comm)

@@ -41,9 +41,13 @@ class TextDataConfig(DataConfig):
     """Any text files."""
 
     name: str = option("text")
-    files: str = setting("", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.")
+    files: str = setting(
+        "", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.", is_path=True
+    )
     tokenizer: str | None = setting(
-        None, "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes."
+        None,
+        "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes.",
+        is_path=True,
     )
 
     def _check(self) -> None:
@@ -57,13 +61,19 @@ class TokensDataConfig(DataConfig):
 
     name: str = option("tokens")
     path: str = setting(
-        "", "Folder of token shards (required, unless mixture is given) or of images by class, or file of arrays."
+        "",
+        "Folder of token shards (required, unless mixture is given) or of images by class, or file of arrays.",
+        is_path=True,
     )
-    mixture: dict[str, float] = setting({}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.")
+    mixture: dict[str, float] = setting(
+        {}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.", is_path=True
+    )
     vocab_size: int | None = at_least(
         None, 1, "Vocabulary of shards of llm.c or Megatron, whose headers lack it; null for those of dtrain."
     )
-    validation_path: str | None = setting(None, "Folder or file like path to validate on; null: validation_percent.")
+    validation_path: str | None = setting(
+        None, "Folder or file like path to validate on; null: validation_percent.", is_path=True
+    )
     documents: str = one_of(
         "mask", "cross", doc="mask: tokens do not see other documents, and loss stops at the border; cross: one stream."
     )
@@ -96,9 +106,13 @@ class ChatDataConfig(DataConfig):
     """Conversations in JSON lines; loss on what the assistant says."""
 
     name: str = option("chat")
-    files: str = setting("", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.")
+    files: str = setting(
+        "", "Glob of the files, such as '/data/**/*.txt' or, for chat, '*.jsonl'; required.", is_path=True
+    )
     tokenizer: str | None = setting(
-        None, "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes."
+        None,
+        "tokenizer.json, or for chat the folder of a tokenizer with a chat template; text with null: bytes.",
+        is_path=True,
     )
 
     def _check(self) -> None:
@@ -120,9 +134,11 @@ class ImagesDataConfig(DataConfig):
     is_language: ClassVar[bool] = False
 
     name: str = option("images")
-    path: str = setting("", "Folder with a folder of images for each class; required.")
+    path: str = setting("", "Folder with a folder of images for each class; required.", is_path=True)
     validation_path: str | None = setting(
-        None, "Such a folder of images to validate on, with the same classes; null: validation_percent of path."
+        None,
+        "Such a folder of images to validate on, with the same classes; null: validation_percent of path.",
+        is_path=True,
     )
     task: str = one_of("classification", "denoising", doc=_TASKS)
     size: int = at_least(64, 4, "Height and width of the images that the model sees.")
@@ -164,8 +180,10 @@ class ArraysDataConfig(DataConfig):
     is_language: ClassVar[bool] = False
 
     name: str = option("arrays")
-    path: str = setting("", "File of safetensors with x [N, ...] and y [N] or [N, D]; required.")
-    validation_path: str | None = setting(None, "Such a file to validate on; null: validation_percent of path.")
+    path: str = setting("", "File of safetensors with x [N, ...] and y [N] or [N, D]; required.", is_path=True)
+    validation_path: str | None = setting(
+        None, "Such a file to validate on; null: validation_percent of path.", is_path=True
+    )
     standardize: bool = setting(
         True, "Subtract the mean of the training data from x, and from y in a regression, and divide by its deviation."
     )

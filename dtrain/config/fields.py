@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from dtrain.errors import ConfigError, nearest
+from dtrain.local_paths import require_local
 
 _TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 _LONGEST = 80  # characters of a value in a message: a tensor or a model has thousands
@@ -28,7 +29,8 @@ Record = TypeVar("Record")
 def setting(default: Any, doc: str, **limits: Any) -> Any:
     """A key that takes any value of its type; ``limits`` is for the helpers below.
 
-    ``kind`` replaces an annotation that OmegaConf cannot read, and ``what`` describes its values in a message.
+    ``kind`` replaces an annotation that OmegaConf cannot read, ``what`` describes its values in a message, and
+    ``is_path`` refuses URLs: it marks a path, or a mapping whose keys are paths.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -147,6 +149,9 @@ def check_field(record: Any, name: str, value: Any, path: str) -> Any:
         raise ConfigError(f"{path}={text} is not {metadata.get('what') or type_name(kind)}") from None
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         _check_limits(path, value, metadata)
+    if metadata.get("is_path") and value is not None:
+        for item in [value] if isinstance(value, str) else value:
+            require_local(item, path)
     return value
 
 

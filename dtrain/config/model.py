@@ -127,7 +127,9 @@ class ModelKeys(CheckedRecord):
         choices=("auto", True, False),
     )
     path: str | None = setting(
-        None, "Folder of a model of transformers: of a causal language model (hf, required), or for images (vit)."
+        None,
+        "Folder of a model of transformers: of a causal language model (hf, required), or for images (vit).",
+        is_path=True,
     )
     weights: str = one_of("load", "random", doc="hf, vit: load the weights of path, or take its config.json only.")
     lora: Lora = group(Lora)

@@ -66,7 +66,7 @@ class ProbeConfig(CheckedRecord):
     )
     steps: int = at_least(20, 8, "Steps of each trial; the mean loss of the last quarter is compared.")
     seeds: int = at_least(3, 2, "Other seeds that FP32 is trained with, to measure its noise.")
-    run_dir: str | None = setting(None, "Directory of the report; null: `runs/probe-<date>_<time>`.")
+    run_dir: str | None = setting(None, "Directory of the report; null: `runs/probe-<date>_<time>`.", is_path=True)
     seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
     train: ProbeBatchConfig = group(ProbeBatchConfig)
     precision: ProbePrecisionConfig = group(ProbePrecisionConfig)

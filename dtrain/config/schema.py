@@ -114,7 +114,9 @@ class TelemetryConfig(CheckedRecord):
         [], "Name patterns of modules whose outputs are counted in sampled steps too, such as ['blocks.*.attn']."
     )
     advice: str | None = setting(
-        None, "JSON of dtrain probe: warn when a sampled step leaves the range in which its advice was given."
+        None,
+        "JSON of dtrain probe: warn when a sampled step leaves the range in which its advice was given.",
+        is_path=True,
     )
     busy_every: int = at_least(
         20,
@@ -199,11 +201,14 @@ class SuperviseConfig(CheckedRecord):
 class RunConfig(CheckedRecord):
     """One training run, resolved and checked; ``config.yaml`` in the run directory holds it."""
 
-    run_dir: str | None = setting(None, "Directory of everything the run writes; null: `runs/<date>_<time>`.")
+    run_dir: str | None = setting(
+        None, "Directory of everything the run writes; null: `runs/<date>_<time>`.", is_path=True
+    )
     seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
     resume: str = setting(
         "auto",
         "auto: continue from the newest checkpoint of run_dir that verifies; none: do not; or a checkpoint's path.",
+        is_path=True,
     )
     report: bool = setting(
         True, "Compare the memory with its plan and write report.html at the end of the run, which takes some seconds."

@@ -41,7 +41,7 @@ class MeasurementConfig(CheckedRecord):
     threads_per_rank: int = at_least(1, 1, _THREADS)
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     rounds: int = at_least(10, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
+    out: str | None = setting(None, _OUT, is_path=True)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class OptimizerBenchConfig(CheckedRecord):
         ["adamw", "adam", "sgd", "lion", "adamw-bf16", "muon"], "Optimizers, by the names of optim."
     )
     rounds: int = at_least(10, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
+    out: str | None = setting(None, _OUT, is_path=True)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class LossHeadBenchConfig(CheckedRecord):
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     compiled: bool = setting(True, "Measure compiled full logits too, which needs a compiler.")
     rounds: int = at_least(5, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
+    out: str | None = setting(None, _OUT, is_path=True)
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class CheckpointBenchConfig(MeasurementConfig):
     """Time that training stands still for a save, and time until the save is complete on the disk."""
 
     sizes: list[int] = setting([131], "Megabytes (10^6 bytes) of masters and moments on a rank.")
-    dir: str = setting(".", "Folder on the disk to measure; a folder made in it is removed at the end.")
+    dir: str = setting(".", "Folder on the disk to measure; a folder made in it is removed at the end.", is_path=True)
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class DataBenchConfig(CheckedRecord):
     threads: int = at_least(1, 1, "PyTorch threads.")
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     rounds: int = at_least(5, 1, _ROUNDS)
-    out: str | None = setting(None, _OUT)
+    out: str | None = setting(None, _OUT, is_path=True)
 
 
 @dataclass(frozen=True)
@@ -295,7 +295,7 @@ class EngineSettings(CheckedRecord):
 
 @dataclass(frozen=True)
 class ParitySuiteConfig(CheckedRecord):
-    run_dir: str | None = setting(None, "Directory of the report; null: `runs/parity-<date>_<time>`.")
+    run_dir: str | None = setting(None, "Directory of the report; null: `runs/parity-<date>_<time>`.", is_path=True)
     seed: int = at_least(0, 0, "Seed of weights, sample order and dropout.")
     parity: ParityConfig = group(ParityConfig)
     engines: EngineSettings = group(EngineSettings)
@@ -335,6 +335,7 @@ class AcceptConfig(CheckedRecord):
     out: str | None = setting(
         None,
         "Directory of the results; parts that are finished there are not repeated; null: `runs/accept-<date>_<time>`.",
+        is_path=True,
     )
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     keep_trace: bool = setting(False, "Keep the raw traces of part g.")

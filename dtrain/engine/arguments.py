@@ -12,6 +12,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import Retention
 from dtrain.errors import UsageError
+from dtrain.local_paths import local_path
 
 Item = TypeVar("Item")
 
@@ -44,7 +45,7 @@ def iterated(batch: Iterable[Item]) -> Iterator[Item]:
 def checked_path(verb: str, path: Any) -> Path:
     """Returns the argument of ``engine.save`` or ``engine.load`` as a path, or raises ``UsageError``."""
     try:
-        return Path(path)
+        return local_path(path, f"engine.{verb}(path)")
     except TypeError:
         raise UsageError(f"engine.{verb}({path!r}): expected a directory as a string or a Path") from None
 

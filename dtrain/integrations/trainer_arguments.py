@@ -7,6 +7,7 @@ from typing import Any
 
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
+from dtrain.local_paths import require_local
 
 _REFUSED = {
     "deepspeed": "choose the library below by dtrain={'engine': 'deepspeed'}",
@@ -40,6 +41,7 @@ def check_version(version: str) -> None:
 
 def check_arguments(args: Any) -> None:
     """Raises ``ConfigError`` for a ``TrainingArguments`` that no engine can honor."""
+    require_local(args.output_dir or "", "TrainingArguments(output_dir)")
     for name, instead in _REFUSED.items():
         value = getattr(args, name, None)
         if value:

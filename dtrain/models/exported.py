@@ -22,6 +22,7 @@ from dtrain.config.model import (
     ModelConfig,
 )
 from dtrain.errors import CheckpointError, ConfigError, nearest, one_line
+from dtrain.local_paths import local_path
 from dtrain.models.factory import build_model
 from dtrain.models.images.hf import HFImageModel
 from dtrain.models.task_model import TaskModel
@@ -74,7 +75,7 @@ def load_exported(folder: str | os.PathLike[str]) -> ExportedModel:
         CheckpointError: the folder is damaged or of another kind; or its model is of the user's own factory, which is
             never imported because a file names it; or transformers is needed and not installed.
     """
-    path = Path(folder)
+    path = local_path(folder, "the folder of the export")
     files = HFFolder(path)
     where = f"{path / CONFIG}"
     if "model_type" in files.config:

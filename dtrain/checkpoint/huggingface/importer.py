@@ -23,6 +23,7 @@ from dtrain.config.model import VOCAB_MULTIPLE, ModelConfig
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError, nearest
+from dtrain.local_paths import local_path
 
 _HEAD, _EMBED = "lm_head.weight", ("model.embed_tokens.weight", "transformer.wte.weight")
 # stored in older files although the configuration determines them: masks, rotary frequencies
@@ -64,9 +65,9 @@ def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
         CheckpointError: an unsupported architecture, tensors that do not match the configuration, a damaged or missing
             file, or a run directory that is in use or cannot be written.
     """
-    run_dir = Path(run_dir)
+    run_dir, folder = local_path(run_dir, "the run directory"), local_path(folder, "the folder to import")
     _require_new(run_dir)
-    source = HFFolder(Path(folder))
+    source = HFFolder(folder)
     model = from_hf(source.config)
     if model.num_layers > len(source.shapes):
         raise CheckpointError(
@@ -74,7 +75,7 @@ def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
         )
     assert model.vocab_size is not None
     mapping = model_mapping(model, -(-model.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
-    names = _match(Path(folder), source, model, mapping)
+    names = _match(folder, source, model, mapping)
     snapshot = Snapshot(0, tuple(_shards(source, mapping, names)), _state(model))
     checkpoint = save(run_dir / "checkpoints", snapshot, SingleRank(torch.device("cpu")))
     return ImportedModel(checkpoint, model)

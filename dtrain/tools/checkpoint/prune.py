@@ -13,6 +13,7 @@ from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.retention import Retention, find_expired
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError
+from dtrain.local_paths import local_path
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ def prune(path: Path | str, retention: Retention, *, dry_run: bool = False) -> P
         CheckpointError: the path does not exist or is one checkpoint, a run holds the lease, a checkpoint that would
             stay does not verify, or the file system reports an error.
     """
-    directory = checkpoints_dir(Path(path))
+    directory = checkpoints_dir(local_path(path, "the path of checkpoints"))
     if not list_checkpoints(directory):
         raise NoCheckpointError(f"there is no checkpoint in {path}")
     if is_single_checkpoint(directory):

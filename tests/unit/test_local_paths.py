@@ -1,0 +1,145 @@
+"""A URL where a path is expected is refused, and leaves no folder ``s3:`` behind."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtrain
+from dtrain import checkpoint
+from dtrain.__main__ import main
+from dtrain.checkpoint import Retention, Snapshot
+from dtrain.checkpoint.huggingface.importer import import_hf
+from dtrain.checkpoint.inspection import lease_holder, newest_checkpoint
+from dtrain.cli.resolve import compose
+from dtrain.config.data import ArraysDataConfig, ChatDataConfig, ImagesDataConfig, TextDataConfig, TokensDataConfig
+from dtrain.config.model import ModelConfig
+from dtrain.config.probe import ProbeConfig
+from dtrain.config.schema import RunConfig, TelemetryConfig
+from dtrain.errors import ConfigError
+from dtrain.local_paths import local_path, require_local
+from dtrain.tools.checkpoint.prune import prune
+from tests.helpers.checkpoints import ALONE
+from tests.helpers.one_rank import start
+
+URL = "s3://bucket/run"
+URLS = [
+    URL,
+    "gs://b",
+    "abfs://c@a.dfs.core.windows.net/x",
+    "hf://datasets/x",
+    "memory://x",
+    "file:///data/x",
+    "dbfs:/x",
+]
+PATHS = ["runs/a", "/data/a:b/c", "./s3:/x", "C:/runs", "a=1:2/x", "runs/s3:/x", "", "2024-01-01T10:00/x", "auto"]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(tmp_path)
+    yield
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("url", [*URLS, "simplecache::s3://b/x"])
+def test_a_url_is_refused_as_text_and_as_a_path(url: str) -> None:
+    for path in (url, Path(url)):  # a Path has one slash left of two
+        with pytest.raises(ConfigError, match=r"is the URL .*expected a path.*aws s3 sync.*dtrain checkpoint verify"):
+            require_local(path, "run_dir")
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_none(path: str) -> None:
+    assert local_path(path, "run_dir") == Path(path)
+
+
+RECORDS: list[Callable[[], Any]] = [
+    lambda: RunConfig(run_dir=URL),
+    lambda: RunConfig(resume=URL),
+    lambda: TelemetryConfig(advice=URL),
+    lambda: ModelConfig(path=URL),
+    lambda: ProbeConfig(run_dir=URL),
+    lambda: TextDataConfig(files=f"{URL}/**/*.txt"),
+    lambda: TextDataConfig(files="a", tokenizer=URL),
+    lambda: ChatDataConfig(files=URL, tokenizer="a"),
+    lambda: TokensDataConfig(path=URL),
+    lambda: TokensDataConfig(mixture={"a": 1.0, URL: 2.0}),
+    lambda: TokensDataConfig(path="a", validation_path=URL),
+    lambda: ImagesDataConfig(path=URL),
+    lambda: ArraysDataConfig(path=URL),
+    lambda: dtrain.FrozenSource(URL),
+    lambda: compose([f"run_dir={URL}"]),
+]
+CALLS: list[Callable[[], Any]] = [
+    lambda: checkpoint.verify(URL),
+    lambda: checkpoint.list_checkpoints(Path(URL)),
+    lambda: checkpoint.export(URL, "out"),
+    lambda: checkpoint.export("run", URL),
+    lambda: checkpoint.export("run", "out", base=URL),
+    lambda: checkpoint.open_newest(Path(URL), ALONE),
+    lambda: checkpoint.save(Path(URL), Snapshot(1, (), {}), ALONE),
+    lambda: import_hf(URL, "run"),
+    lambda: import_hf("folder", URL),
+    lambda: newest_checkpoint(URL),
+    lambda: lease_holder(URL),
+    lambda: prune(Path(URL), Retention()),
+    lambda: dtrain.load_exported(URL),
+    lambda: start().save(URL),
+    lambda: start().save(Path(URL), asynchronous=True),
+    lambda: start().load(URL),
+]
+
+
+@pytest.mark.parametrize("call", RECORDS + CALLS)
+def test_every_record_and_function_with_a_path_refuses_a_url(call: Callable[[], Any]) -> None:
+    with pytest.raises(ConfigError, match="is the URL s3:/"):
+        call()
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train run_dir={URL}",
+        f"train resume={URL}",
+        f"checkpoint verify {URL}",
+        f"checkpoint export runs/a out --base={URL}",
+        f"report runs/a out={URL}",
+        f"replay {URL} step=1",
+        f"watch {URL}",
+        f"data tokenize files={URL}/*.jsonl tokenizer=t.json out=tokens",
+        f"experiment formats --out {URL}",
+        f"plan memory --against {URL}",
+        f"bench engine bench.out={URL}",
+        f"parity run_dir={URL}",
+        f"accept out={URL}",
+        f"doctor folder {URL}",
+    ],
+)
+def test_the_command_line_refuses_a_url(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert "is the URL s3://bucket/run" in capsys.readouterr().err
+
+
+def test_every_key_that_names_a_file_or_folder_is_marked() -> None:
+    """A new key must be marked, or be named here."""
+    records = [RunConfig(), TextDataConfig(files="a"), ChatDataConfig(files="a", tokenizer="a")]
+    records += [TokensDataConfig(path="a"), ImagesDataConfig(path="a"), ArraysDataConfig(path="a")]
+
+    def unmarked(record: Any, prefix: str) -> set[str]:
+        found = set()
+        for item in fields(record):
+            value = getattr(record, item.name)
+            key = f"{prefix}{item.name}"
+            if is_dataclass(value):
+                found |= unmarked(value, f"{key}.")
+            elif any(word in item.metadata.get("doc", "").lower() for word in ("folder", "directory", " path", "file")):
+                found |= set() if item.metadata.get("is_path") or not isinstance(value, (str, type(None))) else {key}
+        return found
+
+    assert set().union(*(unmarked(record, "") for record in records)) == {"model.weights"}
