@@ -19,6 +19,8 @@ from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, CorruptionError
 
+_POLL_S = 0.5  # between two looks at the progress of a thread
+
 
 class _SaveThread(threading.Thread):
     """Thread of one save. It is no daemon, so the interpreter waits at exit until the save is committed or failed.
@@ -168,7 +170,7 @@ class AsyncSaver:
         """
         thread = self._thread
         if thread is not None:
-            thread.join()
+            self._join(thread)
             self._thread = None
             try:
                 on_every_rank(self._comm, "", thread.raise_error, CheckpointError)
@@ -199,7 +201,17 @@ class AsyncSaver:
         if cancel:
             self._cancel()
         if self._thread is not None:
-            self._thread.join()
+            self._join(self._thread)
+
+    def _join(self, thread: _SaveThread) -> None:
+        """Waits for the thread, whose progress is this rank's; while it waits for other ranks, theirs counts."""
+        assert self._thread_comm is not None
+        saving, seen = self._thread_comm.schedule.progress, -1
+        while thread.is_alive():
+            if saving.is_waiting or saving.num_changes != seen:
+                seen = saving.num_changes
+                self._comm.schedule.progress.advance()
+            thread.join(_POLL_S)
 
     def _cancel(self) -> None:
         if self._thread is not None:

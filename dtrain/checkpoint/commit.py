@@ -9,11 +9,13 @@ rename because another process may have taken the lease over at any time before.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from dtrain.checkpoint.format.shard_file import WrittenShard, new_file, write_sh
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.retention import Retention, find_expired
+from dtrain.checkpoint.shared_folder import until_seen
 from dtrain.checkpoint.snapshot import Snapshot, stored_state
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0, on_rank_0_for_long
@@ -105,13 +108,22 @@ def save(
         )
         temporary = directory / begin["temporary"]
 
+        def before_block() -> None:
+            comm.schedule.progress.advance()
+            control.raise_if_cancelled()
+
         def write() -> dict[str, Any]:
             try:
                 if snapshot.step != begin["step"]:
                     raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {begin['step']}")
                 snapshot.ready()
+                if comm.rank:  # [Note: cached names]
+                    created = partial(os.lstat, temporary)
+                    until_seen(
+                        created, temporary, f"rank {comm.rank}", "rank 0 has created", control.raise_if_cancelled
+                    )
                 path = temporary / f"r{comm.rank:04d}.safetensors"
-                report = write_shard_file(path, snapshot.shards, control.raise_if_cancelled)
+                report = write_shard_file(path, snapshot.shards, before_block)
                 written = ((s["kind"], s["name"], s["start"], s["fingerprint"]) for s in report["shards"])
                 return {**report, "unexpected": snapshot.unexpected(written)}
             except _SaveCancelledError:

@@ -17,9 +17,11 @@ import re
 import secrets
 import stat
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 from dtrain.checkpoint import storage
+from dtrain.checkpoint.shared_folder import until_seen
 from dtrain.errors import CheckpointError
 
 STEP_NAME = re.compile(r"step-([0-9]{8,})")
@@ -87,7 +89,8 @@ def make_directories(path: Path) -> None:
     make_directories(path.parent)
     try:
         storage.make_directory(path)
-    except FileExistsError:  # created by another job just now, or not a directory
+    except FileExistsError:  # created by another job just now, or not a directory; [Note: cached names]
+        until_seen(partial(os.lstat, path), path, "this process", "exists")
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
     storage.sync_directory(path.parent)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dtrain.checkpoint.format.integrity import (
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.format.safetensors_file import StoredTensor
 from dtrain.checkpoint.read_targets import PartialRead, ReadTarget, fill, partial_reads
+from dtrain.checkpoint.shared_folder import is_unseen, reopen_folders, until_seen
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe, on_every_rank, on_rank_0
@@ -49,8 +51,9 @@ class CheckpointReader:
         tensors: all logical tensors with name, kind, dtype and shape.
     """
 
-    def __init__(self, path: Path, manifest: Manifest) -> None:
+    def __init__(self, path: Path, manifest: Manifest, comm: Communicator | None = None) -> None:
         self.path = path
+        self._comm = comm  # the ranks that read it, one of which has verified each file; None: this process alone
         self.step = manifest.step
         self.state: Mapping[str, Any] = manifest.state
         self.tensors: tuple[TensorEntry, ...] = manifest.tensors
@@ -118,7 +121,8 @@ class CheckpointReader:
 
     def _read_file(self, file: FileEntry, parts: Iterable[PartialRead]) -> None:
         try:
-            with open_file(self.path, file) as descriptor:
+            with ExitStack() as opened:
+                descriptor = self._open(file, opened)
                 if file.name not in self._stored:
                     self._stored[file.name] = read_stored_tensors(descriptor, self._manifest, file)
                 # read in file order, whatever the order of the targets
@@ -127,6 +131,8 @@ class CheckpointReader:
                     begin = begins[part.chunk.key]
 
                     def read(offset: int, target: memoryview, begin: int = begin) -> None:
+                        if self._comm is not None:
+                            self._comm.schedule.progress.advance()
                         read_into(descriptor, file.name, begin + offset, target)
 
                     fill(part, read)
@@ -134,6 +140,14 @@ class CheckpointReader:
             raise CheckpointError(f"{self.path / damage.file} changed while it was read: {damage.reason}") from damage
         except OSError as error:
             raise CheckpointError(f"{self.path / file.name} cannot be read: {describe(error)}") from error
+
+    def _open(self, file: FileEntry, opened: ExitStack) -> int:
+        def enter() -> int:
+            return opened.enter_context(open_file(self.path, file))
+
+        if self._comm is None or self._comm.world_size == 1:
+            return enter()
+        return until_seen(enter, self.path, f"rank {self._comm.rank}", f"another rank has read with {file.name}")
 
     def check_fingerprints(self, shards: Iterable[TensorShard], comm: Communicator) -> None:
         """Checks the loaded tensors against the saved fingerprints; collective, any device and world size.
@@ -202,6 +216,7 @@ def open_newest(path: Path, comm: Communicator) -> CheckpointReader:
         CheckpointError: none verifies, or the requested one does not; names file and reason.
     """
     path = local_path(path, "the path of checkpoints")
+    reopen_folders(path)
     what = f"opening {path}"
     if on_rank_0(comm, what, lambda: is_single_checkpoint(path), CheckpointError):
         outcome = _inspect(path.resolve(), comm)
@@ -233,38 +248,55 @@ def _inspect(path: Path, comm: Communicator) -> CheckpointReader | DamageError:
     A ``DamageError`` is returned if the checkpoint must not be used. Its tag is empty if it merely cannot be read.
     """
     loaded: list[Manifest] = []
+    what = f"verifying {path}"
 
     def inspect() -> dict[str, Any]:
-        try:
-            manifest = load_manifest(path)
-            loaded.append(manifest)
-            if comm.rank == 0:
-                check_files(path, manifest)
-            share = manifest.files[comm.rank :: comm.world_size]
-            parts = [list(scan_file(path, manifest, file).items()) for file in share]
-        except DamageError as damage:
-            return {"file": damage.file, "reason": damage.reason, "tag": damage.tag}
-        except OSError as error:
-            return {"file": ".", "reason": f"rank {comm.rank} cannot read it: {describe(error)}", "tag": ""}
+        manifest = load_manifest(path)
+        loaded[:] = [manifest]
+        if comm.rank == 0:
+            check_files(path, manifest)
+        share = manifest.files[comm.rank :: comm.world_size]
+        advance = comm.schedule.progress.advance
+        parts = [list(scan_file(path, manifest, file, before_block=advance).items()) for file in share]
         return {"digest": manifest.digest, "parts": parts}
 
-    reports = on_every_rank(comm, f"verifying {path}", inspect, CheckpointError)
-    refusals = [DamageError(**report) for report in reports if "reason" in report]
+    def report(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        try:
+            return read()
+        except DamageError as damage:
+            refusal, unseen = {"file": damage.file, "reason": damage.reason, "tag": damage.tag}, is_unseen(damage)
+        except OSError as error:
+            reason = f"rank {comm.rank} cannot read it: {describe(error)}"
+            refusal, unseen = {"file": ".", "reason": reason, "tag": ""}, is_unseen(error)
+        return {"refusal": refusal, "unseen": unseen}
+
+    reopen_folders(path)
+    reports = on_every_rank(comm, what, lambda: report(inspect), CheckpointError)
+    if "refusal" not in reports[0] and any(other.get("unseen") for other in reports):
+        own: dict[str, Any] = reports[comm.rank]
+
+        def look_again() -> dict[str, Any]:  # [Note: cached names]
+            if not own.get("unseen"):
+                return own
+            return report(lambda: until_seen(inspect, path, f"rank {comm.rank}", "rank 0 reads"))
+
+        reports = on_every_rank(comm, what, look_again, CheckpointError)
+    refusals = [DamageError(**other["refusal"]) for other in reports if "refusal" in other]
     if refusals:  # damage that one rank has proved counts more than a file that another one cannot read
         return next((refusal for refusal in refusals if refusal.tag), refusals[0])
-    for rank, report in enumerate(reports):
-        if report["digest"] != reports[0]["digest"]:
+    for rank, other in enumerate(reports):
+        if other["digest"] != reports[0]["digest"]:
             raise CheckpointError(
                 f"{path} is not the same directory on ranks 0 and {rank} (manifests {reports[0]['digest'][:12]} and "
-                f"{report['digest'][:12]}); checkpoints must be on a file system that all ranks share"
+                f"{other['digest'][:12]}); checkpoints must be on a file system that all ranks share"
             )
     try:
-        check_fingerprints(loaded[0], (dict(part) for report in reports for part in report["parts"]))
+        check_fingerprints(loaded[0], (dict(part) for other in reports for part in other["parts"]))
     except DamageError as damage:
         return damage
     if comm.rank == 0:
         logger.info("checkpoint: using %s (saved %s)", path, loaded[0].saved_at)
-    return CheckpointReader(path, loaded[0])
+    return CheckpointReader(path, loaded[0], comm)
 
 
 def _quarantine(path: Path, refusal: DamageError) -> None:

@@ -103,6 +103,20 @@ class Progress:
         self.begin(Phase.DATA, step)
         self._cells[_NUM_STEPS] += 1
 
+    def advance(self) -> None:
+        """Records that the phase under way has come further, because it may take long: it is no hang."""
+        self._cells[_NUM_CHANGES] += 1
+
+    @property
+    def num_changes(self) -> int:
+        """Number that grows with each call; another thread may read it."""
+        return self._cells[_NUM_CHANGES]
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this rank waits for the others; another thread may read it."""
+        return self._cells[_ENTERED] != self._cells[_LEFT]
+
     def end(self) -> None:
         """Records that the run is over on this rank: nothing more is to be expected of it."""
         self._cells[_ENDED] = 1

@@ -24,12 +24,14 @@ from dtrain.checkpoint.format.integrity import load_manifest
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.huggingface.task_model import task_of
 from dtrain.checkpoint.lease.lease import hold
+from dtrain.checkpoint.shared_folder import reopen_folders
 from dtrain.checkpoint.state_diff import state_differences
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, defaults, to_yaml
 from dtrain.config.model import LOSS_KEYS, ModelConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
+from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
 from dtrain.redaction.redact import equal_but_for_secrets, redact
@@ -74,8 +76,11 @@ class RunDir:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Raises ``ConfigError`` if ``resume`` is a path without a checkpoint, before anything starts."""
-    if config.resume not in ("auto", "none"):
+    """Raises ``ConfigError`` if ``resume`` is a path without a checkpoint, before anything starts.
+
+    Ranks of several hosts leave it to rank 0, which checks it in :func:`open_run_dir`: [Note: cached names].
+    """
+    if config.resume not in ("auto", "none") and LaunchEnv.read().one_host:
         _find_checkpoints(config.resume)
 
 
@@ -279,6 +284,7 @@ def _hold(path: Path, held: ExitStack, while_waiting: Callable[[], None]) -> Non
 
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
     """Returns the checkpoint to load, and whether all steps are done."""
+    reopen_folders(path)  # another host may have changed it a moment ago
     summary = read_summary(path)
     steps, damaged = _steps(path / CHECKPOINTS), quarantined_checkpoints(path / CHECKPOINTS)
     if config.resume == "none" and (steps or damaged or (path / SUMMARY_FILE).exists()):
@@ -311,6 +317,7 @@ def _newest_manifest(load_from: Path) -> Manifest | None:
 def _find_checkpoints(resume: str) -> Path:
     """Finds the checkpoint or directory of checkpoints at ``resume``, which may be a run directory."""
     path = Path(resume).absolute()
+    reopen_folders(path)
     if path.is_dir():
         directory = checkpoints_dir(path)
         try:

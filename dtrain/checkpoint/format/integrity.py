@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,14 +80,27 @@ def read_stored_tensors(descriptor: int, manifest: Manifest, file: FileEntry) ->
     return stored
 
 
-def scan_file(path: Path, manifest: Manifest, file: FileEntry, *, fast: bool = False) -> PartialSums:
+def scan_file(
+    path: Path,
+    manifest: Manifest,
+    file: FileEntry,
+    *,
+    fast: bool = False,
+    before_block: Callable[[], None] = lambda: None,
+) -> PartialSums:
     """Checks one data file and returns its part of the tensors' fingerprints; ``fast`` reads size and header only."""
     with open_file(path, file) as descriptor:
         stored = read_stored_tensors(descriptor, manifest, file)
-        return {} if fast else _scan_data(descriptor, manifest, file, stored)
+        return {} if fast else _scan_data(descriptor, manifest, file, stored, before_block)
 
 
-def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Mapping[str, StoredTensor]) -> PartialSums:
+def _scan_data(
+    descriptor: int,
+    manifest: Manifest,
+    file: FileEntry,
+    stored: Mapping[str, StoredTensor],
+    before_block: Callable[[], None],
+) -> PartialSums:
     ordered = sorted(stored.items(), key=lambda item: item[1].begin)
     header = read_bytes(descriptor, file.name, 0, ordered[0][1].begin if ordered else file.bytes)
     position = {id(tensor): index for index, tensor in enumerate(manifest.tensors)}
@@ -97,6 +110,7 @@ def _scan_data(descriptor: int, manifest: Manifest, file: FileEntry, stored: Map
             tensor, chunk = manifest.by_file[file.name][key]
             itemsize, total = tensor.dtype.itemsize, 0
             for begin in range(location.begin, location.end, _READ_BYTES):
+                before_block()
                 block = digest.buffer(min(_READ_BYTES, location.end - begin))
                 read_into(descriptor, file.name, begin, block)
                 digest.update(block)

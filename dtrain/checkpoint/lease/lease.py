@@ -168,10 +168,17 @@ def acquire(directory: Path, timing: LeaseTiming, while_waiting: Callable[[], No
     """
     make_directories(directory)
     request = LeaseRequest(directory, timing)
-    while (lease := request.attempt()) is None:
+    began = timing.clock()
+    while True:
+        try:
+            if (lease := request.attempt()) is not None:
+                return lease
+        except OSError as error:
+            # a file of an earlier holder that NFS still lists, though it is gone: [Note: cached names]
+            if error.errno != errno.ESTALE or timing.clock() - began > timing.limit_s:
+                raise
         timing.sleep(timing.poll_s)
         while_waiting()
-    return lease
 
 
 def _is_held_by(state: LeaseState, holder: Holder) -> bool:

@@ -1,0 +1,80 @@
+"""Waits for files that another rank has created, and that a shared folder shows to this host only later.
+
+[Note: cached names] A network file system may remember for a minute that a name does not exist (NFS: ``acdirmax``). So
+once a rank has said by message that a file exists, another rank that does not see it looks again, and believes only
+that it is unseen for longer than any cache keeps names. NFS compares its cache with the server when a folder is opened,
+so the folders above the file are opened anew each time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from dtrain.checkpoint.format.checked_file import DamageError
+from dtrain.errors import CheckpointError
+
+Result = TypeVar("Result")
+
+LIMIT_S = 90.0
+"""Seconds after which a file does not exist; by default, NFS keeps names for at most 60."""
+_PAUSES_S = (0.02, 1.0)  # the first one, and the longest
+
+
+def is_unseen(error: Exception) -> bool:
+    """Returns whether an error says that a file does not exist, which another host may know better."""
+    if isinstance(error, DamageError):
+        return error.tag == "missing"
+    return isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE)
+
+
+def until_seen(
+    work: Callable[[], Result],
+    path: Path,
+    who: str,
+    claim: str,
+    raise_if_cancelled: Callable[[], None] = lambda: None,
+) -> Result:
+    """Returns the result of ``work``, called again as long as it does not find a file at or below ``path``.
+
+    Args:
+        work: raises as :func:`is_unseen` tells if it finds no file.
+        path: what another rank has created.
+        who: this rank, for the message.
+        claim: who says that it exists, such as ``rank 0 has created``.
+        raise_if_cancelled: called before each pause; it may raise to give up.
+
+    Raises:
+        CheckpointError: the file is still not seen after ``LIMIT_S`` seconds.
+    """
+    pause, longest = _PAUSES_S
+    deadline = time.monotonic() + LIMIT_S
+    while True:
+        try:
+            return work()
+        except (OSError, DamageError) as error:
+            if not is_unseen(error):
+                raise
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{who} on host {socket.gethostname()} does not see {path}, which {claim}, though it waited "
+                    f"{LIMIT_S:g} s because a network file system may cache names; mount the same folder at this path "
+                    "on every host (dtrain doctor folder PATH tests it)"
+                ) from error
+        raise_if_cancelled()
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+        reopen_folders(path)
+
+
+def reopen_folders(path: Path) -> None:
+    """Opens the folders above ``path`` and ``path`` itself, so that NFS asks the server which names they have."""
+    for folder in [*reversed(path.absolute().parents), path]:
+        with suppress(OSError):
+            os.close(os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
