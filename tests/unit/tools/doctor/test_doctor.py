@@ -106,7 +106,7 @@ def _read(descriptor: int) -> bytes:
     [
         (["engine"], "no topic 'engine'; did you mean 'engines'?"),
         (["engines", "now"], "one topic; got 'now' too"),
-        (["precision=bf16"], "no topic 'precision=bf16'; valid: engines, keys"),
+        (["precision=bf16"], "no topic 'precision=bf16'; valid: engines, folder, keys"),
     ],
 )
 def test_unknown_topic_is_a_one_line_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
