@@ -119,9 +119,7 @@ def save(
                 snapshot.ready()
                 if comm.rank:  # [Note: cached names]
                     created = partial(os.lstat, temporary)
-                    until_seen(
-                        created, temporary, f"rank {comm.rank}", "rank 0 has created", control.raise_if_cancelled
-                    )
+                    until_seen(created, temporary, f"rank {comm.rank}", "rank 0 has created", before_block)
                 path = temporary / f"r{comm.rank:04d}.safetensors"
                 report = write_shard_file(path, snapshot.shards, before_block)
                 written = ((s["kind"], s["name"], s["start"], s["fingerprint"]) for s in report["shards"])

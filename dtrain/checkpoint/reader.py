@@ -145,9 +145,11 @@ class CheckpointReader:
         def enter() -> int:
             return opened.enter_context(open_file(self.path, file))
 
-        if self._comm is None or self._comm.world_size == 1:
+        comm = self._comm
+        if comm is None or comm.world_size == 1:
             return enter()
-        return until_seen(enter, self.path, f"rank {self._comm.rank}", f"another rank has read with {file.name}")
+        claim = f"another rank has read with {file.name}"
+        return until_seen(enter, self.path, f"rank {comm.rank}", claim, comm.schedule.progress.advance)
 
     def check_fingerprints(self, shards: Iterable[TensorShard], comm: Communicator) -> None:
         """Checks the loaded tensors against the saved fingerprints; collective, any device and world size.
@@ -278,7 +280,9 @@ def _inspect(path: Path, comm: Communicator) -> CheckpointReader | DamageError:
         def look_again() -> dict[str, Any]:  # [Note: cached names]
             if not own.get("unseen"):
                 return own
-            return report(lambda: until_seen(inspect, path, f"rank {comm.rank}", "rank 0 reads"))
+            return report(
+                lambda: until_seen(inspect, path, f"rank {comm.rank}", "rank 0 reads", comm.schedule.progress.advance)
+            )
 
         reports = on_every_rank(comm, what, look_again, CheckpointError)
     refusals = [DamageError(**other["refusal"]) for other in reports if "refusal" in other]

@@ -3,7 +3,7 @@
 [Note: cached names] A network file system may remember for a minute that a name does not exist (NFS: ``acdirmax``). So
 once a rank has said by message that a file exists, another rank that does not see it looks again, and believes only
 that it is unseen for longer than any cache keeps names. NFS compares its cache with the server when a folder is opened,
-so the folders above the file are opened anew each time.
+so the folders above the file are opened before each look.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def until_seen(
     path: Path,
     who: str,
     claim: str,
-    raise_if_cancelled: Callable[[], None] = lambda: None,
+    before_pause: Callable[[], None] = lambda: None,
 ) -> Result:
     """Returns the result of ``work``, called again as long as it does not find a file at or below ``path``.
 
@@ -48,7 +48,7 @@ def until_seen(
         path: what another rank has created.
         who: this rank, for the message.
         claim: who says that it exists, such as ``rank 0 has created``.
-        raise_if_cancelled: called before each pause; it may raise to give up.
+        before_pause: may raise to give up.
 
     Raises:
         CheckpointError: the file is still not seen after ``LIMIT_S`` seconds.
@@ -67,7 +67,7 @@ def until_seen(
                     f"{LIMIT_S:g} s because a network file system may cache names; mount the same folder at this path "
                     "on every host (dtrain doctor folder PATH tests it)"
                 ) from error
-        raise_if_cancelled()
+        before_pause()
         time.sleep(pause)
         pause = min(2 * pause, longest)
         reopen_folders(path)

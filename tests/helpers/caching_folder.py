@@ -2,7 +2,7 @@
 
 Each process is a host. It records its changes in a journal that all share, and hides those of others for a while:
 a name that another host has created does not exist yet, one that another host has removed is still listed. A change of
-its own in a folder, or opening the folder anew, shows the folder as it is, unless ``harsh``. Files that are opened are
+its own in a folder, or opening the folder, shows the folder as it is, unless ``harsh``. Files that are opened are
 read as they are (close-to-open). Changes reach the server at once, which decides about names that exist.
 """
 
@@ -132,14 +132,14 @@ class CachingFolder:
         if inside is None:
             return self._real["listdir"](path)  # type: ignore[no-any-return]
         self._wait()
-        self._open_anew(inside)
+        self._reopen(inside)
         names = set(self._real["listdir"](path))
         for event in self._latest().values():
             if os.path.dirname(event.path) == inside and self._unseen(event):
                 (names.discard if event.exists else names.add)(os.path.basename(event.path))
         return sorted(names)
 
-    def _open_anew(self, folder: str) -> None:
+    def _reopen(self, folder: str) -> None:
         if (gone := self._look(folder)) is not None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), gone.path)
         if not self._harsh:
@@ -153,7 +153,7 @@ class CachingFolder:
         if flags & os.O_CREAT:
             self._look(os.path.dirname(inside))
         elif self._real_is_dir(inside):
-            self._open_anew(inside)
+            self._reopen(inside)
         elif self._look(inside) is not None:
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), inside)
         descriptor: int = self._real["open"](path, flags, mode, **options)

@@ -86,6 +86,7 @@ PROMISES = (
             "faults/test_manifest_edits.py",
             "faults/test_power_cut.py",
             "faults/test_kills.py",
+            "faults/test_caching_folder.py",
         ),
         ("F2", "F5", "F15"),
     ),
@@ -135,13 +136,13 @@ PROMISES = (
     Promise(
         "P11 Disk full, read-only, slow",
         "They never damage the last good checkpoint; an asynchronous failure is raised by the next step.",
-        ("faults/test_checkpoint_io.py", "faults/test_full_disk_at_start.py"),
+        ("faults/test_checkpoint_io.py", "faults/test_full_disk_at_start.py", "faults/test_caching_folder.py"),
         ("F10", "P11"),
     ),
     Promise(
         "P12 One writer",
         "One job at a time writes to a run directory; the others are refused or take over a stale lease.",
-        ("faults/test_lease.py",),
+        ("faults/test_lease.py", "faults/test_caching_folder.py"),
         ("F13",),
     ),
     Promise(
