@@ -61,8 +61,8 @@ class TreeReplicaSum(ReplicaSum):
     """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
 
     The micro-batches that a replica's ranks compute at the same time have consecutive numbers. If the ranks are a power
-    of two, the gradients of these micro-batches make up one subtree, whose sum the owner of the shard forms. After each
-    micro-batch the sums of the subtrees go to the owner of each part, whose tree is the upper part of that of all ranks.
+    of two, their gradients make up one subtree, whose sum the owner of the shard forms. After each micro-batch the sums
+    of the subtrees go to the owner of each part, whose tree is the upper part of that of all ranks.
 
     It is a :class:`dtrain.sharding.accumulate.GradientSum` too; the arguments are those of :class:`RunningReplicaSum`.
     """
