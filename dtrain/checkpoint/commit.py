@@ -8,6 +8,7 @@ rename because another process may have taken the lease over at any time before.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
@@ -98,12 +99,13 @@ def save(
     directory = local_path(directory, "the directory of checkpoints")
     target = directory / step_name(snapshot.step)
     what = f"saving {target}"
+    num_files = comm.world_size if snapshot.num_files is None else snapshot.num_files
     # rank 0 holds the lease from the first clean-up to the removal of older checkpoints
     with ExitStack() as lease_stack:
         begin = on_rank_0_for_long(
             comm,
             what,
-            lambda keep_alive: _begin(directory, snapshot, comm.world_size, lease_stack, keep_alive),
+            lambda keep_alive: _begin(directory, snapshot, num_files, lease_stack, keep_alive),
             CheckpointError,
         )
         temporary = directory / begin["temporary"]
@@ -112,18 +114,25 @@ def save(
             comm.schedule.progress.advance()
             control.raise_if_cancelled()
 
-        def write() -> dict[str, Any]:
+        def write() -> dict[str, Any] | None:
             try:
                 if snapshot.step != begin["step"]:
                     raise CheckpointError(f"it saves step {snapshot.step}, rank 0 saves step {begin['step']}")
+                if comm.rank >= num_files:
+                    if snapshot.shards:
+                        raise CheckpointError(f"it has shards, and only the first {num_files} ranks write files")
+                    return None
                 snapshot.ready()
                 if comm.rank:  # [Note: cached names]
                     created = partial(os.lstat, temporary)
                     until_seen(created, temporary, f"rank {comm.rank}", "rank 0 has created", before_block)
                 path = temporary / f"r{comm.rank:04d}.safetensors"
                 report = write_shard_file(path, snapshot.shards, before_block)
-                written = ((s["kind"], s["name"], s["start"], s["fingerprint"]) for s in report["shards"])
-                return {**report, "unexpected": snapshot.unexpected(written)}
+                shards = report.pop("shards")
+                written = ((s["kind"], s["name"], s["start"], s["fingerprint"]) for s in shards)
+                # a text, because only rank 0 reads the shards: those of a thousand ranks are many objects
+                rows = json.dumps([[*shard.values()] for shard in shards])
+                return {**report, "shards": rows, "unexpected": snapshot.unexpected(written)}
             except _SaveCancelledError:
                 return {}
             except Exception:
@@ -132,7 +141,7 @@ def save(
                 raise
 
         try:
-            reports = on_every_rank(comm, what, write, CheckpointError)
+            reports = on_every_rank(comm, what, write, CheckpointError)[:num_files]
             _require_expected(snapshot.step, reports)
             on_rank_0(comm, what, lambda: _commit(temporary, target, _assemble(snapshot, reports)), CheckpointError)
         except (CheckpointError, CorruptionError):
@@ -142,16 +151,16 @@ def save(
         if comm.rank == 0:
             size = sum(report["bytes"] for report in reports)
             seconds = time.monotonic() - started
-            logger.info("checkpoint: saved %s (%d bytes, %d files, %.1f s)", target, size, comm.world_size, seconds)
+            logger.info("checkpoint: saved %s (%d bytes, %d files, %.1f s)", target, size, num_files, seconds)
             _warn_on_failure(lambda: _retain(directory, target, retention or Retention()), "removing old checkpoints")
         return target
 
 
 def _begin(
-    directory: Path, snapshot: Snapshot, world_size: int, lease_stack: ExitStack, keep_alive: Callable[[], None]
+    directory: Path, snapshot: Snapshot, num_files: int, lease_stack: ExitStack, keep_alive: Callable[[], None]
 ) -> dict[str, Any]:
     # refuses a state that no load would take before anything is written
-    TrainingState.of(stored_state(snapshot.state), step=snapshot.step, num_files=world_size)
+    TrainingState.of(stored_state(snapshot.state), step=snapshot.step, num_files=num_files)
     lease = lease_stack.enter_context(hold(directory, while_waiting=keep_alive))
     lease_stack.enter_context(lease.save_lock)  # before clean_up, which would remove another thread's save
     lease.check()
@@ -194,8 +203,8 @@ def _assemble(snapshot: Snapshot, reports: Sequence[dict[str, Any]]) -> Manifest
     tensors: dict[tuple[str, str], list[tuple[int, WrittenShard]]] = {}
     # reports are in rank order, and so are the files: _entry names a shard's file by its rank
     for rank, report in enumerate(reports):
-        for item in report["shards"]:
-            shard = WrittenShard(**item)
+        for row in json.loads(report["shards"]):
+            shard = WrittenShard(*row)
             tensors.setdefault((shard.kind, shard.name), []).append((rank, shard))
     saved_at = datetime.now(UTC).isoformat(timespec="seconds")
     entries = tuple(_entry(shards, files) for _, shards in sorted(tensors.items()))

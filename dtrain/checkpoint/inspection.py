@@ -163,7 +163,7 @@ def _status(path: Path, fast: bool) -> CheckpointStatus:
         saved_at=manifest.saved_at,
         num_bytes=sum(file.bytes for file in manifest.files),
         num_files=len(manifest.files),
-        world_size=len(manifest.files),
+        world_size=len(manifest.files) if manifest.training is None else manifest.training.world_size,
         engine=_text(manifest.state.get("engine")),
         train_loss=manifest.metric("train_loss"),
         val_loss=manifest.metric("val_loss"),

@@ -104,6 +104,7 @@ class Snapshot:
         ready: blocks until the shards may be read.
         expected: fingerprints that shards must have when they are written, by kind, name and first element; the save
             fails if one has another.
+        num_files: number of ranks that write a file, the first ones; the others have no shards. None: all ranks.
     """
 
     step: int
@@ -111,6 +112,7 @@ class Snapshot:
     state: Mapping[str, Any]
     ready: Callable[[], None] = lambda: None
     expected: Mapping[tuple[str, str, int], int] = field(default_factory=dict)
+    num_files: int | None = None
 
     def unexpected(self, written: Iterable[tuple[str, str, int, int]]) -> list[tuple[str, str]]:
         """Returns the kind and the name of each shard that was written with another fingerprint than expected.

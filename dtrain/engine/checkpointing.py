@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -110,11 +111,12 @@ class Checkpointer:
     def _snapshot(
         self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
     ) -> Snapshot:
-        engine = self._engine
+        engine, mesh = self._engine, self._engine.mesh
         source = engine.frozen_source
-        shards = [*self._owned_shards(engine.saved_dtypes)]
-        if source is None:
-            shards += chain(engine.frozen_shards(), saved_float8(engine))
+        shards: list[TensorShard] = []
+        if mesh.replicate.rank == 0:  # the others hold the same
+            shards += self._owned_shards(engine.saved_dtypes)
+            shards += chain(engine.frozen_shards(), saved_float8(engine)) if source is None else ()
         if self._comm.rank == 0:  # all ranks hold these, so one of them writes
             shards += _replicated_shards(engine, has_frozen=source is None)
         state = {
@@ -138,7 +140,9 @@ class Checkpointer:
             "config": dict(config),
             "extra": dict(extra),
         } | ({} if source is None else {"frozen_source": asdict(source)})
-        return Snapshot(engine.attempted_steps, tuple(shards), state)
+        if mesh.is_hybrid:
+            state["shard_size"] = mesh.shard.world_size
+        return Snapshot(engine.attempted_steps, tuple(shards), state, num_files=mesh.shard.world_size)
 
     def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
         """Yields this rank's share of masters and optimizer states, those of one parameter together."""
@@ -165,8 +169,14 @@ class Checkpointer:
         if training_state(reader).source is None:
             read_float8(reader, self._engine)
             self._engine.frozen_source = None  # the frozen weights are the checkpoint's own
-        # of the live tensors, so that a wrong read, cast or copy is found too
-        reader.check_fingerprints(self._loaded_shards(reader), self._comm)
+        # of the live tensors, so that a wrong read, cast or copy is found too; the ranks of each replica prove all
+        shard_comm = self._engine.mesh.shard
+        if shard_comm is self._comm:
+            reader.check_fingerprints(self._loaded_shards(reader), self._comm)
+        else:  # a failure in one replica ends the load in all
+            check = partial(reader.check_fingerprints, self._loaded_shards(reader), shard_comm)
+            what = "checking each replica (ranks named below count within it)"
+            on_every_rank(self._comm, what, check, CheckpointError, expected=(CheckpointError,))
         extra = self._restore(reader)
         self.load_failed = False
         return extra
@@ -196,11 +206,13 @@ class Checkpointer:
         Raises:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
-        yield from self._owned_shards(trained_kinds(reader, self._engine))  # over all ranks every element once
+        # over the ranks of a replica every element once
+        yield from self._owned_shards(trained_kinds(reader, self._engine))
         has_frozen = training_state(reader).source is None
         if has_frozen:
             yield from proven_float8(reader, self._engine)
-        replicated = _replicated_shards(self._engine, has_frozen=has_frozen) if self._comm.rank == 0 else ()
+        is_first = self._engine.mesh.shard.rank == 0
+        replicated = _replicated_shards(self._engine, has_frozen=has_frozen) if is_first else ()
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
         for shard in chain(self._engine.frozen_shards() if has_frozen else (), replicated):
             dtype = dtypes.get((shard.kind, shard.name), shard.dtype)

@@ -160,8 +160,8 @@ class StateEngine(Engine):
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields this rank's share of ``master``, an optimizer state or ``main_grad``: views of the live tensors.
 
-        At most one interval a parameter; the shards of all ranks hold every element once. Of a state that all ranks
-        hold, each rank owns a part.
+        At most one interval a parameter; the shards of ``mesh.shard``, the ranks of a replica, hold every element once.
+        Of a state that each of them holds whole, each owns a part.
         """
 
     @abstractmethod

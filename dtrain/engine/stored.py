@@ -56,7 +56,7 @@ class StoredEngine(StateEngine):
             self._finalize_step()
             self._take_written()
             with self._noting_corruption():
-                if self._audit.settings.every:
+                if self._audit.settings.every or self.mesh.is_hybrid:  # replica 0 saves what the others have too
                     self._audit.check(saves=True)
                 return self._checkpointer.save(path, expected=self._audit.expected(), **options)
 

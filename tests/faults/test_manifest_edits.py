@@ -237,6 +237,7 @@ def counters(manifest: dict[str, Any], rng: random.Random) -> None:
             lambda: state["rng"].update(seed=rng.choice((-1, 2**64, None))),
             lambda: state["rng"].update(keyed_by=rng.choice((["seed"], ["rank"], state["rng"]["keyed_by"][::-1]))),
             lambda: state.update(world_size=rng.choice((0, 1, 3, -2))),
+            lambda: state.update(shard_size=rng.choice((0, 3, -2))),
             lambda: state.update(zero_stage=rng.choice((-1, 4, 99))),
             lambda: scale.update(scale=rng.choice((-1.0, 0.0, 1e-30, 1e30, -65536.0))),
             lambda: scale.update(clean_steps=rng.choice((-1, 3, 10**6))),

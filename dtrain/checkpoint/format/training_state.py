@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dtrain.checkpoint.frozen_source import FrozenSource
-from dtrain.config.fields import CheckedRecord, between, from_json, setting, shown
+from dtrain.config.fields import CheckedRecord, at_least, between, from_json, setting, shown
 from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScaleState
 
@@ -90,7 +90,11 @@ class _Decision(CheckedRecord):
 
 @dataclass(frozen=True)
 class TrainingState(CheckedRecord):
-    """The ``state`` of a manifest that an engine saved; a field with a default is absent in some checkpoints."""
+    """The ``state`` of a manifest that an engine saved; a field with a default is absent in some checkpoints.
+
+    Attributes:
+        shard_size: ranks of a replica, of which the first has saved it; None: one replica of all ranks.
+    """
 
     run_id: str
     engine: str
@@ -108,6 +112,7 @@ class TrainingState(CheckedRecord):
     config: dict[str, Any] = setting({}, "")
     config_hash: str = setting("", "")
     frozen_source: dict[str, Any] | None = setting(None, "")
+    shard_size: int | None = at_least(None, 1, "")
 
     @property
     def source(self) -> FrozenSource | None:
@@ -132,8 +137,12 @@ class TrainingState(CheckedRecord):
                 f"state.engine_state.attempted_steps={found.engine_state.attempted_steps}; expected {step}, the "
                 f"checkpoint's step"
             )
-        if found.world_size != num_files:
+        if found.shard_size is None and found.world_size != num_files:
             raise ConfigError(f"state.world_size={found.world_size}; expected {num_files}, a data file for each rank")
+        if found.shard_size is not None and found.shard_size != num_files:
+            raise ConfigError(
+                f"state.shard_size={found.shard_size}; expected {num_files}, a data file for each rank of a replica"
+            )
         return found
 
     def _check(self) -> None:
@@ -148,6 +157,10 @@ class TrainingState(CheckedRecord):
             raise ConfigError(f"{self._key('rng')}.seed=null; expected a whole number after the first step")
         if self.frozen_source is not None and (self.source is None or self.source.sha256 is None):
             raise ConfigError(f"{self._key('frozen_source')}.sha256 is missing")
+        if self.shard_size is not None and self.world_size % self.shard_size:
+            raise ConfigError(
+                f"{self._key('shard_size')}={self.shard_size}; expected a divisor of world_size={self.world_size}"
+            )
         self._check_contract()
 
     def _check_contract(self) -> None:

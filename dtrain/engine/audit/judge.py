@@ -28,6 +28,8 @@ class RankFindings:
         casts: compute weights that differ from the cast of this rank's master.
         shards: frozen shards that differ from their first values.
         constants: frozen parameters and buffers that differ from their first values.
+        intervals: (kind, name, first element, fingerprint) of masters and states that other replicas hold with other
+            bits.
         has_record: whether there is a record of an update.
     """
 
@@ -35,29 +37,30 @@ class RankFindings:
     casts: tuple[Key, ...] = ()
     shards: tuple[Key, ...] = ()
     constants: tuple[Key, ...] = ()
+    intervals: tuple[tuple[str, str, int, int], ...] = ()
     has_record: bool = False
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RankFindings:
         """Returns the evidence that another rank has sent as JSON."""
-        lists = {name: tuple((kind, tensor) for kind, tensor in values[name]) for name in values if name != _FLAG}
+        lists = {name: tuple(map(tuple, values[name])) for name in values if name != _FLAG}
         return cls(**lists, has_record=values[_FLAG])
 
 
 @dataclass(frozen=True)
 class Copies:
-    """The copies of one tensor, or of an interval of it, that all ranks hold.
+    """The copies of one tensor, or of an interval of it, that several ranks hold.
 
     Attributes:
         kind, name: of the tensor.
-        fingerprints: of each rank's copy.
+        fingerprints: of the copies, by rank.
         owner: the rank whose master the others are copies of; None if each has a master of its own.
         is_master: whether the owner's copy is its master.
     """
 
     kind: str
     name: str
-    fingerprints: Sequence[int]
+    fingerprints: Mapping[int, int]
     owner: int | None = None
     is_master: bool = False
 
@@ -71,7 +74,7 @@ def judge(evidence: Sequence[RankFindings], copies: Sequence[Copies]) -> list[Co
     """
     found = list(_local(evidence))
     for item in copies:
-        if len(set(item.fingerprints)) > 1:
+        if len(set(item.fingerprints.values())) > 1:
             found += _among(item, evidence)
     return list(dict.fromkeys(found))
 
@@ -98,9 +101,12 @@ def _among(item: Copies, evidence: Sequence[RankFindings]) -> Iterator[Corruptio
     reported = {rank for rank, own in enumerate(evidence) if key in own.states}
     if item.owner is not None:
         reported |= {rank for rank, own in enumerate(evidence) if (item.kind, item.name) in own.casts}
+    elif item.kind == MASTER:  # without a record, what is wrong may be the master of a replica that is not its cast
+        casts = (() if own.has_record else own.casts for own in evidence)
+        reported |= {rank for rank, keys in enumerate(casts) if any(name == item.name for _, name in keys)}
     owner = item.owner
     spread = item.fingerprints[owner] if owner is not None and owner in reported else None  # gathered after the fault
-    values = {rank: value for rank, value in enumerate(item.fingerprints) if rank not in reported and value != spread}
+    values = {rank: value for rank, value in item.fingerprints.items() if rank not in reported and value != spread}
     if len(set(values.values())) < 2:
         return
     if owner in values and (evidence[owner].has_record or not item.is_master):

@@ -4,7 +4,8 @@
 are compared with the live tensors right before the next update, and, by the thread that writes a checkpoint, with what
 it writes. At the same places compute weights are compared with the cast of their masters, and what several ranks hold
 is compared across them: one small all-gather of sums. Only if these differ do the ranks exchange what each one found,
-and the same judgment on every rank names the tensor and the rank.
+and the same judgment on every rank names the tensor and the rank. Under hybrid sharding the masters and states of a
+rank are also compared with those of the ranks at its place in the other replicas; replica 0 saves them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class _Fingerprints:
     """Fingerprints of masters and optimizer states on this rank.
 
     Attributes:
-        keys: (kind, name, first element) of each interval; those that this rank does not save come first.
+        keys: (kind, name, first element) of each interval; those that this rank does not save come first. Ranks at one
+            place of several replicas have the same intervals of what is not whole, in the same order.
         num_copies: their number.
         values: int64 [intervals].
     """
@@ -48,7 +50,8 @@ class StateAudit:
 
     Args:
         engine: its states are read from the first call on, when they exist.
-        settings: which steps are audited; without ``every`` nothing is recorded or checked.
+        settings: which steps are audited; without ``every`` nothing is recorded, and only a save of several replicas
+            is checked.
 
     Attributes:
         settings: see above.
@@ -110,13 +113,14 @@ class StateAudit:
     def _states(self, names: Collection[str] | None) -> Iterator[tuple[bool, TensorShard]]:
         """Yields (whether this rank saves it, interval) of the masters and states of ``names``; None: of all."""
         engine, replicated = self._engine, self._engine.replicated_masters()
+        saves = engine.mesh.replicate.rank == 0
         for kind in engine.saved_dtypes:
-            owned = {shard.name: shard for shard in engine.owned_shards(kind)} if replicated else {}
+            owned = {shard.name: shard for shard in engine.owned_shards(kind)} if replicated and saves else {}
             for shard in engine.local_shards(kind):
                 if names is not None and shard.name not in names:
                     continue
                 if shard.name not in replicated:
-                    yield True, shard
+                    yield saves, shard
                     continue
                 own = owned.get(shard.name)
                 low, high = (shard.start, shard.start) if own is None else (own.start, own.stop)
@@ -145,13 +149,16 @@ class StateAudit:
         Raises:
             CorruptionError: the same on every rank.
         """
-        comm, record = self._engine.comm, self._record
+        comm, mesh, record = self._engine.comm, self._engine.mesh, self._record
         excluded = self._written | set(written)
         replicated = set(self._engine.replicated_masters()) - excluded
-        live = self._read(replicated if record is None else None, only_copies=saves and record is not None)
+        reads_all = record is not None or mesh.is_hybrid
+        live = self._read(None if reads_all else replicated, only_copies=saves and record is not None)
         states = live if record is None or not saves else record
-        # not by owner: the fingerprint of a whole is the sum of those of its parts, of which there are as many as ranks
-        shards = [shard for shard in self._engine.whole_compute_shards() if shard.name not in excluded]
+        # without audits only the replicas are compared, at a save; not by owner: the fingerprint of a whole is the sum of
+        # those of its parts, of which there are as many as ranks
+        shards = list(self._engine.whole_compute_shards()) if self.settings.every else []
+        shards = [shard for shard in shards if shard.name not in excluded]
         gathered = [shard for shard in shards if shard.is_gathered]
         copies = self._fingerprints_of(gathered)
         constants, has_changed = self._constants.changed()
@@ -161,7 +168,8 @@ class StateAudit:
         if record is not None:
             differs = live.values != record.values[: len(live.keys)]
             differing.append(self._weigh(differs, [int(name not in excluded) for _, name, _ in live.keys]))
-        # order of the columns: equal if the ranks can be compared; 0; then equal
+        replicas = {name for _, name, _ in states.keys} - replicated - excluded if mesh.is_hybrid else set()
+        # order of the columns: equal if the ranks can be compared; 0; then equal, the last at each place of a replica
         row = torch.stack(
             [
                 torch.full((), written_hash, dtype=torch.int64, device=comm.device),
@@ -169,13 +177,19 @@ class StateAudit:
                 self._weigh(has_changed, [0 if name in strict else _salt(kind, name) for kind, name in constants]),
                 self._weigh(states.values, [_salt(k, n) if n in replicated else 0 for k, n, _ in states.keys]),
                 self._weigh(copies, [_salt(shard.kind, shard.name) for shard in gathered]),
+                self._weigh(states.values, [_salt(k, n) if n in replicas else 0 for k, n, _ in states.keys]),
             ]
         )
         rows = comm.gather_rows(row, label="audit").tolist()
         if any(other[0] != rows[0][0] for other in rows):
             return
-        if any(other[1] or other[2:] != rows[0][2:] for other in rows):
-            shards = [shard for shard in self._engine.compute_shards() if shard.name not in excluded]
+        places = mesh.shard.world_size
+        if any(
+            other[1] or other[2:-1] != rows[0][2:-1] or other[-1] != rows[rank % places][-1]
+            for rank, other in enumerate(rows)
+        ):
+            shards = list(self._engine.compute_shards()) if self.settings.every else []
+            shards = [shard for shard in shards if shard.name not in excluded]
             copies = self._fingerprints_of([shard for shard in shards if shard.is_gathered])
             self._search(shards, copies, replicated, excluded)
         if rows[0][2]:  # changed on all ranks alike: written in a way that no counter shows
@@ -194,8 +208,8 @@ class StateAudit:
 
     def _search(self, shards: Sequence[ComputeShard], copies: Tensor, replicated: set[str], excluded: set[str]) -> None:
         """Raises what all ranks find together; finds nothing if the bits that differ are of NaN."""
-        comm, live = self._engine.comm, self._read()
-        evidence = self._evidence(live, shards, excluded)
+        comm, mesh, live = self._engine.comm, self._engine.mesh, self._read()
+        evidence = self._evidence(live, shards, excluded, replicated)
         texts = comm.exchange_text(json.dumps(asdict(evidence)))
         everyone = [RankFindings.from_dict(json.loads(text)) for text in texts]
         # every rank holds these, so all have the same keys in the same order
@@ -206,21 +220,24 @@ class StateAudit:
         keys = sorted(whole)
         states = torch.tensor([signed(whole[key] & MASK) for key in keys], dtype=torch.int64, device=comm.device)
         values = comm.gather_rows(torch.cat([states, copies]), label="audited copies").T.tolist()
-        gathered = [shard for shard in shards if shard.is_gathered]
-        found = judge(
-            everyone,
-            [
-                *(Copies(*key, of_ranks) for key, of_ranks in zip(keys, values, strict=False)),
-                *(
-                    Copies(shard.kind, shard.name, of_ranks, shard.owner, shard.is_master)
-                    for shard, of_ranks in zip(gathered, values[len(keys) :], strict=True)
-                ),
-            ],
-        )
+        held = [Copies(*key, dict(enumerate(of_ranks))) for key, of_ranks in zip(keys, values, strict=False)]
+        intervals: dict[tuple[str, str, int], dict[int, int]] = {}
+        for rank, own in enumerate(everyone):
+            for kind, name, start, value in own.intervals:
+                intervals.setdefault((kind, name, start), {})[rank] = value
+        held += [Copies(kind, name, by_rank) for (kind, name, _), by_rank in intervals.items()]
+        gathered, size = [shard for shard in shards if shard.is_gathered], mesh.shard.world_size
+        for shard, of_ranks in zip(gathered, values[len(keys) :], strict=True):
+            for first in range(0, comm.world_size, size):  # each replica gathers its own masters
+                by_rank = {rank: of_ranks[rank] for rank in range(first, first + size)}
+                held.append(Copies(shard.kind, shard.name, by_rank, first + shard.owner, shard.is_master))
+        found = judge(everyone, held)
         if found:
             raise CorruptionError.of_state(self._engine.attempted_steps, found)
 
-    def _evidence(self, live: _Fingerprints, shards: Sequence[ComputeShard], excluded: set[str]) -> RankFindings:
+    def _evidence(
+        self, live: _Fingerprints, shards: Sequence[ComputeShard], excluded: set[str], replicated: set[str]
+    ) -> RankFindings:
         record = self._record
         states: list[Key] = []
         if record is not None:
@@ -235,8 +252,19 @@ class StateAudit:
             casts=tuple(dict.fromkeys((s.kind, s.name) for s in compared if _is_corrupt(s))),
             shards=tuple(key for key in changed if key[1] in strict),
             constants=tuple(key for key in changed if key[1] not in strict),
+            intervals=self._differing_intervals(live, replicated | excluded),
             has_record=record is not None,
         )
+
+    def _differing_intervals(self, live: _Fingerprints, excluded: set[str]) -> tuple[tuple[str, str, int, int], ...]:
+        """Returns those that another replica holds with other bits, without those of ``excluded``; all ranks call."""
+        replicas = self._engine.mesh.replicate
+        if replicas.world_size == 1:
+            return ()
+        own = {key: value for key, value in zip(live.keys, live.values.tolist(), strict=True) if key[1] not in excluded}
+        of_replicas = map(json.loads, replicas.exchange_text(json.dumps(list(own.values()))))
+        by_interval = zip(own.items(), zip(*of_replicas, strict=True), strict=True)
+        return tuple((*key, value) for (key, value), others in by_interval if len(set(others)) > 1)
 
 
 def _salt(kind: str, name: str) -> int:

@@ -133,6 +133,21 @@ def test_empty_ranks_and_a_checkpoint_without_tensors(tmp_path: Path) -> None:
     assert open_newest(tmp_path, ALONE).state == {"extra": "only state"}
 
 
+def test_only_the_first_ranks_write_files(tmp_path: Path) -> None:
+    tensors = make_tensors(10)
+
+    def work(comm: Communicator, step: int, shards_from: int) -> Path:
+        shards = shards_of(tensors, comm.rank % 2, 2) if comm.rank < shards_from else ()
+        return save(tmp_path, Snapshot(step, shards, {}, num_files=2), comm)
+
+    paths = on_threads(6, lambda comm: work(comm, 10, shards_from=2))
+    assert [path.name for path in paths] == ["step-00000010"] * 6
+    assert sorted(p.name for p in paths[0].iterdir()) == ["manifest.json", "r0000.safetensors", "r0001.safetensors"]
+    assert_holds(open_newest(tmp_path, ALONE), tensors)
+    for error in on_threads(6, lambda comm: work(comm, 20, shards_from=3)):
+        assert "failed on rank 2: it has shards, and only the first 2 ranks write files" in str(error)
+
+
 def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
     seen: list[str] = []
     watching = True

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict, replace
+
 import pytest
 
 from dtrain.engine.audit.judge import Copies, RankFindings, judge
@@ -19,11 +22,11 @@ def named(findings: list[RankFindings], *copies: Copies) -> list[tuple[tuple[int
 
 
 def master(*fingerprints: int) -> Copies:
-    return Copies("master", "w", fingerprints)
+    return Copies("master", "w", dict(enumerate(fingerprints)))
 
 
 def replica(*fingerprints: int, is_master: bool = False) -> Copies:
-    return Copies(COMPUTE, "w", fingerprints, owner=0, is_master=is_master)
+    return Copies(COMPUTE, "w", dict(enumerate(fingerprints)), owner=0, is_master=is_master)
 
 
 def test_nothing_differs() -> None:
@@ -60,6 +63,18 @@ def test_nothing_differs() -> None:
         ([RECORDED] * 3, master(1, 2, 3), [((0, 1, 2), "master")]),
         # one rank is named by its record, another one diverged before that
         ([BAD_MASTER, *[RECORDED] * 3], master(5, 1, 1, 2), [((0,), "master"), ((3,), "master")]),
+        # ranks 1 and 3 of 2 replicas hold the same interval: their records name the rank, else the pair is named
+        (
+            [RECORDED, RECORDED, RECORDED, BAD_MASTER],
+            Copies("master", "w", {1: 1, 3: 2}),
+            [((3,), "master")],
+        ),
+        ([RECORDED] * 4, Copies("master", "w", {1: 1, 3: 2}), [((1, 3), "master")]),
+        ([RECORDED] * 6, Copies("master", "w", {1: 1, 3: 2, 5: 1}), [((3,), "master")]),
+        # each replica gathers its own masters
+        ([RECORDED] * 4, Copies(COMPUTE, "w", {2: 1, 3: 2}, owner=3), [((2,), COMPUTE)]),
+        # without a record the rank whose replica is not the cast of its master
+        ([CLEAN, RankFindings(casts=((COMPUTE, "w"),))], master(1, 2), [((1,), f"{COMPUTE} or master")]),
         # without a record a replica that is not the cast may be right, and its master wrong
         ([RankFindings(casts=((COMPUTE, "w"),)), CLEAN], replica(1, 2), [((0,), f"{COMPUTE} or master")]),
     ],
@@ -78,5 +93,5 @@ def test_what_changed_on_all_ranks_was_written() -> None:
 
 
 def test_findings_survive_json() -> None:
-    values = {"states": [["master", "w"]], "casts": [], "shards": [], "constants": [], "has_record": True}
-    assert RankFindings.from_dict(values) == BAD_MASTER
+    findings = replace(BAD_MASTER, intervals=(("master", "w", 5, -7),))
+    assert RankFindings.from_dict(json.loads(json.dumps(asdict(findings)))) == findings

@@ -97,6 +97,14 @@ IMPOSSIBLE: dict[str, tuple[Edit, str]] = {
     "world size": (
         lambda state: state.update(world_size=2), "state.world_size=2; expected 1, a data file for each rank"
     ),
+    "shard size": (
+        lambda state: state.update(world_size=4, shard_size=2),
+        "state.shard_size=2; expected 1, a data file for each rank of a replica",
+    ),
+    "replicas": (
+        lambda state: state.update(world_size=3, shard_size=2),
+        "state.shard_size=2; expected a divisor of world_size=3",
+    ),
     "stage": (lambda state: state.update(zero_stage=4), "state.zero_stage=4 is too large; it must be at most 3"),
     "extra": (lambda state: state.update(extra=["a"]), "state.extra=[a] is not a mapping"),
     "run": (lambda state: state.update(run_id=""), "state.run_id=; expected 1 to 200 characters"),
@@ -215,5 +223,8 @@ def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     assert found is not None
     assert found.engine_state.loss_scale.to_dict() == state["engine_state"]["loss_scale"]
     assert (found.run_id, found.rng.seed, found.extra, found.contract) == (state["run_id"], 0, {}, state["contract"])
+    replicated = TrainingState.of({**state, "world_size": 6, "shard_size": 1}, step=2, num_files=1)
+    assert replicated is not None
+    assert (replicated.world_size, replicated.shard_size) == (6, 1)
     with pytest.raises(ConfigError, match=r"attempted_steps=2; expected 3"):
         TrainingState.of(state, step=3, num_files=1)

@@ -1,0 +1,311 @@
+"""Checkpoints and audits of hybrid sharding: replica 0 saves, every replica is compared, loaded and proven."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtrain
+from dtrain.checkpoint import list_checkpoints, verify
+from dtrain.engine import checkpointing
+from dtrain.engine.model_state import MASTER
+from dtrain.engine.step import StepEngine
+from dtrain.errors import CheckpointError
+from dtrain.parameters.compute_shard import COMPUTE
+from tests.engines.helpers import held, same, start, state_digests, train_step
+from tests.engines.test_audit import audit_legal_acts
+from tests.engines.test_checkpoints_across import fingerprints
+from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
+from tests.helpers.bit_flips import flip_bit
+from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.ranks import RankFailure, run_ranks
+
+pytestmark = pytest.mark.processes
+
+WORLD, SHARD_SIZE = 4, 2
+Layout = tuple[str, int, int | None]  # engine, stage, ranks of a replica
+HYBRID: Layout = ("native", 2, SHARD_SIZE)
+
+
+def started(layout: Layout, **options: Any) -> StepEngine:
+    name, stage, shard_size = layout
+    if shard_size is not None:
+        options["shard_size"] = shard_size
+    return start(name, stage, **options)
+
+
+def files(path: Path) -> list[str]:
+    return sorted(file.name for checkpoint in path.glob("step-*") for file in checkpoint.glob("*.safetensors"))
+
+
+# -- other meshes -----------------------------------------------------------------------------------------------------
+
+
+def save_from(rank: int, world: int, layout: Layout, source: Path | None, target: Path) -> dict[str, str]:
+    """Trains or loads, then saves; returns digests of the whole states, which all ranks gather."""
+    engine = started(layout, seed=5 if source is None else 7, ema_decay=0.9)
+    if source is None:
+        for _ in range(2):
+            assert train_step(engine, 4).applied
+    else:
+        engine.load(source)
+    engine.save(target)
+    whole = state_digests(engine)
+    own = engine.master_state()
+    assert (own.keys() == engine.shapes.keys()) == (rank == 0)
+    return whole
+
+
+def test_any_mesh_loads_any_other(tmp_path: Path) -> None:
+    chain: list[tuple[Layout, int]] = [
+        (("native", 3, None), 4),
+        (("native", 2, SHARD_SIZE), 4),
+        (("fsdp2", 3, None), 2),
+        (("native", 3, SHARD_SIZE), 4),
+        (("native", 0, None), 1),
+    ]
+    expected, digests = None, None
+    for number, (layout, world) in enumerate(chain):
+        source = tmp_path / f"{number - 1}" if number else None
+        target = tmp_path / f"{number}"
+        found = run_ranks(world, save_from, layout, source, target)
+        expected, digests = expected or fingerprints(target), digests or found[0]
+        assert fingerprints(target) == expected, layout
+        assert found == [digests] * world, layout
+        num_files = SHARD_SIZE if layout[2] else world
+        assert files(target) == [f"r{rank:04d}.safetensors" for rank in range(num_files)]
+        assert verify(target).ok
+        assert [(item.num_files, item.world_size) for item in list_checkpoints(target)] == [(num_files, world)]
+
+
+def resume(rank: int, world: int, layout: Layout, folder: Path) -> bool:
+    engine = started(layout, precision="bf16", dropout=0.1)
+    for _ in range(2):
+        train_step(engine, world)
+    engine.save(folder, asynchronous=True)
+    for _ in range(2):
+        train_step(engine, world)
+    expected = held(engine)
+    resumed = started(layout, precision="bf16", dropout=0.1, seed=7)
+    resumed.load(folder)
+    for _ in range(2):
+        train_step(resumed, world)
+    return same(held(resumed), expected)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resumes_bit_for_bit_on_the_same_mesh(tmp_path: Path, stage: int) -> None:
+    assert run_ranks(WORLD, resume, ("native", stage, SHARD_SIZE), tmp_path) == [True] * WORLD
+
+
+def train_on(rank: int, world: int, layout: Layout, source: Path | None, target: Path | None) -> dict[str, str]:
+    engine = started(layout, precision="bf16", dropout=0.1, reproducible=True)
+    if source is not None:
+        engine.load(source)
+    for _ in range(2):
+        train_step(engine, 4)
+    if target is not None:
+        engine.save(target)
+        for _ in range(2):
+            train_step(engine, 4)
+    # the model's buffers depend on the micro-batches of their rank
+    return {key: value for key, value in state_digests(engine).items() if not key.startswith("buffer:")}
+
+
+def test_reproducible_run_goes_on_with_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
+    flat: Layout = ("native", 3, None)
+    for number, (first, world, second, other) in enumerate([(HYBRID, 4, flat, 2), (flat, 1, HYBRID, 4)]):
+        (expected, *_) = run_ranks(world, train_on, first, None, tmp_path / f"{number}")
+        assert run_ranks(other, train_on, second, tmp_path / f"{number}", None) == [expected] * other
+
+
+# -- differences between replicas -------------------------------------------------------------------------------------
+
+
+def flip_master(engine: StepEngine, rank: int) -> None:
+    engine.comm.barrier()  # the other ranks may still gather from this one
+    if engine.rank == rank:
+        shard = next(shard for shard in engine.local_shards(MASTER) if shard.data.numel())
+        flip_bit(shard.data, 0, 20)
+
+
+def save_with_a_difference(rank: int, world: int, every: int, is_announced: bool, folder: Path) -> Any:
+    engine = started(("native", 3, SHARD_SIZE), precision="fp32", audit=dtrain.Audit(every=every))
+    if is_announced:
+        engine.expect_save()
+    train_step(engine, world)
+    engine.save(folder / "good")
+    train_step(engine, world)
+    if is_announced:
+        engine.expect_save()
+    train_step(engine, world)
+    flip_master(engine, 3)
+    found = found_by(lambda: engine.save(folder / "bad"))
+    assert found_by(lambda: train_step(engine, world)) == found
+    engine.load(folder / "good")
+    engine.save(folder / "again")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "is_announced", "ranks"),
+    [(0, False, (1, 3)), (1000, False, (1, 3)), (1000, True, (3,))],
+    ids=["no audit", "no record", "record"],
+)
+def test_difference_between_replicas_refuses_the_save(
+    tmp_path: Path, every: int, is_announced: bool, ranks: tuple[int, ...]
+) -> None:
+    found = run_ranks(WORLD, save_with_a_difference, every, is_announced, tmp_path)
+    assert found == [found[0]] * WORLD
+    assert [(item[0], item[2]) for item in found[0]] == [(ranks, MASTER)]
+    assert not files(tmp_path / "bad")
+    assert fingerprints(tmp_path / "again") == fingerprints(tmp_path / "good")
+
+
+def flips(rank: int, world: int, count: int, folder: Path) -> list[Seen]:
+    seen = []
+    for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16")):
+        engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1))
+        engine.module.register_buffer("table", torch.arange(5.0))
+        path = folder / f"{stage}"
+        train_step(engine, world)
+        good = engine.save(path)
+        seen += [try_flip(engine, flip, path, good, world) for flip in plan(("native", stage, "hybrid"), world, count)]
+    return seen
+
+
+def test_flips_in_any_replica_are_found_and_the_rank_named(tmp_path: Path, faults: FaultCounts) -> None:
+    ranks = run_ranks(WORLD, flips, faults.count(ci=4, full=20), tmp_path)
+    assert {seen.flip.rank // SHARD_SIZE for seen in ranks[0]} == {0, 1}
+    for of_flip in zip(*ranks, strict=True):
+        planted = next(seen.planted for seen in of_flip if seen.planted is not None)
+        assert [seen.found for seen in of_flip] == [(planted,)] * WORLD, of_flip[0].flip
+        assert not of_flip[0].was_saved
+    faults.passed("F8", len(ranks[0]))
+
+
+def diverge(rank: int, world: int, folder: Path) -> Any:
+    """An update of one rank writes other bits than those of the rank at its place, so its record is of no help."""
+    engine = started(("native", 3, SHARD_SIZE), precision="fp32", audit=dtrain.Audit(every=1))
+    train_step(engine, world)
+    engine._audit.forget()
+    flip_master(engine, 2)
+    engine._refresh()
+    engine._audit.record()
+    return found_by(lambda: train_step(engine, world))
+
+
+def test_replicas_that_an_update_left_unequal_are_named_as_a_pair(tmp_path: Path) -> None:
+    found = run_ranks(WORLD, diverge, tmp_path)
+    assert found == [found[0]] * WORLD
+    assert [(item[0], item[2]) for item in found[0]] == [((0, 2), MASTER)]
+
+
+def flip_gathered(rank: int, world: int, folder: Path) -> list[Any]:
+    """A flip in what rank 2 has gathered from rank 3, of its own replica."""
+    results = []
+    for stage, precision in ((1, "bf16"), (2, "fp32")):
+        engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1))
+        train_step(engine, world)
+        engine.comm.barrier()  # as in flip_master
+        if rank == 2:
+            flip_bit(next(shard for shard in engine.compute_shards() if shard.owner == 1).data, 0, 5)
+        results.append(found_by(lambda: train_step(engine, world)))  # noqa: B023
+    return results
+
+
+def test_gathered_weights_are_judged_by_the_owner_in_their_replica(tmp_path: Path) -> None:
+    for found in run_ranks(WORLD, flip_gathered, tmp_path):
+        assert [[(item[0], item[2]) for item in corruptions] for corruptions in found] == [[((2,), COMPUTE)]] * 2
+
+
+def legal(rank: int, world: int, folder: Path) -> None:
+    for stage, precision in ((2, "bf16"), (3, "fp32")):
+        engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1), ema_decay=0.9)
+        audit_legal_acts(engine, folder / f"{stage}", world)
+    engine = started(HYBRID, precision="bf16", audit=dtrain.Audit(every=0))
+    train_step(engine, world)
+    engine.comm.barrier()  # as in flip_master
+    engine.module.get_parameter("mix.weight").data.mul_(0.5)  # which no counter shows
+    engine.save(folder / "no audit")
+
+
+def test_no_alarm_for_what_is_legal(tmp_path: Path) -> None:
+    run_ranks(WORLD, legal, tmp_path)
+
+
+# -- loads and crashes ------------------------------------------------------------------------------------------------
+
+
+def load_wrongly(rank: int, world: int, folder: Path) -> str:
+    engine = started(HYBRID)
+    train_step(engine, world)
+    engine.save(folder)
+    real = checkpointing.Checkpointer._read
+
+    def read(self: Any, reader: Any) -> None:
+        real(self, reader)
+        if rank == 2:
+            next(shard for shard in engine.local_shards(MASTER)).data[0] += 1e-3
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointing.Checkpointer, "_read", read)
+        with pytest.raises(CheckpointError) as error:
+            engine.load(folder)
+    engine.load(folder)
+    return str(error.value)
+
+
+def test_every_replica_proves_what_it_loaded(tmp_path: Path) -> None:
+    messages = run_ranks(WORLD, load_wrongly, tmp_path)
+    assert messages == [messages[0]] * WORLD
+    assert "failed on rank 2 (and on 1 more): " in messages[0]
+    assert "differs from what was saved" in messages[0]
+
+
+def dies_in_a_save(rank: int, world: int, instant: int, folder: Path) -> None:
+    engine = started(("native", 3, SHARD_SIZE))
+    train_step(engine, world)
+    engine.save(folder)
+    train_step(engine, world)
+    real, calls = engine.comm.exchange_text, 0
+
+    def exchange_text(text: str) -> list[str]:
+        nonlocal calls
+        calls += 1
+        if rank == 3 and calls == instant:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(text)
+
+    engine.comm.exchange_text = exchange_text  # type: ignore[method-assign]
+    engine.save(folder)
+
+
+def load_newest(rank: int, world: int, folder: Path) -> int:
+    engine = started(("native", 3, SHARD_SIZE), seed=7)
+    engine.load(folder)
+    step = engine.attempted_steps
+    train_step(engine, world)
+    engine.save(folder)
+    return step
+
+
+# the snapshots, the directory, the files, the commit
+@pytest.mark.parametrize("instant", [1, 2, 3, 4])
+def test_rank_of_another_replica_killed_in_a_save(tmp_path: Path, instant: int) -> None:
+    with pytest.raises(RankFailure) as failure:
+        run_ranks(WORLD, dies_in_a_save, instant, tmp_path)
+    assert "--- rank 3:\nthe process died without a result" in str(failure.value)
+    assert verify(tmp_path).ok
+    # rank 0 may have committed before it learns of the death
+    newest = {1} if instant < 4 else {1, 2}
+    found = run_ranks(WORLD, load_newest, tmp_path)
+    assert found == [found[0]] * WORLD
+    assert found[0] in newest
+    assert verify(tmp_path).ok
+    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
