@@ -284,7 +284,6 @@ def _hold(path: Path, held: ExitStack, while_waiting: Callable[[], None]) -> Non
 
 def _starting_point(config: RunConfig, path: Path) -> tuple[Path | None, bool]:
     """Returns the checkpoint to load, and whether all steps are done."""
-    reopen_folders(path)  # another host may have changed it a moment ago
     summary = read_summary(path)
     steps, damaged = _steps(path / CHECKPOINTS), quarantined_checkpoints(path / CHECKPOINTS)
     if config.resume == "none" and (steps or damaged or (path / SUMMARY_FILE).exists()):
@@ -317,7 +316,7 @@ def _newest_manifest(load_from: Path) -> Manifest | None:
 def _find_checkpoints(resume: str) -> Path:
     """Finds the checkpoint or directory of checkpoints at ``resume``, which may be a run directory."""
     path = Path(resume).absolute()
-    reopen_folders(path)
+    reopen_folders(path)  # [Note: cached names]
     if path.is_dir():
         directory = checkpoints_dir(path)
         try:

@@ -30,7 +30,7 @@ from tests.helpers.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.processes
 
-STALE_S = 1.0
+STALE_S = 0.5
 VIEWS = [("nfs", False), ("harsh", True)]
 
 
@@ -70,7 +70,7 @@ def _save_and_load(rank: int, world: int, root: Path, harsh: bool, delay_s: floa
     return names, load_step(comm, directory)
 
 
-@pytest.mark.parametrize(("harsh", "delay_s"), [(True, 0.0), (False, 0.0), (False, 0.03)])
+@pytest.mark.parametrize(("harsh", "delay_s"), [(True, 0.0), (False, 0.0), (False, 0.01)])
 def test_ranks_of_two_hosts_save_and_load(root: Path, harsh: bool, delay_s: float) -> None:
     results = run_ranks(2, _save_and_load, root, harsh, delay_s, timeout=60)
     names = ["step-00000010", "step-00000020", "step-00000030"]
@@ -234,7 +234,7 @@ def _config(root: Path, *overrides: str) -> RunConfig:
     return replace(config, run_dir=str(root / "run"), supervise=SuperviseConfig(limit_s=60.0, restarts=3))
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+@pytest.mark.parametrize("delay_s", [0.0, 0.01])
 def test_a_run_moves_to_other_hosts_at_once(root: Path, tmp_path: Path, delay_s: float) -> None:
     """The second job begins where the first one ended, on hosts that do not see its last changes."""
     samples = write_samples(tmp_path)
@@ -249,7 +249,10 @@ def test_a_run_moves_to_other_hosts_at_once(root: Path, tmp_path: Path, delay_s:
     assert losses(root / "run") == losses(tmp_path / "other")
 
 
-def test_a_resume_from_a_checkpoint_that_one_host_sees_late(root: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("hosts", "harsh"), [("ac", True), ("ca", False)])
+def test_a_resume_from_a_checkpoint_that_one_host_sees_late(
+    root: Path, tmp_path: Path, hosts: str, harsh: bool
+) -> None:
     samples = write_samples(tmp_path)
     log = tmp_path / "log"
     shared = {"root": root, "stale_s": 5.0}
@@ -258,8 +261,8 @@ def test_a_resume_from_a_checkpoint_that_one_host_sees_late(root: Path, tmp_path
     config = replace(
         _config(root, samples, "train.steps=6"), resume=str(root / "run" / "checkpoints"), run_dir=str(root / "new")
     )
-    shared = {"root": root, "stale_s": 2.0, "harsh": True}
-    assert run_ranks(2, _train_on_hosts, config, shared, "ac", log, {}, timeout=120) == [0, 0], log.read_text()
+    shared = {"root": root, "stale_s": 1.0, "harsh": harsh}
+    assert run_ranks(2, _train_on_hosts, config, shared, hosts, log, {}, timeout=120) == [0, 0], log.read_text()
     assert summary(root / "new")["steps"] == 6
 
 
@@ -269,8 +272,8 @@ def test_restarts_on_other_hosts_are_counted(root: Path, tmp_path: Path) -> None
     log = tmp_path / "log"
     config, shared = _config(root, samples, "train.steps=4"), {"root": root, "stale_s": 30.0}
     broken = Mishap("forward", 1, "raise").env()
-    for host in "abcd":
+    for host in "abab":
         with pytest.raises(RankFailure, match="the model broke"):
             run_ranks(1, _train_on_hosts, config, shared, host, log, broken, timeout=60)
-    assert run_ranks(1, _train_on_hosts, config, shared, "e", log, broken, timeout=60) == [1]
+    assert run_ranks(1, _train_on_hosts, config, shared, "a", log, broken, timeout=60) == [1]
     assert "4 attempts in a row failed without a checkpoint newer than step 0" in log.read_text()
