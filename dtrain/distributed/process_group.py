@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -28,9 +29,11 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
+from dtrain.distributed.consensus import on_every_rank
+from dtrain.distributed.descriptors import reserve_descriptors
 from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange, Rows
 from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
-from dtrain.errors import CommunicationError
+from dtrain.errors import CommunicationError, ConfigError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -164,6 +167,7 @@ class ProcessGroup(Communicator):
         if group not in _siblings:
             timeout = group._get_backend(self.device).options._timeout
             self.barrier()  # a rank that makes another call instead is named here
+            on_every_rank(self, "", partial(reserve_descriptors, self.world_size), ConfigError)
             with self.waiting(self.schedule.current("a second process group")):
                 second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
             if not _siblings:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.descriptors import reserve_descriptors
 from dtrain.distributed.gloo_group import GlooGroup
 from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.launch_env import LaunchEnv
@@ -83,8 +84,8 @@ def connect(
     is destroyed with the interpreter, unless :func:`disconnect` did so before or the program ends by an exception.
 
     Raises:
-        ConfigError: the environment names several ranks but no address to meet at, or the existing group has no backend
-            for ``device``.
+        ConfigError: the environment names several ranks but no address to meet at, they need more connections than the
+            system allows, or the existing group has no backend for ``device``.
     """
     env = LaunchEnv.read()
     if dist.is_initialized():
@@ -106,6 +107,8 @@ def connect(
     env.export()
     if env.one_host or _is_loopback(os.environ["MASTER_ADDR"]):
         _use_loopback()
+    if device.type == "cpu":
+        reserve_descriptors(env.world_size)
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
     dist.init_process_group(_backend(device), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     comm = make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
