@@ -45,7 +45,7 @@ from dtrain.engine.settings import (
     optimizer_record,
     schedule_record,
 )
-from dtrain.engine.vote.divergence import config_difference
+from dtrain.engine.vote.divergence import config_difference, texts_of
 from dtrain.errors import ConfigError, DivergenceError
 from dtrain.optim.rules import on_device
 from dtrain.parameters.optimizer_plan import OptimizerPlan, plan_optimizer
@@ -337,8 +337,8 @@ def _require_equal_configs(comm: Communicator, config_text: str) -> None:
     digests = comm.exchange_text(hashlib.sha256(config_text.encode()).hexdigest())
     rank = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if rank is not None:
-        texts = [json.loads(text) for text in comm.exchange_text(config_text)]
-        difference = config_difference(texts[0], texts[rank], rank)
+        expected, got = map(json.loads, texts_of(comm, config_text, rank))
+        difference = config_difference(expected, got, rank)
         raise DivergenceError(f"the ranks were set up differently: {difference}")
 
 

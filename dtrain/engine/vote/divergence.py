@@ -42,15 +42,21 @@ def explain(
     name, rank = found
     head = f"step {hosts[0].step}: the ranks have diverged; nothing was updated. "
     if name == "config_hash":
-        texts = [json.loads(text) for text in comm.exchange_text(config_text)]
-        return head + config_difference(texts[0], texts[rank], rank)
+        first, second = map(json.loads, texts_of(comm, config_text, rank))
+        return head + config_difference(first, second, rank)
     if name == "schedule_hash":
-        logs = [text.split("\n") for text in comm.exchange_text("\n".join(collectives))]
-        return head + _schedule_difference(logs[0], logs[rank], rank)
+        expected_log, got_log = (text.split("\n") for text in texts_of(comm, "\n".join(collectives), rank))
+        return head + _schedule_difference(expected_log, got_log, rank)
     if name == "written_weights":
         return head + written_difference([json.loads(text) for text in comm.exchange_text(written)])
     expected, got = getattr(hosts[0], name), getattr(hosts[rank], name)
     return head + f"{name} is {expected} on rank 0 and {got} on rank {rank}; every rank must run the same loop"
+
+
+def texts_of(comm: Communicator, text: str, rank: int) -> tuple[str, str]:
+    """Returns the texts of rank 0 and of ``rank``; all ranks call, and the others send nothing."""
+    texts = comm.exchange_text(text if comm.rank in (0, rank) else "")
+    return texts[0], texts[rank]
 
 
 def written_difference(written: Sequence[Mapping[str, int]]) -> str:

@@ -9,9 +9,10 @@ from unittest import mock
 import pytest
 import torch
 
+from dtrain.engine.vote.divergence import texts_of
 from dtrain.engine.vote.record import NUM_FIELDS, DeviceRecord, HostRecord
 from dtrain.planning.timeline import Timeline
-from tests.helpers.many_ranks import planned_run, seconds, vote_host_work, vote_rows
+from tests.helpers.many_ranks import Texts, planned_run, seconds, vote_host_work, vote_rows
 
 RANKS = 1024
 _TINY = ("model=tiny", "model.vocab_size=64", "precision=bf16")
@@ -51,3 +52,10 @@ def test_the_host_decides_in_less_than_a_hundredth_of_a_second() -> None:
     taken = seconds(many, 25)
     assert taken < 0.01, "1 % of a step of one second"
     assert taken < 3 * seconds(few, 25), "most of it does not depend on the number of ranks"
+
+
+@pytest.mark.parametrize(("rank", "sent"), [(0, "{}"), (5, ""), (7, "{}")])
+def test_only_two_ranks_send_what_differs(rank: int, sent: str) -> None:
+    comm = Texts(RANKS)
+    comm.rank = rank
+    assert texts_of(comm, "{}", 7) == (sent, sent)
