@@ -124,6 +124,22 @@ def test_reproducible_run_goes_on_with_the_same_bits_on_any_mesh(tmp_path: Path)
         assert run_ranks(other, train_on, second, tmp_path / f"{number}", None) == [expected] * other
 
 
+def measured(rank: int, world: int) -> list[tuple[int, int]]:
+    engine = started(HYBRID)
+    train_step(engine, world)
+    with engine.measure_precision() as measurement:
+        train_step(engine, world)
+    report = measurement.report()
+    assert report is not None
+    return [(p.update.num_changed, p.numel) for p in report.parameters if p.update is not None]
+
+
+def test_measured_updates_count_each_master_once() -> None:
+    for counts in run_ranks(WORLD, measured):
+        assert all(changed <= numel for changed, numel in counts), counts
+        assert sum(changed == numel for changed, numel in counts) > 3, counts
+
+
 # -- differences between replicas -------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.engine.measurement.activations import ActivationMeasurement
 from dtrain.engine.measurement.float8 import Float8Measurement
 from dtrain.engine.measurement.hooks import hookable_modules, matching_modules
@@ -48,7 +49,7 @@ class PrecisionSample:
         scale: LossScaleState,
     ) -> None:
         modules = matching_modules(engine.module, activations, "engine.measure_precision")
-        masters = {shard.name: shard for shard in engine.owned_shards(MASTER)}
+        masters = {shard.name: shard for shard in _masters(engine)}
         linears = {
             name: module for name, module in hookable_modules(engine.module).items() if isinstance(module, Float8Linear)
         }
@@ -88,12 +89,12 @@ class PrecisionSample:
         engine = self._engine
         self._magnitudes = self._monitor.magnitudes
         numbers = {name: number for number, name in enumerate(self._names)}
-        self._update = UpdateMeasurement(engine.owned_shards(MASTER), numbers, engine.device)
+        self._update = UpdateMeasurement(_masters(engine), numbers, engine.device)
 
     def end_update(self) -> None:
         """Compares the masters with their copy."""
         assert self._update is not None
-        self._update.finish(self._engine.owned_shards(MASTER))
+        self._update.finish(_masters(self._engine))
 
     def require_single_step(self) -> None:
         """Raises ``UsageError`` if the step has been taken."""
@@ -145,6 +146,11 @@ class PrecisionSample:
             float8=self._float8.totals(comm),
             activations=self._activations.totals(comm, factor),
         )
+
+
+def _masters(engine: StateEngine) -> Iterator[TensorShard]:
+    """Yields this rank's share of the masters; over all ranks each element once, so the other replicas have none."""
+    return engine.owned_shards(MASTER) if engine.mesh.replicate.rank == 0 else iter(())
 
 
 def _gradient_format(contract: Contract, name: str) -> str:
