@@ -155,8 +155,8 @@ class StateAudit:
         reads_all = record is not None or mesh.is_hybrid
         live = self._read(None if reads_all else replicated, only_copies=saves and record is not None)
         states = live if record is None or not saves else record
-        # without audits only the replicas are compared, at a save; not by owner: the fingerprint of a whole is the sum of
-        # those of its parts, of which there are as many as ranks
+        # without audits only the replicas are compared, at a save. Not by owner: the fingerprint of a whole is the sum
+        # of those of its parts, of which there are as many as ranks
         shards = list(self._engine.whole_compute_shards()) if self.settings.every else []
         shards = [shard for shard in shards if shard.name not in excluded]
         gathered = [shard for shard in shards if shard.is_gathered]
