@@ -137,7 +137,7 @@ class HostMemory(GlooGroup):
         return super().gradient_exchange(sends, num_early)
 
     def foreign_nbytes(self) -> int:
-        return self.memory.foreign_nbytes()
+        return super().foreign_nbytes() + self.memory.foreign_nbytes()
 
     def release(self) -> None:
         super().release()

@@ -62,6 +62,7 @@ class ProcessGroup(Communicator):
         self.world_size = dist.get_world_size(group)
         self.schedule = CollectiveSchedule() if schedule is None else schedule
         self._row_sums: list[_RowSum] = []  # in flight, in their order
+        self._axes: dict[int, tuple[Communicator, Communicator]] = {}  # by shard size
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -145,17 +146,36 @@ class ProcessGroup(Communicator):
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         return AllToAllExchange(self, sends)
 
+    def foreign_nbytes(self) -> int:
+        return sum(axis.foreign_nbytes() for axes in self._axes.values() for axis in axes)
+
     def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
-        assert self.process_group is not None
-        timeout = self.process_group._get_backend(self.device).options._timeout
-        everyone = dist.get_process_group_ranks(self.process_group)
-        first = self.rank - self.rank % shard_size
-        # each rank makes only the groups that it joins: all of them would be as many as there are ranks
-        shard, replicate = (
-            dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
-            for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
-        )
-        return self._over(shard), self._over(replicate)
+        if shard_size not in self._axes:
+            shard, replicate = self._axis_groups(shard_size)
+            self._axes[shard_size] = self._over(shard), self._over(replicate)
+        return self._axes[shard_size]
+
+    def _axis_groups(self, shard_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        group = self.process_group
+        assert group is not None
+        known = _axis_groups.setdefault(group, {})
+        if shard_size not in known:
+            timeout = group._get_backend(self.device).options._timeout
+            everyone = dist.get_process_group_ranks(group)
+            own = everyone[self.rank]
+            # torch names a group by its ranks and the number of groups that a rank has, and ranks with another name
+            # for it would wait for each other: each makes groups of its own until all have as many
+            counts = self.gather_rows(torch.tensor([_num_groups()], device=self.device), label="process groups")
+            for _ in range(int(counts.max()) - _num_groups()):
+                dist.new_group([own], backend="gloo", use_local_synchronization=True)
+            first = self.rank - self.rank % shard_size
+            # each rank makes only the groups that it joins: all of them would be as many as there are ranks
+            shard, replicate = (
+                dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+                for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
+            )
+            known[shard_size] = shard, replicate
+        return known[shard_size]
 
     def _over(self, group: dist.ProcessGroup) -> Communicator:
         """Returns the communicator over ``group``, one of an axis; all ranks call, each with its own."""
@@ -178,6 +198,9 @@ class ProcessGroup(Communicator):
         return _siblings[group]
 
     def release(self) -> None:
+        for axis in (axis for axes in self._axes.values() for axis in axes):
+            axis.release()
+        self._axes.clear()
         if self.process_group is not None and self.process_group in _siblings:
             _siblings.pop(self.process_group).release()
         self.process_group = None
@@ -313,8 +336,16 @@ class _ReceivedGradient(GradientHandle):
         self._exchange.pool.give("received", received)
 
 
-# by process group; torch keeps a group until all end, so one for each engine would pile up
+# by process group; torch keeps a group until all end, so those of each engine would pile up
 _siblings: WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_axis_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
+    WeakKeyDictionary()  # of a mesh, by shard size
+)
+
+
+def _num_groups() -> int:
+    """Returns the number of process groups that this rank is a member of."""
+    return len(dist.distributed_c10d._world.pg_names)
 
 
 def _end_siblings() -> None:
