@@ -96,7 +96,7 @@ class GlooGroup(ProcessGroup):
             return axis
         from dtrain.distributed.host_memory import HostMemory  # here, because it inherits this class
 
-        return HostMemory(group, self.device, self.schedule, axis.messages)
+        return HostMemory(group, self.device, self.schedule, axis.messages, self)
 
     def _gather(self, what: Collective, row: Tensor) -> Tensor:
         if not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:

@@ -50,6 +50,7 @@ class HostMemory(GlooGroup):
         device: the CPU.
         schedule: shared with the communicators of other axes; None: a new one.
         messages: of another communicator over ``group``; None: new connections.
+        world: if this is an axis of a mesh, the communicator over all ranks.
     """
 
     def __init__(
@@ -58,10 +59,16 @@ class HostMemory(GlooGroup):
         device: torch.device,
         schedule: CollectiveSchedule | None = None,
         messages: Connections | None = None,
+        world: GlooGroup | None = None,
     ) -> None:
         super().__init__(group, device, schedule, messages)
         self._ready_message = _ReadyMessage(self)
-        self.memory = SharedMemory(self.rank, self.exchange_text)
+        members = None
+        if world is not None and world.process_group is not None:
+            everyone = dist.get_process_group_ranks(world.process_group)
+            members = [everyone.index(rank) for rank in dist.get_process_group_ranks(group)]
+        # all groups of an axis succeed or fail together: the collectives of one that cannot share memory are others
+        self.memory = SharedMemory(self.rank, (world or self).exchange_text, members)
         self._published: dict[tuple[int, int], Announcement] = {}  # by address and bytes
         self._written: set[tuple[int, int]] = set()  # sums that this rank has written, or will write, to all ranks
 

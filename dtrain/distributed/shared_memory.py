@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,18 @@ class SharedMemory:
     Args:
         rank: rank of this process.
         exchange_text: sends a text to all ranks and returns that of every rank.
+        members: of those ranks, the ones whose regions this object maps; None: all.
 
     Attributes:
         unsupported_reason: why nothing can be allocated; empty if it can.
     """
 
-    def __init__(self, rank: int, exchange_text: Callable[[str], list[str]]) -> None:
+    def __init__(
+        self, rank: int, exchange_text: Callable[[str], list[str]], members: Sequence[int] | None = None
+    ) -> None:
         self._rank = rank
         self._exchange_text = exchange_text
+        self._members = members
         self._regions: list[list[UntypedStorage]] = []  # each by rank
         self._numbers: dict[int, int] = {}  # region by the address of this rank's file in it
         self._views: dict[tuple[object, ...], Tensor] = {}  # of other ranks' buffers, by the arguments of `read`
@@ -49,7 +53,9 @@ class SharedMemory:
     def _on_every_rank(self, work: Callable[[], Any]) -> list[Any] | None:
         """Returns ``work()`` (plain JSON) of every rank, or None, with a reason, if it failed on one."""
         values, self.unsupported_reason = try_on_every_rank(work, self._exchange_text)
-        return None if self.unsupported_reason else values
+        if self.unsupported_reason:
+            return None
+        return values if self._members is None else [values[member] for member in self._members]
 
     def allocate(self, nbytes: int) -> UntypedStorage | None:
         """Returns this rank's ``nbytes`` zeros of a new region, or None; see :attr:`unsupported_reason`."""
