@@ -31,6 +31,12 @@ def across(name: str) -> str:
     return f"{name} across replicas"
 
 
+def _part(shard: Tensor, comm: Communicator) -> Tensor:
+    """Returns the elements of ``shard`` that this rank sums for all replicas."""
+    # a row of a view would begin behind the end of an empty shard
+    return shard.chunk(comm.world_size)[comm.rank] if shard.numel() else shard
+
+
 class RunningReplicaSum(ReplicaSum):
     """Sums in the order of the replicas.
 
@@ -43,7 +49,7 @@ class RunningReplicaSum(ReplicaSum):
     def __init__(self, comm: Communicator, shard: Tensor, label: str) -> None:
         self._comm = comm
         self._shard = shard
-        self._part = shard.view(comm.world_size, -1)[comm.rank]
+        self._part = _part(shard, comm)
         self._label = label
         self._handle: Handle | None = None
 
@@ -72,7 +78,7 @@ class TreeReplicaSum(ReplicaSum):
     def __init__(self, comm: Communicator, shard: Tensor, label: str) -> None:
         self._comm = comm
         self._shard = shard
-        self._part = shard.view(comm.world_size, -1)[comm.rank]
+        self._part = _part(shard, comm)
         self._label = label
         self._sum = TreeSum(self._part)
         self._in_flight: tuple[Handle, Tensor] | None = None
