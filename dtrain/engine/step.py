@@ -361,7 +361,9 @@ class StepEngine(StoredEngine):
         self.busy.compare(decision.step, decision.hosts.column("busy_s"))
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
-        shards, is_only_backward = self.owned_shards(MAIN_GRAD), not self.monitor.is_enabled
+        # in one replica of hybrid sharding, because the others hold the same
+        shards = self.owned_shards(MAIN_GRAD) if self.mesh.replicate.rank == 0 else ()
+        is_only_backward = not self.monitor.is_enabled
         found = locate_culprit(decision, self.comm, shards, self.backward_names, is_only_backward=is_only_backward)
         return self._explainer.explain(found, decision.hosts[0].loss_scale) if self.explain_skips else found
 

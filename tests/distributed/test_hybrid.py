@@ -130,6 +130,29 @@ def test_a_rank_of_any_replica_makes_all_skip_and_is_named(bad_rank: int) -> Non
     assert culprit.rank == bad_rank
 
 
+def overflow(rank: int, world: int, shard_size: int | None) -> dtrain.StepOutcome:
+    """A gradient of rank 3 has one infinite element."""
+    of = run("fp32", accumulation=1, shard_size=shard_size)
+    engine = start(of)
+    if rank == 3:
+        first = next(p for p in engine.module.parameters() if p.dim() == 2)
+        mask = torch.zeros(first.shape)
+        mask[0, 0] = torch.inf
+        first.register_hook(lambda grad: grad + mask)
+    forward_backward(engine, of, 0)
+    return engine.step()
+
+
+def test_a_bad_gradient_is_counted_in_one_replica() -> None:
+    of_sizes = {size: run_ranks(4, overflow, size) for size in (None, 2)}
+    for outcomes in of_sizes.values():
+        assert all(repr(outcome) == repr(outcomes[0]) for outcome in outcomes)
+    plain, hybrid = (outcomes[0].culprit for outcomes in of_sizes.values())
+    assert plain is not None
+    assert (plain.rank, plain.num_inf, plain.num_nan) == (3, 1, 0)
+    assert hybrid == plain
+
+
 def degrade(rank: int, world: int, kind: str) -> str:
     make = Mesh.of
 
