@@ -33,6 +33,7 @@ def engine_table() -> Table:
         ("`reduce_dtype`", *(_dtypes(engine.values("reduce_dtype")) for engine in engines)),
         ("`reproducible`", *supporting("reproducible", True)),
         ("`sharding_units` by name patterns", *having("sharding_units", "yes")),
+        ("replicas of `shard_size` ranks", *having("shard_size", "stages 1 to 3")),
         ("`optim`", *(", ".join(engine.values("optimizer")) for engine in engines)),
         ("`optim.compile`", *supporting("compile", True)),
         ("`offload`", *having("offload", "cpu, stages 1 to 3")),
