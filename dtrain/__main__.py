@@ -40,6 +40,7 @@ def _train(argv: list[str]) -> int:
 VERBS = {  # its meaning and an example
     "train": ("train a model", "precision=bf16 train.steps=1000"),
     "plan": ("show what a run would do", "precision precision=fp8 model=llama-1b"),
+    "simulate": ("step time on many ranks, by a model", "model=llama-8b device=h100-80gb ranks=8,512 network=ib-400g"),
     "parity": ("compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
     "probe": ("try the number formats on your model, and advise", "model.factory=my_model:build steps=20"),
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
@@ -97,7 +98,7 @@ def _usage() -> str:
     lines = [f"  {name:{widths[0]}}  {meaning:{widths[1]}}  dtrain {name} {example}" for name, meaning, example in rows]
     listed = "\n".join(lines)
     notes = (
-        "train, plan, parity, probe, bench, accept and data take key=value; the other verbs take arguments.\n"
+        "train, plan, simulate, parity, probe, bench, accept and data take key=value; the other verbs take arguments.\n"
         "More on a verb: dtrain VERB --help. Version: dtrain --version."
     )
     return f"usage: dtrain VERB ...\n\n{listed}\n\n{notes}"

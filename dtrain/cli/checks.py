@@ -28,8 +28,13 @@ from dtrain.config.tool_schema import (
 from dtrain.errors import ConfigError
 
 
-def check_config(config: RunConfig, world_size: int) -> None:
+def check_config(config: RunConfig, world_size: int, num_planned: int | None = None) -> None:
     """Checks the records against each other and against the number of ranks.
+
+    Args:
+        config: of the run.
+        world_size: ranks that this command would start.
+        num_planned: ranks of the job, if it is only planned; its batch is made to fit.
 
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
@@ -39,7 +44,7 @@ def check_config(config: RunConfig, world_size: int) -> None:
         raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={config.data.name}")
     if isinstance(config.engine, Native):
         try:
-            config.engine.check_ranks(world_size)
+            config.engine.check_ranks(num_planned or world_size)
         except ConfigError as error:
             raise in_keys(error, Native, "engine.") from None
     _check_batch(config, world_size)

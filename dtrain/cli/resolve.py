@@ -64,12 +64,13 @@ def compose(overrides: Sequence[str] = ()) -> RunConfig:
     return _load(_Request(TRAIN, open_loader(), TRAIN.name, [*map(_with_plain_keys, overrides)]))
 
 
-def read_jobs(argv: Sequence[str], command: str = "") -> list[Job]:
+def read_jobs(argv: Sequence[str], command: str = "", num_planned: int | None = None) -> list[Job]:
     """Reads the runs that ``argv`` (Hydra's options and overrides, without the verb) requests.
 
     Empty if ``argv`` only asks for information, which is then printed: ``--help``, ``--cfg job``, ``--info``, ...
 
-    ``command`` is the command in the usage line, if it is not ``train``.
+    ``command`` is the command in the usage line, if it is not ``train``; ``num_planned`` is the number of ranks of a
+    job that is only planned.
 
     Raises:
         ConfigError: as :func:`compose`; also for an unknown option of the command line.
@@ -77,6 +78,7 @@ def read_jobs(argv: Sequence[str], command: str = "") -> list[Job]:
     request = _read(argv, TRAIN, command)
     if request is None:
         return []
+    request = replace(request, num_planned=num_planned)
     return _sweep(request) if request.multirun else [Job(_load(request))]
 
 
@@ -103,6 +105,7 @@ class _Request(Generic[Root]):
     config_name: str
     overrides: list[str]
     multirun: bool = False
+    num_planned: int | None = None
 
 
 def _read(argv: Sequence[str], primary: Primary[Root], command: str = "") -> _Request[Root] | None:
@@ -144,9 +147,8 @@ def _load(request: _Request[Root]) -> Root:
     # imported here because it imports torch: a misspelled key is reported without that wait
     from dtrain.distributed.setup import processes_to_start
 
-    check_config(
-        config, LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
-    )
+    started = LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
+    check_config(config, started, request.num_planned)
     return config
 
 

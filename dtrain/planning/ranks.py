@@ -24,7 +24,7 @@ from dtrain.distributed.process_group import AllToAllExchange
 from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.single_rank import SingleRank
-from dtrain.planning.timeline import Timeline, Transfer
+from dtrain.planning.timeline import REPLICATE, SHARD, WORLD, Timeline, Transfer
 from dtrain.precision.fake import is_fake
 
 HOST, SOCKETS, NCCL = "host", "sockets", "nccl"
@@ -87,7 +87,9 @@ class _Announced:
 
 
 class PlannedRanks(Communicator):
-    """Rank 0 of ``world_size``; the arguments are those of :func:`planned_ranks`."""
+    """Rank 0 of ``world_size``; the arguments are those of :func:`planned_ranks`, and ``axis`` and ``stride`` of the
+    transfers.
+    """
 
     def __init__(
         self,
@@ -96,6 +98,8 @@ class PlannedRanks(Communicator):
         device: torch.device,
         on_output: Callable[[Tensor], None],
         timeline: Timeline,
+        axis: str = WORLD,
+        stride: int = 1,
     ) -> None:
         self.rank = 0
         self.world_size = world_size
@@ -105,6 +109,7 @@ class PlannedRanks(Communicator):
         self._transport = transport
         self._on_output = on_output
         self._timeline = timeline
+        self._axis, self._stride = axis, stride
 
     @property
     def device_is_host(self) -> bool:
@@ -118,7 +123,7 @@ class PlannedRanks(Communicator):
         self._on_output(output)
         # in each row; a copy, because the shard may lie in one
         self._fill([output.view(self.world_size, -1)], [shard if is_fake(shard) else shard.clone()])
-        return self._start("all_gather", output.nbytes, output, shard)
+        return self._start("all_gather", label, output.nbytes, output, shard)
 
     def reduce_scatter_sum(
         self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
@@ -129,14 +134,14 @@ class PlannedRanks(Communicator):
         nbytes = flat.numel() * dtype.itemsize
         if self._transport == SOCKETS or (self._transport == NCCL and dtype != torch.float32):
             sent, received = flat.to(dtype), torch.empty_like(flat, dtype=dtype)
-            return self._start("reduce_scatter_sum", nbytes, sent, received)
-        return self._start("reduce_scatter_sum", nbytes, flat)
+            return self._start("reduce_scatter_sum", label, nbytes, sent, received)
+        return self._start("reduce_scatter_sum", label, nbytes, flat)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
         """As :meth:`dtrain.distributed.process_group.ProcessGroup.all_to_all_single`."""
         self.schedule.record("all_to_all_single", label, flat)
         self._fill([output], [flat])
-        return self._start("all_to_all_single", flat.nbytes, output, flat)
+        return self._start("all_to_all_single", label, flat.nbytes, output, flat)
 
     def all_to_all(
         self,
@@ -150,19 +155,19 @@ class PlannedRanks(Communicator):
     ) -> Handle:
         self.schedule.record("all_to_all", label, recorded(input.dtype, total))
         self._fill([output], [output.new_zeros(())])
-        return self._start("all_to_all", output.nbytes, output, input)
+        return self._start("all_to_all", label, output.nbytes, output, input)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
         self.schedule.record("all_reduce_max", label, tensor)
-        return self._start("all_reduce_max", 2 * tensor.nbytes)
+        return self._start("all_reduce_max", label, 2 * tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
         self.schedule.record("broadcast", label, tensor)
-        self._start("broadcast", tensor.nbytes).wait()
+        self._start("broadcast", label, tensor.nbytes).wait()
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
         self.schedule.record("gather_rows", label, row)
-        self._start("gather_rows", self.world_size * row.nbytes).wait()
+        self._start("gather_rows", label, self.world_size * row.nbytes).wait()
         return row.unsqueeze(0).expand(self.world_size, -1).contiguous()
 
     def exchange_text(self, text: str) -> list[str]:
@@ -170,12 +175,13 @@ class PlannedRanks(Communicator):
 
     def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
         """As :meth:`dtrain.distributed.host_memory.HostMemory.announce`; the engine itself reads the memory."""
-        return _Announced(tensor, weight, self.world_size, self._start("announce", 0))
+        return _Announced(tensor, weight, self.world_size, self._start("announce", "", 0))
 
-    def _start(self, op: str, nbytes: int, *held: Tensor) -> _Held:
+    def _start(self, op: str, label: str, nbytes: int, *held: Tensor) -> _Held:
         """Starts a transfer of ``nbytes``, of which each rank has an equal part."""
         received = nbytes * (self.world_size - 1) // self.world_size
-        return _Held(self._timeline, self._timeline.start(Transfer(op, received, self.world_size)), *held)
+        transfer = Transfer(op, received, self.world_size, label, self._axis, self._stride)
+        return _Held(self._timeline, self._timeline.start(transfer), *held)
 
     def _fill(self, outputs: Iterable[Tensor], values: Sequence[Tensor]) -> None:
         """Gives ``outputs`` values that the engine can compute with."""
@@ -186,14 +192,17 @@ class PlannedRanks(Communicator):
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if self._transport != HOST or not sends:
-            return AllToAllExchange(self, sends)
+            return _PlannedExchange(self, sends)
         schedule = ring_schedule(sends, num_early)
         return RingExchange(self, sends, self.allocate(schedule.capacity, torch.uint8), schedule)
 
     def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
         shard, replicate = (
-            PlannedRanks(num_ranks, self._transport, self.device, self._on_output, self._timeline)
-            for num_ranks in (shard_size, self.world_size // shard_size)
+            PlannedRanks(num_ranks, self._transport, self.device, self._on_output, self._timeline, axis, stride)
+            for num_ranks, axis, stride in (
+                (shard_size, SHARD, 1),
+                (self.world_size // shard_size, REPLICATE, shard_size),
+            )
         )
         shard.schedule = replicate.schedule = self.schedule
         return shard, replicate
@@ -203,3 +212,12 @@ class PlannedRanks(Communicator):
 
     def barrier(self) -> None:
         """Returns at once: the other ranks are not there."""
+
+
+class _PlannedExchange(AllToAllExchange):
+    def shards(self, index: int, buffer: Tensor) -> Sequence[Tensor]:
+        """As the base class; of a fake buffer the shard of rank 0 stands for all, because 4,096 views take a while."""
+        if not is_fake(buffer):
+            return super().shards(index, buffer)
+        world_size = self._comm.world_size
+        return [buffer.narrow(0, 0, self.sends[index].numel // world_size)] * world_size

@@ -10,14 +10,24 @@ from typing import Any
 
 import torch
 
+WORLD, SHARD, REPLICATE = "all ranks", "dp_shard", "dp_replicate"
+"""Axes of the mesh, by the names in tables."""
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of ``world_size`` ranks, in which a rank receives ``nbytes``."""
+    """A collective of ``world_size`` ranks, in which a rank receives ``nbytes``.
+
+    ``label`` is its name in messages, ``axis`` one of :data:`WORLD`, :data:`SHARD`, :data:`REPLICATE`, and ``stride``
+    the distance of its ranks among all ranks.
+    """
 
     op: str
     nbytes: int
     world_size: int
+    label: str = ""
+    axis: str = WORLD
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,8 @@ class Clock:
 class Timeline:
     """Keeps when a rank's transfers start and are waited for, from the last :meth:`restart` on."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._clock = Clock(device)
+    def __init__(self, device: torch.device, clock: Clock | None = None) -> None:
+        self._clock = clock or Clock(device)
         self.restart()
 
     def restart(self) -> None:
@@ -119,6 +129,11 @@ class Timeline:
         """The rank waits for a transfer; one that was started before the last restart is not counted."""
         if number in self._transfers:
             self._moments.append((self._clock.mark(), number, True))
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        """Transfers since the last :meth:`restart`, in their order."""
+        return list(self._transfers.values())
 
     @contextmanager
     def absent(self) -> Iterator[None]:

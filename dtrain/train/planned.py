@@ -52,7 +52,7 @@ class PlannedRun:
         config: what ``dtrain train`` takes, with one size of all batches; :meth:`engine` changes only what does not
             change memory or products.
         device: device of a rank.
-        num_ranks: ranks that share the states.
+        num_ranks: ranks of the job.
         batch: a micro-batch of a rank; only shapes and dtypes count.
         task: of the data; a number is the vocabulary of a language model.
     """

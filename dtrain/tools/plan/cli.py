@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtrain.errors import ConfigError, nearest
+from dtrain.tools.planned_run import asked_ranks, planned_run
 
 if TYPE_CHECKING:
     from dtrain.config.schema import RunConfig
-    from dtrain.train.planned import PlannedRun
 
 _OWN = """\
   device=NAME    here (default), cpu, or a GPU that need not be here: h100-80gb, a100-40gb, h200-141gb, l4-24gb, ...
   ranks=N        ranks of the job; default: those that this command would start
-  shard_size=N   memory: ranks that share the states, if fewer than all
   network=FILE   time: what dtrain bench collectives bench.out=FILE has measured between such ranks
 
 Options:
@@ -47,7 +46,7 @@ _PLANS = ("memory", "shapes", "time", "precision")
 _ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
 _OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
 _KEYS = {
-    "memory": ("device", "ranks", "shard_size"),
+    "memory": ("device", "ranks"),
     "shapes": ("device", "ranks"),
     "time": ("device", "ranks", "network"),
 }
@@ -75,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         return _compare(given)
     from dtrain.cli.resolve import read_jobs
 
-    jobs = read_jobs(given.words, f"plan {plan}")
+    jobs = read_jobs(given.words, f"plan {plan}", asked_ranks(given.keys))
     if len(jobs) > 1:
         raise ConfigError(f"dtrain plan {plan} shows one run; remove --multirun")
     for job in jobs:  # empty if Hydra printed its own output, such as --help
@@ -103,6 +102,8 @@ def _parse(plan: str, words: Sequence[str]) -> _Arguments:
                 raise ConfigError(f"{_AGAINST} needs the folder of a run, such as {_AGAINST} runs/mine")
         elif equals and key in _KEYS.get(plan, ()):
             given.keys[key] = value
+        elif key == "shard_size":
+            raise ConfigError(f"{word} is a key of the engine: write engine.shard_size={value}")
         else:
             given.words.append(word)
     return given
@@ -114,7 +115,7 @@ def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
 
         show_plan(config, folded=_ALL not in given.options)
         return
-    run = _planned(config, given.keys)
+    run = planned_run(config, given.keys)
     if plan == "memory":
         from dtrain.tools.plan.memory import show_memory
 
@@ -127,64 +128,6 @@ def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
         from dtrain.tools.plan.shapes import show_shapes
 
         show_shapes(run, measure=_NO_MEASURE not in given.options, folded=_ALL not in given.options)
-
-
-def _planned(config: RunConfig, keys: dict[str, str]) -> PlannedRun:
-    """Returns the run on the device and the ranks that ``keys`` name."""
-    from dtrain.distributed.launch_env import LaunchEnv
-    from dtrain.distributed.setup import choose_device, processes_to_start
-    from dtrain.planning.devices import HERE, find_device
-    from dtrain.train.planned import PlannedRun
-    from dtrain.train.run import check_run
-    from dtrain.train.setup import check_precision
-
-    name = keys.get("device", "cpu" if config.launch.device == "cpu" else HERE)
-    started = LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
-    ranks = _number(keys, "ranks", started)
-    shard_size = _number(keys, "shard_size", ranks)
-    if ranks % shard_size:
-        raise ConfigError(f"shard_size={shard_size} does not divide ranks={ranks}; take one of its divisors")
-    device = find_device(name, ranks)
-    check_run(config)
-    if device.is_here:
-        check_precision(config, choose_device(device.type, 0))
-    config = _with_whole_batch(_at_largest_batch(config), ranks)
-    if shard_size < ranks:
-        print(f"no engine shards over {shard_size} of {ranks} ranks yet: this is what it would take\n")
-        whole = config.train.global_batch_size // (ranks // shard_size)
-        config = replace(config, train=replace(config.train, global_batch_size=whole))
-    return PlannedRun.of(config, device, shard_size)
-
-
-def _number(keys: dict[str, str], key: str, default: int) -> int:
-    text = keys.get(key, str(default))
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(f"{key}={text} must be a whole number from 1")
-    return int(text)
-
-
-def _at_largest_batch(config: RunConfig) -> RunConfig:
-    """Returns ``config`` with the largest batch in all steps."""
-    if len(config.batch_growth.phases) == 1:
-        return config
-    largest = config.batch_growth.largest
-    print(
-        f"planned at the largest batch: train.global_batch_size={largest.global_batch_size} "
-        f"train.seq_len={largest.seq_len}\n"
-    )
-    return config.at_largest_batch()
-
-
-def _with_whole_batch(config: RunConfig, ranks: int) -> RunConfig:
-    """Returns ``config`` with a global batch that the ranks can share."""
-    train = config.train
-    unit = train.micro_batch_size * ranks
-    whole = -(-train.global_batch_size // unit) * unit
-    if whole == train.global_batch_size:
-        return config
-    shared = f"{ranks} ranks cannot share {train.global_batch_size} in equal parts"
-    print(f"planned with train.global_batch_size={whole}: {shared}\n")
-    return replace(config, train=replace(train, global_batch_size=whole))
 
 
 def _compare(given: _Arguments) -> int:

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.planning.calls import CallRecorder, RecordedCall, TensorSpec
+from dtrain.planning.calls import CallRecorder, RecordedCall
 from dtrain.planning.devices import Device
 from dtrain.planning.network import Network
 from dtrain.planning.products import is_product, products
 from dtrain.planning.timeline import Timeline, Transfer
+from dtrain.planning.virtual_clock import moved_bytes, update_bytes
 from dtrain.tools.plan.amdahl import limit
 from dtrain.tools.tables import Table, plural, show
 from dtrain.train.planned import PlannedRun
@@ -63,11 +64,10 @@ def roofline(run: PlannedRun) -> Roofline:
         transfers += timeline.trace().transfers.values()
         states = engine.memory()
     tf32 = run.config.precision.name == "tf32"
-    update = 2 * sum(states.get(kind, 0) for kind in ("main_grad", "master", "moments")) + states.get("compute", 0)
     return Roofline(
         count * _product_seconds(recorder.calls, device, tf32=tf32),
-        count * sum(_nbytes(call) for call in recorder.calls if not is_product(call.signature)) / device.bandwidth,
-        update / device.bandwidth,
+        count * sum(moved_bytes(call) for call in recorder.calls if not is_product(call.signature)) / device.bandwidth,
+        update_bytes(states) / device.bandwidth,
         transfers,
     )
 
@@ -82,15 +82,6 @@ def _product_seconds(calls: Sequence[RecordedCall], device: Device, *, tf32: boo
             raise ConfigError(f"no rate of {device.name} in {name} is published, and it is not here to be measured")
         total += max(product.flops / rate, product.nbytes / device.bandwidth)
     return total
-
-
-def _nbytes(call: RecordedCall) -> int:
-    """Returns the bytes that a call reads and writes; none if its result is a view, or is not written."""
-    func = call.signature.func
-    if getattr(func, "is_view", False) or call.signature.name.startswith(("empty", "new_empty")):
-        return 0
-    read = sum(value.nbytes for value in call.signature.values if isinstance(value, TensorSpec))
-    return read + sum(output.nbytes for output in call.outputs)
 
 
 def show_roofline(run: PlannedRun, network: Path | None) -> None:

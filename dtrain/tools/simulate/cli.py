@@ -1,0 +1,127 @@
+"""``dtrain simulate``: steps of any number of ranks, by the engine's own schedule and a model of the network."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtrain.errors import ConfigError
+from dtrain.tools.planned_run import whole_number
+
+if TYPE_CHECKING:
+    from dtrain.tools.simulate.points import Assumptions
+
+_OWN = """\
+  device=NAME         a GPU that need not be here (default h100-80gb), or cpu with step_ms=
+  ranks=N,N,...       ranks of the job (default 8,64,512)
+  network=NAME|FILE   ib-400g (default), ib-200g, efa, ethernet, nvlink, or the results of dtrain bench collectives
+  scaling=weak        micro-batches of a rank stay as on the fewest ranks; strong: the global batch stays
+  efficiency=0.7      part of the published rate that products reach
+  step_ms=MS          measured computation of one rank in a step, instead of the published rates
+  overlap_slowdown=X  by which a transfer slows the computation beside it (default 1.189)
+  spread=X            deviation of the GPUs' speeds; a step takes as long as its slowest rank (default 0.015)
+  gradients=engine    or ring, ring-fp32: reduce-scatters where the engine uses all-to-all
+  write_gbps=10       GB/s that a node writes to storage
+  json=FILE           the same, to be read by a program
+  picture=FILE.png    weak and strong scaling"""
+_USAGE = f"""usage: dtrain simulate [key=value ...]
+
+Shows what a step, a start and a checkpoint take on many ranks. The real model and engine run on tensors without values,
+as one rank of as many as you say. Each operation takes its time at published rates, and each collective its time by a
+model of the network. Nothing is measured, and no such ranks are needed.
+
+All take the keys of dtrain train (dtrain train --help), and:
+
+{_OWN}
+
+  dtrain simulate model=llama-8b engine.zero_stage=3 precision=bf16 train.micro_batch_size=1 ranks=8,64,512
+  dtrain simulate model=llama-8b engine.zero_stage=3 engine.shard_size=64 precision=bf16 ranks=1024
+
+docs/scaling.md says what is assumed."""
+_HELP = frozenset(("-h", "--help"))
+_KEYS = (
+    "device",
+    "ranks",
+    "network",
+    "scaling",
+    "efficiency",
+    "step_ms",
+    "overlap_slowdown",
+    "spread",
+    "gradients",
+    "write_gbps",
+    "json",
+    "picture",
+)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs ``dtrain simulate``; returns the exit code."""
+    if not _HELP.isdisjoint(argv):
+        print(_USAGE)
+        return 0
+    keys = {key: value for key, equals, value in (word.partition("=") for word in argv) if equals and key in _KEYS}
+    words = [word for word in argv if word.partition("=")[0] not in keys]
+    ranks = sorted({whole_number("ranks", text) for text in keys.get("ranks", "8,64,512").split(",")})
+    from dtrain.cli.resolve import read_jobs
+
+    jobs = read_jobs(words, "simulate", ranks[-1])
+    if len(jobs) > 1:
+        raise ConfigError("dtrain simulate takes several numbers of ranks (ranks=8,64), but one run; remove --multirun")
+    for job in jobs:
+        from dtrain.tools.planned_run import planned_run
+        from dtrain.tools.simulate.points import simulate
+        from dtrain.tools.simulate.report import show_points, to_json
+
+        assumed = _assumptions(keys)
+        run = planned_run(job.config, {"device": keys.get("device", "h100-80gb"), "ranks": str(ranks[0])})
+        is_strong = _one_of(keys, "scaling", "weak", "strong") == "strong"
+        points = simulate(run, ranks, assumed, is_strong=is_strong)
+        show_points(run, points, assumed, is_strong=is_strong)
+        if "json" in keys:
+            text = json.dumps(to_json(run, points, assumed, is_strong=is_strong), indent=1)
+            Path(keys["json"]).write_text(text + "\n", encoding="utf-8")
+        if "picture" in keys:
+            from dtrain.tools.simulate.picture import draw
+
+            other = simulate(run, ranks, assumed, is_strong=not is_strong)
+            draw(Path(keys["picture"]), run, {is_strong: points, not is_strong: other}, assumed)
+    return 0
+
+
+def _assumptions(keys: Mapping[str, str]) -> Assumptions:
+    from dtrain.tools.simulate.points import ENGINE, RING, RING_FP32, Assumptions
+
+    step_ms = _number(keys, "step_ms", None)
+    return Assumptions(
+        keys.get("network", "ib-400g"),
+        _number(keys, "efficiency", 0.7) or 0.7,
+        step_ms,
+        _number(keys, "overlap_slowdown", 1.189) or 1.0,
+        _number(keys, "spread", 0.015) or 0.0,
+        _one_of(keys, "gradients", ENGINE, RING, RING_FP32),
+        _number(keys, "write_gbps", 10.0) or 10.0,
+    )
+
+
+def _number(keys: Mapping[str, str], key: str, default: float | None) -> float | None:
+    if key not in keys:
+        return default
+    least = {"overlap_slowdown": 1.0, "spread": 0.0}.get(key, 1e-6)
+    try:
+        value = float(keys[key])
+    except ValueError:
+        value = -1.0
+    most = 1.0 if key in ("efficiency", "spread") else float("inf")
+    if not least <= value <= most:
+        raise ConfigError(f"{key}={keys[key]} must be a number from {least:g}" + (f" to {most:g}" if most == 1 else ""))
+    return value
+
+
+def _one_of(keys: Mapping[str, str], key: str, *choices: str) -> str:
+    value = keys.get(key, choices[0])
+    if value not in choices:
+        raise ConfigError(f"{key}={value} must be {' or '.join(choices)}")
+    return value
