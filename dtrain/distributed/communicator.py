@@ -17,6 +17,8 @@ only after all of them have read it. No rank waits for that explicitly; it follo
   collective. Every rank has left its waits before it votes, and these buffers are written only after the vote, which no
   rank leaves before all have joined it. So a collective on such a buffer must be waited for before the next vote, even
   if no rank needs its result. Shards are published after they are written, and read in waits until the next vote.
+- Sharded main grads are written in each micro-batch, and other replicas read them from the sum that is started after
+  the last addition until the waits that end the step's reductions.
 - In ``reduce_scatter_sum(gathers=True)`` the owner writes its sum into the same range of every rank's buffer. No other
   rank reads or writes that range until the all-gather that follows has been waited for.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
