@@ -15,7 +15,7 @@ def reserve_descriptors(world_size: int) -> None:
     """Raises this process's limit on open files, if connections to ``world_size`` ranks exceed it.
 
     Raises:
-        ConfigError: the system does not allow so many.
+        ConfigError: the system does not allow it.
     """
     num_open = len(os.listdir("/dev/fd"))
     needed = num_open + _PER_RANK * world_size + _OTHERS

@@ -34,7 +34,7 @@ from dtrain.engine.deterministic import require_reproducible
 from dtrain.engine.initialize import initialize, resolve_policy
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
-from dtrain.engine.vote.divergence import config_difference
+from dtrain.engine.vote.divergence import config_difference, texts_of
 from dtrain.errors import ConfigError
 from dtrain.models.hf import HFCausalLM
 from dtrain.models.loss_head import LossHead
@@ -270,13 +270,14 @@ def check_same(comm: Communicator, config: RunConfig, dataset: Dataset) -> None:
     Raises:
         ConfigError: on every rank, naming the first rank that differs from rank 0, and the key with both values.
     """
-    # the values are for messages, so without secrets; the hash is of the real ones
-    own = {"hash": config_hash(config), "config": redact(agreed(config)), "data": dataset.fingerprint}
+    own = {"hash": config_hash(config), "data": dataset.fingerprint}
     records = [json.loads(text) for text in comm.exchange_text(json.dumps(own))]
     first = records[0]
     for rank, record in enumerate(records):
         if record["hash"] != first["hash"]:
-            difference = config_difference(first["config"], record["config"], rank)
+            # the values are for messages, so without secrets; the hash is of the real ones
+            expected, got = map(json.loads, texts_of(comm, json.dumps(redact(agreed(config))), rank))
+            difference = config_difference(expected, got, rank)
             raise ConfigError(f"the ranks were started with different configs: {difference}")
     for rank, record in enumerate(records):
         if record["data"] != first["data"]:
