@@ -140,8 +140,8 @@ class ProcessGroup(Communicator):
             return [""] * self.world_size
         # without a list of Python numbers, which would hold the GIL while another thread trains
         padded = torch.from_numpy(np.frombuffer(bytearray(payload.ljust(max(sizes), b"\0")), dtype=np.uint8))
-        rows = self._gather(what, padded.to(self.device)).cpu()
-        return [row[:length].numpy().tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
+        rows = self._gather(what, padded.to(self.device)).cpu().numpy()
+        return [row[:length].tobytes().decode() for row, length in zip(rows, sizes, strict=True)]
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         return AllToAllExchange(self, sends)
