@@ -28,6 +28,7 @@ from dtrain.distributed.messages import HEADER, Message, failure_message, find_f
 from dtrain.distributed.schedule import Collective
 from dtrain.errors import DtrainError
 
+_ENDED = getattr(select, "POLLRDHUP", 0)  # besides POLLHUP and POLLERR, which poll reports always
 _MAX_TIMEOUT_MS = 2**31 - 1  # of poll
 _CLOSE_MS = 500  # longest wait for space in a connection for the failure of this rank
 
@@ -159,14 +160,25 @@ class Connections(ABC):
 
     def failure_of_others(self) -> DtrainError | None:
         """Returns the failure that another rank has sent, if any has; what else it has sent is dropped."""
-        for rank, reader in self._readers.items():
-            with suppress(OSError):  # nothing more to read, or the rank has ended
-                while chunk := os.read(reader, select.PIPE_BUF):
-                    self._unread[rank] += chunk
-            found = find_failure(rank, self._unread[rank])
+        for rank in self._readers:
+            found = self._failure_of(rank)
             if found is not None:
                 return found
         return None
+
+    def _failure_of(self, rank: int) -> DtrainError | None:
+        with suppress(OSError):  # nothing more to read, or the rank has ended
+            while chunk := os.read(self._readers[rank], select.PIPE_BUF):
+                self._unread[rank] += chunk
+        return find_failure(rank, self._unread[rank])
+
+    def ended_ranks(self) -> list[int]:
+        """Returns the ranks whose connection has ended, and which have sent no failure before."""
+        poll = select.poll()
+        for reader in self._readers.values():
+            poll.register(reader, _ENDED)
+        ended = {end for end, _ in poll.poll(0)}
+        return [rank for rank, end in self._readers.items() if end in ended and self._failure_of(rank) is None]
 
     def _wait(self, ends: Mapping[int, int], event: int) -> list[int]:
         """Returns the ranks whose end is ready or has failed; at least one."""

@@ -153,6 +153,11 @@ class GlooGroup(ProcessGroup):
     def failure_of_others(self) -> DtrainError | None:
         return self.messages.failure_of_others()
 
+    def ended_ranks(self) -> set[int]:
+        if self.process_group is None:
+            return set()
+        return {dist.get_global_rank(self.process_group, rank) for rank in self.messages.ended_ranks()}
+
 
 class _AgreedWork:
     """A collective of gloo: [Note: agreed collectives]."""

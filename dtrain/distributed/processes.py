@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +43,15 @@ def host_identity() -> list[str] | None:
         return [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
     except OSError:
         return None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Returns ``rank 3``, or ``ranks 0-2, 5``."""
+    numbers = sorted(ranks)
+    key: Callable[[tuple[int, int]], int] = lambda item: item[1] - item[0]  # noqa: E731
+    spans = [[number for _, number in group] for _, group in groupby(enumerate(numbers), key)]
+    listed = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"
 
 
 def open_descriptor(pid: int, descriptor: int, inode: int, flags: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from textwrap import shorten
 import torch.distributed as dist
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.processes import host_identity, process_start
+from dtrain.distributed.processes import host_identity, name_ranks, process_start
 from dtrain.errors import CommunicationError
 
 _EXIT_DELAY_S = 2.0  # the kernel closes a process's connections before it reports that the process has ended
@@ -23,14 +24,15 @@ class RankLiveness:
 
     def __init__(self, comm: Communicator) -> None:
         here = host_identity()
-        processes = [
-            json.loads(text) for text in comm.exchange_text(json.dumps([here, os.getpid(), process_start("self")]))
-        ]
-        self._others = {
-            rank: (pid, started)
-            for rank, (host, pid, started) in enumerate(processes)
-            if rank != comm.rank and here is not None and host == here
-        }
+        mine = json.dumps([here, os.getpid(), process_start("self"), socket.gethostname()])
+        self._schedule = comm.schedule
+        self._others: dict[int, tuple[int, str]] = {}  # on this host
+        self._host_names: dict[int, str] = {}  # of those on other hosts
+        for rank, (host, pid, started, name) in enumerate(map(json.loads, comm.exchange_text(mine))):
+            if here is None or host != here:
+                self._host_names[rank] = name
+            elif rank != comm.rank:
+                self._others[rank] = pid, started
 
     def ended_ranks(self) -> dict[int, int]:
         """Returns {rank: pid} of the ranks of this host whose process has ended; a zombie has."""
@@ -55,13 +57,22 @@ class RankLiveness:
 
     def _explain(self, error: Exception) -> CommunicationError:
         deadline = time.monotonic() + _EXIT_DELAY_S
-        while not (ended := self.ended_ranks()) and time.monotonic() < deadline:
+        elsewhere = self._ended_elsewhere()
+        while not (ended := self.ended_ranks()) and not elsewhere and time.monotonic() < deadline:
             time.sleep(0.02)
         reason = shorten(str(error).partition("\n")[0], 300)
-        if not ended:
+        names = [f"rank {rank} (process {pid})" for rank, pid in ended.items()]
+        names += [f"{name_ranks(ranks)} on {host}" for host, ranks in elsewhere.items()]
+        if not names:
             return CommunicationError(reason)
-        names = ", ".join(f"rank {rank} (process {pid})" for rank, pid in ended.items())
-        return CommunicationError(f"{names} has ended, so this rank ends too; seen as: {reason}")
+        return CommunicationError(f"{', '.join(names)} has ended, so this rank ends too; seen as: {reason}")
+
+    def _ended_elsewhere(self) -> dict[str, list[int]]:
+        """Returns {host name: ranks} of the ranks on other hosts whose connections have ended."""
+        found: dict[str, list[int]] = {}
+        for rank in sorted(self._schedule.ended_ranks & self._host_names.keys()):
+            found.setdefault(self._host_names[rank], []).append(rank)
+        return found
 
 
 def is_lost_connection(error: BaseException) -> bool:

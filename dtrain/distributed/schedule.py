@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from dtrain.errors import CommunicationError, DivergenceError, DtrainError
 
 _HASH_MULTIPLIER = 1099511628211  # the 64-bit FNV prime
 _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
+_ENDS_S = 0.1  # between the ends of the connections of a process
 _LOG_LENGTH = 4096  # collectives of one step that are kept by name
 _Key = tuple[str, str, int, torch.dtype, str]
 _REDUCTIONS = ("all_to_all_single", "all_to_all", "reduce_scatter_sum")
@@ -55,6 +57,9 @@ class Transport(Protocol):
     def failure_of_others(self) -> DtrainError | None:
         """Returns the failure that another rank has sent, if any has."""
 
+    def ended_ranks(self) -> set[int]:
+        """Returns the ranks of the run whose connection has ended, and which have sent no failure before."""
+
 
 class CollectiveSchedule:
     """The order of the collectives, which the vote compares; the axes of a mesh share one.
@@ -69,12 +74,14 @@ class CollectiveSchedule:
         on_reduction: called with label and tensor of each all-to-all and reduce-scatter before it starts.
         progress: records the waits.
         transports: of this rank over which the collectives go.
+        ended_ranks: ranks of the run that had ended, as far as the connections told, at the first failure.
     """
 
     def __init__(self) -> None:
         self._method = ""
         self._failure: DtrainError | None = None
         self.transports: WeakSet[Transport] = WeakSet()
+        self.ended_ranks: set[int] = set()
         self.hash = 0
         self.log: list[str] = []
         self._entries: dict[_Key, tuple[str, int]] = {}  # name and its hash, since most come again in each step
@@ -144,9 +151,19 @@ class CollectiveSchedule:
             kept = CommunicationError(f"{collective.on(rank)} was interrupted by {type(error).__name__}: {error}")
         if self._failure is None:
             self._failure = kept
+            self.ended_ranks = self._find_ended_ranks() if isinstance(kept, CommunicationError) else set()
             for transport in list(self.transports):
                 transport.close_failed(kept)
         return failure
+
+    def _find_ended_ranks(self) -> set[int]:
+        """Returns the ranks whose connections have ended, which one of them may show a moment before the others."""
+        deadline = time.monotonic() + _ENDS_S
+        while True:
+            ended = {rank for transport in list(self.transports) for rank in transport.ended_ranks()}
+            if ended or not self.transports or time.monotonic() > deadline:
+                return ended
+            time.sleep(0.01)
 
     def waiting(self, rank: int, collective: Collective) -> Waiting:
         """Returns a context in which this rank waits for ``collective``; it records the wait and names a failure.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import errno
+import ipaddress
 import os
 import socket
 import sys
@@ -194,8 +196,8 @@ _stores: dict[tuple[str, str], Store] = {}  # by address and port; a port can be
 def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
     """Returns the store in which the ranks find each other. Rank 0 hosts it, unless torch's agent does.
 
-    It listens only on the loopback interface if ``MASTER_ADDR`` names that. The jobs of a sweep share it, because an
-    early rank would otherwise find the store of the job before.
+    It listens only on the address that ``MASTER_ADDR`` names, if that is one of this host. The jobs of a sweep share
+    it, because an early rank would otherwise find the store of the job before.
 
     Raises:
         ConfigError: it cannot listen, or rank 0 does not answer.
@@ -205,9 +207,7 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
         return _stores[host, port]
     is_host = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        listener = None
-        if is_host and _is_loopback(host):  # TCPStore itself would listen on every interface
-            listener = socket.create_server((LOOPBACK, int(port))).detach()
+        listener = _listen_at(host, int(port)) if is_host else None
         store: Store = dist.TCPStore(  # type: ignore[attr-defined]
             host, int(port), env.world_size, is_host, timeout, master_listen_fd=listener
         )
@@ -218,6 +218,24 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
             "is the port taken, or a rank missing?"
         ) from error
     return _stores.setdefault((host, port), store)
+
+
+def _listen_at(host: str, port: int) -> int | None:
+    """Returns a socket's descriptor that listens on ``host`` alone, where TCPStore itself would listen everywhere.
+
+    None: ``host`` is no address of this machine, such as that of a gateway, or one that no other host could reach.
+    """
+    if _is_loopback(host):
+        return socket.create_server((LOOPBACK, port)).detach()
+    for family, *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:  # in some systems' /etc/hosts
+            continue
+        try:
+            return socket.create_server(where, family=family).detach()
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    return None
 
 
 def _backend(device: torch.device) -> str:

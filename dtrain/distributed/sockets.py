@@ -36,7 +36,7 @@ class Sockets(Connections):
         opened: dict[int, socket.socket] = {}
 
         def listen() -> list[Any]:
-            listeners.append(_listen(len(self._unread)))
+            listeners.append(listen_for_ranks(len(self._unread)))
             address, port, *_ = listeners[0].getsockname()
             return [address, port, token.hex()]
 
@@ -80,7 +80,7 @@ class Sockets(Connections):
         self.unsupported_reason = "the sockets were shut down"
 
 
-def _listen(backlog: int) -> socket.socket:
+def listen_for_ranks(backlog: int) -> socket.socket:
     """Listens where gloo would: on ``GLOO_SOCKET_IFNAME``, else on the address of the host's name, else locally."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:

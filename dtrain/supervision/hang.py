@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from statistics import median
 
+from dtrain.distributed.processes import name_ranks
 from dtrain.distributed.progress import Phase, ProgressRecord
+from dtrain.supervision.links import RanksOfHost, Report
 
 CRASH_S = 1.2
 """Seconds that ranks have to notice that another one has ended."""
@@ -101,6 +102,11 @@ class PhaseLimits:
         return max(limits, key=lambda limit: limit.seconds)
 
     @property
+    def of_heartbeats(self) -> Limit:
+        """The limit of the silence of another host's watcher."""
+        return self._settings[0]
+
+    @property
     def of_other_hosts(self) -> Limit:
         """The limit of ranks that wait for another host, all of whose limits have passed by then."""
         longest = max(self._settings, key=lambda limit: limit.seconds)
@@ -123,11 +129,13 @@ class Hang:
         culprits: the ranks at fault; all of them if the records do not tell.
         message: one line.
         is_crash: whether their processes have ended, while other ranks still run and have not noticed.
+        is_reported: whether the other hosts know of it.
     """
 
     culprits: tuple[int, ...]
     message: str
     is_crash: bool = False
+    is_reported: bool = False
 
 
 def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_hosts: bool) -> Hang | None:
@@ -144,7 +152,7 @@ def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_host
     active = [rank for rank in ranks if rank.is_active]
     crashed = [rank for rank in ranks if rank.has_crashed]
     if crashed and min(rank.ended_s for rank in crashed) > CRASH_S:
-        unaware = [rank for rank in active if rank.record.phase != Phase.END or rank.unchanged_s > END_S]
+        unaware = _unaware(active)
         if unaware:
             return Hang(_numbers(crashed), _joined(*map(_group, (crashed, unaware))), is_crash=True)
     late = [rank for rank in active if rank.unchanged_s > limits.of(rank.record)]
@@ -168,6 +176,59 @@ def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_host
         return _hang(culprits, ranks, passed)
     why = " for ranks of other hosts" if has_other_hosts else " though no rank of the run does anything else"
     return _hang(culprits, ranks, passed, why)
+
+
+def find_failure_elsewhere(
+    ranks: Sequence[RankState], reports: Sequence[Report], silent: Sequence[RanksOfHost], limit: Limit, now: float
+) -> Hang | None:
+    """Returns the failure of another host that has to end the ranks of this one, or None.
+
+    Args:
+        ranks: those of this host.
+        reports: of other hosts.
+        silent: hosts without a heartbeat for longer than ``limit``. They count if all ranks here wait: a watcher may
+            have ended alone.
+        limit: see ``silent``.
+        now: by the clock of the reports.
+    """
+    active = [rank for rank in ranks if rank.is_active]
+    for report in reports:
+        affected = active
+        if report.is_crash:
+            affected = _unaware(active) if now - report.at > CRASH_S else []
+        if affected:
+            message = _joined(report.text, _group(affected))
+            return Hang(report.culprits, message, is_crash=report.is_crash, is_reported=True)
+    if not silent or not active or not all(rank.record.is_waiting for rank in active):
+        return None
+    return Hang(_ranks_of(silent), _joined(_silence(silent), _group(active), f"the limit is {limit}"))
+
+
+def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost]) -> Hang:
+    """Returns ``hang`` of ranks that may wait for ``silent`` hosts in a library, which is not in their records."""
+    if hang.is_crash or not silent:
+        return hang
+    return Hang(hang.culprits + _ranks_of(silent), _joined(hang.message, _silence(silent)))
+
+
+def _ranks_of(hosts: Sequence[RanksOfHost]) -> tuple[int, ...]:
+    return tuple(rank for host in hosts for rank in host.ranks)
+
+
+def _silence(hosts: Sequence[RanksOfHost]) -> str:
+    verb = "sends" if len(hosts) == 1 else "send"
+    return f"{', '.join(map(str, hosts))} {verb} no heartbeat: the host or its network is down"
+
+
+def describe_crash(ranks: Sequence[RankState]) -> Hang | None:
+    """Returns the crash of ranks, whether or not the others have noticed, or None."""
+    crashed = [rank for rank in ranks if rank.has_crashed]
+    return Hang(_numbers(crashed), _group(crashed), is_crash=True) if crashed else None
+
+
+def _unaware(active: Sequence[RankState]) -> list[RankState]:
+    """Returns the ranks that have not noticed a crash; those at the end of their run have some time."""
+    return [rank for rank in active if rank.record.phase != Phase.END or rank.unchanged_s > END_S]
 
 
 def _limits_of(ranks: Sequence[RankState], limits: PhaseLimits) -> list[Limit]:
@@ -211,7 +272,7 @@ def _group(ranks: Sequence[RankState]) -> str:
     for rank in ranks:
         parts.setdefault(_doing(rank), []).append(rank)
     return "; ".join(
-        f"{named(_numbers(group))} {many if len(group) > 1 else one}"
+        f"{name_ranks(_numbers(group))} {many if len(group) > 1 else one}"
         + ("" if group[0].record.has_ended or not group[0].state else _since(group))
         for (one, many), group in parts.items()
     )
@@ -246,12 +307,3 @@ def _doing(rank: RankState) -> tuple[str, str]:
 def _collective(label: str) -> str:
     found = _ENTRY.fullmatch(label)
     return f"{found[1]} of '{found[2]}'" if found else label
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Returns ``rank 3``, or ``ranks 0-2, 5``."""
-    numbers = sorted(ranks)
-    key: Callable[[tuple[int, int]], int] = lambda item: item[1] - item[0]  # noqa: E731
-    spans = [[number for _, number in group] for _, group in groupby(enumerate(numbers), key)]
-    listed = ", ".join(f"{span[0]}-{span[-1]}" if len(span) > 1 else str(span[0]) for span in spans)
-    return f"rank{'s' if len(numbers) > 1 else ''} {listed}"

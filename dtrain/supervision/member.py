@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 
 from dtrain.distributed.processes import process_start
 from dtrain.distributed.progress import RECORD_BYTES, Progress
+from dtrain.supervision.links import LinkJob
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,13 @@ class WatchJob:
         members: the ranks of this host.
         world_size: number of ranks of the run.
         limits_s: arguments of :class:`PhaseLimits`.
+        link: how to reach the watchers of the other hosts; None: there are none, or they cannot be reached.
     """
 
     members: tuple[Member, ...]
     world_size: int
     limits_s: tuple[float, float, float]
+    link: LinkJob | None = None
 
     def encode(self) -> str:
         return json.dumps(asdict(self))
@@ -54,7 +57,8 @@ class WatchJob:
     def decode(text: str) -> WatchJob:
         values = json.loads(text)
         members = tuple(Member(**member) for member in values.pop("members"))
-        return WatchJob(members, **values)
+        link = values.pop("link")
+        return WatchJob(members, **values, link=None if link is None else LinkJob.decode(link))
 
 
 def share_progress(rank: int, progress: Progress, held: ExitStack) -> Member:

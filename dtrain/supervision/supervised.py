@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,8 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.processes import host_identity, process_start
 from dtrain.distributed.progress import Phase, Progress
 from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.distributed.sockets import listen_for_ranks
+from dtrain.supervision.links import LinkJob, RanksOfHost
 from dtrain.supervision.member import Member, WatchJob, share_progress
 
 # appended, because what is installed beside dtrain may have the name of a module of the standard library
@@ -44,6 +48,7 @@ class Supervision:
         self.watcher = subprocess.Popen(
             # isolated and without site packages, so that it starts in a few hundredths of a second
             [sys.executable, "-I", "-S", "-c", _COMMAND.format(root=root)],
+            pass_fds=[] if job.link is None or job.link.listener is None else [job.link.listener],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             cwd="/",
@@ -130,7 +135,8 @@ def supervised(comm: Communicator, limits_s: tuple[float, float, float], *, enab
             reason = unsupported_reason()
             if reason:
                 raise OSError(reason)
-            return [host_identity(), asdict(share_progress(comm.rank, comm.schedule.progress, held))]
+            member = share_progress(comm.rank, comm.schedule.progress, held)
+            return [host_identity(), asdict(member), socket.gethostname()]
 
         reports, reason = try_on_every_rank(describe, comm.exchange_text)
         if reason:
@@ -138,13 +144,44 @@ def supervised(comm: Communicator, limits_s: tuple[float, float, float], *, enab
         here = host_identity()
         members = [Member(**report[1]) for report in reports if report is not None and report[0] == here]
         held.callback(supervision.end)
-        if members and members[0].rank == comm.rank:
-            job = WatchJob(tuple(members), comm.world_size, limits_s)
-            try:
-                supervision.start_watcher(job)
-            except OSError as error:
-                logger.warning("this run is not watched for hangs: no process can be started (%s)", error.strerror)
+        with ExitStack() as listening:  # on behalf of the watcher, which inherits the socket
+            link = _link_hosts(comm, reports, listening) if 0 < len(members) < comm.world_size else None
+            if members and members[0].rank == comm.rank:
+                job = WatchJob(tuple(members), comm.world_size, limits_s, link)
+                try:
+                    supervision.start_watcher(job)
+                except OSError as error:
+                    logger.warning("this run is not watched for hangs: no process can be started (%s)", error.strerror)
         yield supervision
+
+
+def _link_hosts(comm: Communicator, reports: list[Any], listening: ExitStack) -> LinkJob | None:
+    """Lets rank 0 listen for the watchers of the other hosts; returns how this host's reaches it, or None.
+
+    Args:
+        comm: the ranks, which all call.
+        reports: host identity, member and host name of each rank.
+        listening: closes the socket.
+    """
+    ranks: dict[tuple[str, ...], list[int]] = {}
+    for rank, (identity, *_) in enumerate(reports):
+        ranks.setdefault(tuple(identity), []).append(rank)
+    hosts = tuple(RanksOfHost(reports[first][2], (first, *others)) for first, *others in ranks.values())
+    index = [*ranks].index(tuple(reports[comm.rank][0]))
+    listeners = []
+
+    def open_listener() -> list[Any] | None:
+        if comm.rank != 0:
+            return None
+        listeners.append(listening.enter_context(listen_for_ranks(len(hosts))))
+        return [*listeners[0].getsockname()[:2], secrets.token_hex(16)]
+
+    opened, reason = try_on_every_rank(open_listener, comm.exchange_text)
+    if reason:
+        logger.warning("the hosts do not watch each other: %s", reason)
+        return None
+    address, port, token = opened[0]
+    return LinkJob(hosts, index, address, port, token, listeners[0].fileno() if listeners else None)
 
 
 def unsupported_reason() -> str:

@@ -23,7 +23,17 @@ from typing import IO, Any
 
 from dtrain.distributed.processes import open_descriptor, process_start, process_status
 from dtrain.distributed.progress import RECORD_BYTES, Phase, ProgressRecord
-from dtrain.supervision.hang import STOPPED, Hang, PhaseLimits, RankState, find_hang
+from dtrain.supervision.hang import (
+    STOPPED,
+    Hang,
+    PhaseLimits,
+    RankState,
+    describe_crash,
+    find_failure_elsewhere,
+    find_hang,
+    with_silent_hosts,
+)
+from dtrain.supervision.links import HostLinks
 from dtrain.supervision.member import Member, WatchJob
 
 HANG_FILE = "hang.json"
@@ -35,6 +45,7 @@ _WRITE_S = 0.5  # for the files of a hang, whose storage may be what hangs
 _TERM_S = 0.7  # between SIGTERM and SIGKILL
 _CLOSING_S = 1.0  # between the ends of the ranks of a short run
 _FIRST_S = 0.15  # launchers name the rank that ends first, so those at fault do
+_SILENCE_S = 2.5  # of another host, before it is named beside ranks that hang here
 _TRACED = "t"
 _DEBUGGERS = re.compile(rb'File "[^"]*\b(bdb|pydevd|debugpy)\b')
 
@@ -125,6 +136,17 @@ class Watcher:
         self.failures: Path | None = None  # directory of the run's failures, once it is known
         self._polled_at = clock()
         self._ranks = [WatchedRank(member, self._polled_at) for member in job.members]
+        self._links: HostLinks | None = None
+        self._has_reported = False  # a crash
+        if job.link is not None:
+            try:
+                self._links = HostLinks(job.link, self._polled_at)
+            except OSError as error:
+                say(
+                    f"{job.link.hosts[job.link.index]} cannot reach the watcher of {job.link.hosts[0]} at "
+                    f"{job.link.address}, so the hosts do not watch each other: {error}; set GLOO_SOCKET_IFNAME to the "
+                    "network interface that connects them"
+                )
 
     def run(self, orders: IO[bytes]) -> None:
         """Watches until the run is over; ``orders``, which is unbuffered, names the directory of its failures."""
@@ -145,7 +167,11 @@ class Watcher:
                     poller.unregister(descriptor)
             if (hang := self.poll()) is not None:
                 self.end(hang)
-                return
+                break
+        else:
+            self._report_crash(self._states(self._clock()))
+        if self._links is not None:
+            self._links.close()
 
     def is_over(self) -> bool:
         """Whether nothing is left to watch."""
@@ -163,10 +189,26 @@ class Watcher:
         if overslept:
             self._forgive(now)
         states = self._states(now)
+        self._report_crash(states)
         if any(state.state == _TRACED for state in states):  # a debugger holds it
             self._forgive(now)
             return None
-        return find_hang(states, self._limits, has_other_hosts=self._has_other_hosts)
+        hang = find_hang(states, self._limits, has_other_hosts=self._has_other_hosts)
+        if self._links is None:
+            return hang
+        self._links.poll(now)
+        if hang is not None:
+            return with_silent_hosts(hang, self._links.silent(now, _SILENCE_S))
+        limit = self._limits.of_heartbeats
+        silent = self._links.silent(now, limit.seconds)
+        return find_failure_elsewhere(states, self._links.reports, silent, limit, now)
+
+    def _report_crash(self, states: Sequence[RankState]) -> None:
+        """Reports a rank that has ended without ending its run to the other hosts, once."""
+        crash = describe_crash(states)
+        if self._links is not None and crash is not None and not self._has_reported:
+            self._has_reported = True
+            self._links.report(f"on {self._links.here.name}: {crash.message}", crash.culprits, is_crash=True)
 
     def _states(self, now: float) -> list[RankState]:
         return [rank.state(now, is_late=now - rank.changed_at > self._limits.of(rank.record)) for rank in self._ranks]
@@ -174,6 +216,8 @@ class Watcher:
     def _forgive(self, now: float) -> None:
         for rank in self._ranks:
             rank.changed_at = now
+        if self._links is not None:
+            self._links.forgive(now)
 
     # -- the end of a hang ---------------------------------------------------------------------------------------------
 
@@ -185,6 +229,8 @@ class Watcher:
         if not hang.is_crash and any(_DEBUGGERS.search(text) for text in stacks.values()):
             say(f"{hang.message}; a debugger runs there, so this run is no longer watched")
             return
+        if self._links is not None and not hang.is_crash and not hang.is_reported:
+            self._links.report(f"on {self._links.here.name}: {hang.message}", hang.culprits, is_crash=False)
         where = self._write(hang, states, stacks)
         say(f"{hang.message}{' and ends with it' if hang.is_crash else ''}; {where}")
         if not hang.is_crash:

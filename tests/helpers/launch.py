@@ -34,7 +34,8 @@ from tests.helpers.ranks import RankFailure, run_ranks
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
 PATIENCE = 240.0  # seconds; every wait ends as soon as its condition holds, and a busy machine may need minutes
-_TOKEN = "DTRAIN_TEST_JOB"
+MARK = "DTRAIN_TEST_JOB"
+"""Environment variable that all processes of a job have."""
 LAUNCHER = (
     "RANK",
     "WORLD_SIZE",
@@ -236,7 +237,7 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self._mark = f"{_TOKEN}={secrets.token_hex(8)}"
+        self._mark = f"{MARK}={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
         inherited = {key: text for key, text in os.environ.items() if key not in LAUNCHER}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -355,23 +356,29 @@ def sbatch(folder: Path, *argv: str, nodes: int = 1, env: Mapping[str, str] | No
 
     SLURM itself is not there: ``srun`` and ``scontrol`` are ``tests.helpers.slurm``, which starts the tasks.
     """
+    return Job([*SBATCH, *argv], folder, {**slurm_job(folder, nodes), **(env or {})})
+
+
+SBATCH = ("bash", str(ROOT / "launch/slurm.sbatch"))
+
+
+def slurm_job(folder: Path, nodes: int, tasks: int = 2) -> dict[str, str]:
+    """Returns the environment of a batch script, in which ``srun`` and ``scontrol`` are found; see :func:`sbatch`."""
     tools = folder / "slurm"
     tools.mkdir(parents=True)
     for name in ("srun", "scontrol"):
         (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.slurm {name} "$@"\n')
         (tools / name).chmod(0o755)
-    batch = {
+    return {
         "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),  # two sessions of tests on one machine must not meet
         "SLURM_JOB_NUM_NODES": str(nodes),
         "SLURM_JOB_NODELIST": "node[1-2]" if nodes == 2 else "node1",
-        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS": str(tasks),
         "SLURM_PROCID": "0",  # of the batch script itself
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
-        **(env or {}),
     }
-    return Job(["bash", str(ROOT / "launch/slurm.sbatch"), *argv], folder, batch)
 
 
 def python(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:

@@ -349,15 +349,15 @@ def test_sockets_that_cannot_be_opened_are_a_reason_on_every_rank(what: str) -> 
 
 def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,eth7")
-    with sockets._listen(1) as listener:
+    with sockets.listen_for_ranks(1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-one")
     with pytest.raises(OSError, match="No such device"):
-        sockets._listen(1)
+        sockets.listen_for_ranks(1)
     lines = ["fe800000000000000000000000000001 02 40 20 80 no-such-one", f"{1:032x} 01 80 00 80 no-such-one"]
     with mock.patch.object(sockets.Path, "read_text", return_value="\n".join(lines)):
         assert sockets._address("no-such-one") == "::1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    with sockets._listen(1) as listener:
+    with sockets.listen_for_ranks(1) as listener:
         assert listener.getsockname()[0] == "127.0.0.1"

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 
+from dtrain.distributed.processes import name_ranks
 from dtrain.distributed.progress import Phase, ProgressRecord
-from dtrain.supervision.hang import CRASH_S, END_S, OTHER_HOSTS_S, PhaseLimits, RankState, find_hang, named
+from dtrain.supervision.hang import CRASH_S, END_S, OTHER_HOSTS_S, PhaseLimits, RankState, find_hang
 
 LABEL = "reduce(blocks.7, 8 x float32)"
 
@@ -135,7 +136,7 @@ def test_the_rank_at_fault(case: str) -> None:
     hang = find_hang(ranks, limits(), has_other_hosts=False)
     assert hang is not None
     assert hang.message == message + (limit and f"; the limit is {limit}")
-    assert message.startswith(named(hang.culprits))
+    assert message.startswith(name_ranks(hang.culprits))
     assert hang.is_crash == (not limit)
 
 
@@ -237,5 +238,5 @@ def test_a_phase_that_always_takes_long_has_a_longer_limit() -> None:
 
 
 def test_a_list_of_ranks() -> None:
-    assert named([3]) == "rank 3"
-    assert named([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"
+    assert name_ranks([3]) == "rank 3"
+    assert name_ranks([7, 0, 1, 2, 5]) == "ranks 0-2, 5, 7"

@@ -1,0 +1,63 @@
+"""Runs on two hosts, each with its own network, memory and processes, under every launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.helpers.cluster import Cluster, ranks_on
+from tests.helpers.hosts import Hosts, unsupported_reason
+from tests.helpers.launch import SMALL, Record, record_of, summary, train
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason() or "hosts can be made"),
+]
+
+SETTINGS = (*SMALL, "engine.reproducible=true", "train.steps=6", "train.save_every=2", "train.eval_every=0")
+ANYWHERE = {"00000000", "00000000000000000000000000000000"}
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with Hosts(2, tmp_path_factory.mktemp("shared")) as hosts:
+        cluster = Cluster(hosts)
+        with cluster.shells():
+            yield cluster
+
+
+@pytest.fixture(scope="module")
+def on_one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Record:
+    folder = tmp_path_factory.mktemp("one-host")
+    assert train(folder / "run", *SETTINGS, cluster.data, world=2) == [0, 0]
+    return record_of(folder / "run")
+
+
+# addresses of torchrun: its rendezvous, and the store of its agent on the host of rank 0
+@pytest.mark.parametrize(("launcher", "num_anywhere"), [("torchrun", 2), ("deepspeed", 0), ("sbatch", 0)])
+def test_two_hosts_have_the_bits_of_one(
+    cluster: Cluster, on_one_host: Record, launcher: str, num_anywhere: int
+) -> None:
+    run_dir = cluster.folder() / "run"
+    jobs = getattr(cluster, launcher)(*SETTINGS, cluster.data, f"run_dir={run_dir}")
+    seen: list[set[str]] = [set(), set()]
+    ranks: list[set[int]] = [set(), set()]
+
+    def has_ended() -> bool:
+        for host, where, here in zip(cluster.hosts, seen, ranks, strict=True):
+            where |= host.listening()
+            here |= ranks_on(host, jobs)
+        return (run_dir / "summary.json").exists()
+
+    jobs[0].wait_until(has_ended)
+    for job in jobs:
+        assert job.wait() == 0, job.output
+        assert job.gone()
+    assert ranks == [{0}, {1}]
+    assert record_of(run_dir) == on_one_host
+    assert summary(run_dir)["world_size"] == 2
+    for host, where, anywhere in zip(cluster.hosts, seen, (num_anywhere, 0), strict=True):
+        addresses = [item.split(":")[0] for item in where]
+        assert sum(address in ANYWHERE for address in addresses) == anywhere, where
+        assert set(addresses) - ANYWHERE == {host.address_in_proc}
