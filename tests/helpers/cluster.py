@@ -2,20 +2,87 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import pytest
+import torch
+
+from dtrain.__main__ import main
 from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
-from tests.helpers.launch import ROOT, SBATCH, Job, slurm_job, write_samples
+from tests.helpers.launch import LAUNCHER, PATIENCE, ROOT, SBATCH, Job, slurm_job, write_samples
+from tests.helpers.ranks import fork
 from tests.helpers.remote_shell import install
 from tests.helpers.slurm import NODES
 
 SCRIPT = str(ROOT / "launch/train.py")
 _SERVE = (sys.executable, "-m", "tests.helpers.remote_shell", "serve")
+
+
+class HostRank:
+    """A rank on a host, forked from the fork server, so that it starts at once; it ends with its host.
+
+    Args:
+        host: where it runs.
+        log: gets its output.
+        argv: of ``dtrain train``.
+        env: added to the environment.
+    """
+
+    def __init__(self, host: Host, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self.host = host
+        self._log = log
+        log.touch()
+        self._process = fork(_train_on, host.init, str(log), list(argv), dict(env))
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(encoding="utf-8", errors="replace")
+
+    def wait(self, timeout: float = PATIENCE) -> int:
+        """Waits for the rank to end; returns its exit code as a shell does."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            pytest.fail(f"still running after {timeout:g} s; its output:\n{self.output}")
+        return self._process.exitcode
+
+    def wait_until(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
+        """Waits until ``condition()`` while the rank runs."""
+        deadline = time.monotonic() + timeout
+        while not condition():
+            if self._process.exitcode is not None or time.monotonic() > deadline:
+                pytest.fail(f"it ended or took more than {timeout:g} s; its output:\n{self.output}")
+            time.sleep(0.02)
+
+
+def _train_on(init: int, log: str, argv: list[str], env: dict[str, str]) -> None:
+    """Runs ``dtrain train`` in the namespaces of the process ``init``, and ends with its exit code."""
+    gc.freeze()
+    libc = ctypes.CDLL(None, use_errno=True)
+    opened = [os.open(f"/proc/{init}/ns/{name}", os.O_RDONLY) for name in ("net", "uts", "ipc", "pid", "mnt")]
+    for namespace in opened:
+        if libc.setns(namespace, 0):
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    child = os.fork()  # the first process in the namespace of processes
+    if child:
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
+    for name in LAUNCHER:
+        os.environ.pop(name, None)
+    os.environ.update(env)
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    torch.set_num_threads(1)
+    code = main(["train", *argv])
+    os._exit(code)
 
 
 class Cluster:
@@ -48,22 +115,21 @@ class Cluster:
                 wait_for(self.shared / f"{host.name}.sock")
             yield
 
-    def ranks(self, *argv: str, per_host: int = 1) -> list[Job]:
-        """Starts the ranks without a launcher: each with the variables that torchrun would set."""
-        port, jobs = str(self._port()), []
-        for index, host in enumerate(self.hosts):
-            for local_rank in range(per_host):
-                env = {
-                    "RANK": str(per_host * index + local_rank),
-                    "WORLD_SIZE": str(per_host * len(self.hosts)),
-                    "LOCAL_RANK": str(local_rank),
-                    "LOCAL_WORLD_SIZE": str(per_host),
-                    "MASTER_ADDR": self.hosts[0].name,
-                    "MASTER_PORT": port,
-                }
-                command = (sys.executable, "-m", "dtrain", "train", *argv)
-                jobs.append(host.job(self.folder(), *command, env={**self._env, **env}))
-        return jobs
+    def ranks(self, *argv: str, per_host: int = 1, num_hosts: int = 0) -> list[HostRank]:
+        """Forks ranks on the first hosts, without a launcher: each has the variables that torchrun would set."""
+        port, ranks = str(self._port()), []
+        num_hosts = num_hosts or len(self.hosts)
+        for rank in range(per_host * num_hosts):
+            env = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(per_host * num_hosts),
+                "LOCAL_RANK": str(rank % per_host),
+                "LOCAL_WORLD_SIZE": str(per_host),
+                "MASTER_ADDR": self.hosts[0].name,
+                "MASTER_PORT": port,
+            }
+            ranks.append(HostRank(self.hosts[rank // per_host], self.folder() / "log", argv, {**self._env, **env}))
+        return ranks
 
     def torchrun(self, *argv: str, per_host: int = 1) -> list[Job]:
         """Starts torchrun on each host; they meet by its c10d rendezvous."""
@@ -94,18 +160,7 @@ class Cluster:
         return 20000 + next(self._numbers)  # the network is the cluster's own
 
 
-Launcher = Callable[..., list[Job]]
-
-
 def ranks_on(host: Host, jobs: list[Job]) -> set[int]:
     """Returns the ranks that run on ``host``."""
-    namespace = os.readlink(f"/proc/{host.init}/ns/pid")
-    found = set()
-    for job in jobs:
-        for rank, pid in job.ranks().items():
-            try:
-                if os.readlink(f"/proc/{pid}/ns/pid") == namespace:
-                    found.add(rank)
-            except OSError:  # it has ended since
-                continue
-    return found
+    here = host.processes()
+    return {rank for job in jobs for rank, pid in job.ranks().items() if pid in here}

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
@@ -75,6 +75,18 @@ class Host:
     def enter(self) -> list[str]:
         """Returns the beginning of a command line that runs the rest of it on this host."""
         return ["nsenter", f"--target={self.init}", *_NAMESPACES, "--"]
+
+    def processes(self) -> set[int]:
+        """Returns the processes of this host, as the tests see them, without those that keep it up."""
+        namespace, found = os.readlink(f"/proc/{self.init}/ns/pid"), set()
+        for entry in Path("/proc").iterdir():
+            with suppress(OSError, IndexError):  # no process, or gone
+                if entry.name.isdigit() and os.readlink(entry / "ns/pid") == namespace:
+                    parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
+                    name = (entry / "comm").read_text().strip()
+                    if int(entry.name) != self.init and (name, int(parent)) != ("sleep", self.init):
+                        found.add(int(entry.name))
+        return found
 
     def listening(self) -> set[str]:
         """Returns ``address:port`` of all that listens here, IPv4 and IPv6 as hexadecimal digits."""

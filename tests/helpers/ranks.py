@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
 from typing import Any
 
 import torch
@@ -43,6 +44,13 @@ def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[...,
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def fork(fn: Callable[..., Any], *args: Any) -> ForkServerProcess:
+    """Starts ``fn(*args)`` in a process forked from the server."""
+    process = _context.Process(target=fn, args=args)
+    process.start()
+    return process
 
 
 def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, grace: float = 2.0) -> list[Any]:
