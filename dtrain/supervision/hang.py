@@ -10,7 +10,7 @@ from statistics import median
 
 from dtrain.distributed.processes import name_ranks
 from dtrain.distributed.progress import Phase, ProgressRecord
-from dtrain.supervision.links import RanksOfHost, Report
+from dtrain.supervision.links import HostFailure, RanksOfHost
 
 CRASH_S = 1.2
 """Seconds that ranks have to notice that another one has ended."""
@@ -179,15 +179,15 @@ def find_hang(ranks: Sequence[RankState], limits: PhaseLimits, *, has_other_host
 
 
 def find_failure_elsewhere(
-    ranks: Sequence[RankState], reports: Sequence[Report], silent: Sequence[RanksOfHost], limit: Limit, now: float
+    ranks: Sequence[RankState], reports: Sequence[HostFailure], silent: Sequence[RanksOfHost], limit: Limit, now: float
 ) -> Hang | None:
     """Returns the failure of another host that has to end the ranks of this one, or None.
 
     Args:
         ranks: those of this host.
         reports: of other hosts.
-        silent: hosts without a heartbeat for longer than ``limit``. They count if all ranks here wait: a watcher may
-            have ended alone.
+        silent: hosts without a heartbeat for longer than ``limit``. They count if nothing has changed here for as
+            long, because a watcher may have ended alone. Which phase it is does not matter: a save waits too.
         limit: see ``silent``.
         now: by the clock of the reports.
     """
@@ -199,7 +199,7 @@ def find_failure_elsewhere(
         if affected:
             message = _joined(report.text, _group(affected))
             return Hang(report.culprits, message, is_crash=report.is_crash, is_reported=True)
-    if not silent or not active or not all(rank.record.is_waiting for rank in active):
+    if not silent or not active or min(rank.unchanged_s for rank in active) <= limit.seconds:
         return None
     return Hang(_ranks_of(silent), _joined(_silence(silent), _group(active), f"the limit is {limit}"))
 

@@ -59,7 +59,7 @@ class LinkJob:
 
 
 @dataclass(frozen=True)
-class Report:
+class HostFailure:
     """A failure that the watcher of another host has reported.
 
     Attributes:
@@ -125,7 +125,7 @@ class HostLinks:
     """
 
     def __init__(self, job: LinkJob, now: float) -> None:
-        self.reports: list[Report] = []
+        self.reports: list[HostFailure] = []
         self._job = job
         self._connections: list[_Connection] = []
         self._listener: socket.socket | None = None
@@ -174,7 +174,7 @@ class HostLinks:
             if connection.host is None:  # not a watcher of this run
                 connection.close()
         elif "text" in message:
-            self.reports.append(Report(message["text"], tuple(message["culprits"]), message["is_crash"], now))
+            self.reports.append(HostFailure(message["text"], tuple(message["culprits"]), message["is_crash"], now))
             self._send(message, without=connection)
         elif "over" in message:
             connection.is_over = True

@@ -5,10 +5,10 @@ The hosts are namespaces of one machine, so their ranks reach each other by the 
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
-import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,6 @@ SETTINGS = (
     *SMALL,
     FACTORY,
     "engine.reproducible=true",
-    "train.global_batch_size=6",
     "train.save_every=2",
     "train.eval_every=0",
     f"supervise.limit_s={LIMIT_S}",
@@ -116,7 +115,7 @@ def test_kills_at_random_instants(cluster: Cluster, faults: FaultCounts, tmp_pat
     """A run on two hosts, each time killed on one of them, and then finished on one host, by two ranks and by one."""
     rng = random.Random(seed := 301)
     count = faults.count(ci=3, full=20)
-    settings = (*SETTINGS, f"train.steps={40 + 40 * count}", cluster.data)
+    settings = (*SETTINGS, "train.global_batch_size=2", f"train.steps={40 + 40 * count}", cluster.data)
     run_dir = cluster.folder() / "run"
     slowest_ms = {True: 0, False: 0}
     for number in range(count):

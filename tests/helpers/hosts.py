@@ -37,6 +37,7 @@ class Host:
     """
 
     def __init__(self, number: int) -> None:
+        self._number = number
         self.name = f"host{number}"
         self.address = f"{_NETWORK}.{number + 1}"
         self._unshare: subprocess.Popen[str] | None = None
@@ -62,7 +63,9 @@ class Host:
         """Connects the host to the bridge in the network of the process ``switch``."""
         # one for each start: the old one may live on for a moment
         port = f"p{self.init}"
-        _ip(switch, "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(self.init))
+        # the same hardware address each time, which the others remember for a minute
+        peer = ("name", INTERFACE, "address", f"02:00:00:00:00:{self._number:02x}", "netns", str(self.init))
+        _ip(switch, "link", "add", port, "type", "veth", "peer", *peer)
         _ip(switch, "link", "set", port, "master", "br0", "up")
         _ip(self.init, "link", "set", "lo", "up")
         _ip(self.init, "addr", "add", f"{self.address}/24", "dev", INTERFACE)

@@ -52,7 +52,7 @@ FAULTS = {
     "F14": "restarts after a crash",
     "F15": "states after a power cut",
     "P6": "samples through two kills and three numbers of ranks",
-    "P9": "kills of ranks and launchers",
+    "P9": "kills of ranks, launchers and hosts",
     "P11": "starts on a full disk",
     "P15": "launchers with a listening job",
     "P16": "planted secrets",
@@ -124,7 +124,7 @@ PROMISES = (
         "P9 One fails, all end, named",
         "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of all "
         "that can write one.",
-        ("faults/test_hangs.py", "distributed/test_launchers.py"),
+        ("faults/test_hangs.py", "faults/test_host_kills.py", "distributed/test_launchers.py"),
         ("F4", "P9"),
     ),
     Promise(
@@ -159,8 +159,8 @@ PROMISES = (
     ),
     Promise(
         "P15 Loopback only",
-        "On one host, dtrain listens on the loopback interface only.",
-        ("distributed/test_launchers.py",),
+        "On one host, dtrain listens on the loopback interface only; on several, on the one that is named.",
+        ("distributed/test_launchers.py", "distributed/test_hosts.py"),
         ("P15",),
     ),
     Promise(

@@ -203,6 +203,16 @@ def test_a_rank_that_fails_says_why_to_those_that_wait_and_to_those_that_come_la
         assert str(found).endswith(str(error))
 
 
+@both
+def test_ranks_that_have_ended_without_a_failure_are_known(kind: type[Connections]) -> None:
+    first, *others = open_ranks(kind, 4)
+    assert first.ended_ranks() == []
+    others[0].release()
+    others[1].close_failed(CommunicationError("rank 1 has ended"))
+    others[2].send(ROW, b"1")
+    assert first.ended_ranks() == [1]
+
+
 def test_waits_have_a_time_out() -> None:
     with pages_of_new_pipes(1):
         first, second, third = open_ranks(Pipes, 3, timeout_s=0.1)

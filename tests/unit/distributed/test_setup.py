@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,35 @@ def test_a_rank_of_the_callers_group_makes_its_gpu_the_current_device(
     monkeypatch.setattr(setup, "make_communicator", lambda group, device, **_: SingleRank(device))
     assert connect(GPU).device == GPU
     assert current == [GPU]
+
+
+def listening_at(host: str, port: int = 0) -> str | None:
+    descriptor = setup._listen_at(host, port)
+    if descriptor is None:
+        return None
+    with socket.socket(fileno=descriptor) as listener:
+        return str(listener.getsockname()[0])
+
+
+def test_the_store_listens_where_master_addr_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Elsewhere it would listen on all interfaces; an address of another machine leaves it no choice."""
+    found: list[str] = []
+
+    def resolve(host: str, port: int, **_: object) -> list[object]:
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in found]
+
+    assert listening_at("localhost") == listening_at("127.0.0.3") == "127.0.0.1"
+    with monkeypatch.context() as patch:
+        patch.setattr(socket, "getaddrinfo", resolve)
+        found[:] = ["192.0.2.1"]  # of documentation: no host has it
+        assert listening_at("node1") is None
+        found[:] = ["127.0.1.1"]  # Debian's own entry for its host name
+        assert listening_at("node1") is None
+        patch.setattr("ipaddress.IPv4Address.is_loopback", False)
+        found[:] = ["192.0.2.1", "127.0.0.2"]
+        assert listening_at("node1") == "127.0.0.2"
+        with socket.create_server(("127.0.0.2", 0)) as taken, pytest.raises(OSError, match="in use"):
+            listening_at("node1", taken.getsockname()[1])
 
 
 @pytest.mark.parametrize(

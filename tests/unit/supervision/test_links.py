@@ -1,0 +1,134 @@
+"""What the watchers of several hosts tell each other, and which failures of other hosts end the ranks of this one."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from dtrain.distributed.progress import Phase
+from dtrain.supervision.hang import CRASH_S, Hang, Limit, find_failure_elsewhere, with_silent_hosts
+from dtrain.supervision.links import HEARTBEAT_S, HostFailure, HostLinks, LinkJob, RanksOfHost
+from dtrain.supervision.member import WatchJob
+from tests.unit.supervision.test_hang import running, waiting
+
+HOSTS = (RanksOfHost("alpha", (0, 1)), RanksOfHost("beta", (2, 3)), RanksOfHost("gamma", (4,)))
+LIMIT = Limit(60.0, "supervise.limit_s")
+
+
+def job(index: int, listener: socket.socket, token: str = "secret") -> LinkJob:
+    address, port = listener.getsockname()
+    return LinkJob(HOSTS, index, address, port, token, listener.fileno() if index == 0 else None)
+
+
+@pytest.fixture
+def links() -> Iterator[list[HostLinks]]:
+    """The links of three hosts, connected at time 0."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    opened = [HostLinks(job(index, listener), 0.0) for index in range(3)]
+    listener.detach()  # it is the first host's
+    for _ in range(3):
+        for link in opened:
+            link.poll(0.0)
+    yield opened
+    for link in opened:
+        link.close()
+
+
+def test_the_job_survives_its_way_to_the_watcher() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        link = job(0, listener)
+    assert WatchJob.decode(WatchJob((), 5, (1.0, 2.0, 3.0), link).encode()).link == link
+
+
+def test_a_host_that_sends_no_heartbeat_is_silent(links: list[HostLinks]) -> None:
+    hub, beta, gamma = links
+    for now in (HEARTBEAT_S, 2 * HEARTBEAT_S, 3 * HEARTBEAT_S):
+        beta.poll(now)
+        hub.poll(now)
+        gamma.poll(0.0)  # receives, and is due to send nothing
+    assert hub.silent(2.5, 2.0) == [HOSTS[2]]
+    assert beta.silent(3.5, 1.0) == gamma.silent(0.5, 1.0) == []
+    hub.forgive(2.5)
+    assert hub.silent(2.5, 2.0) == []
+    gamma.close()  # the run is over there
+    hub.poll(3.0)
+    assert hub.silent(99.0, 2.0) == [HOSTS[1]]
+
+
+def test_a_connection_that_ends_counts_as_silence(links: list[HostLinks]) -> None:
+    for connection in links[1]._connections:
+        connection.close()
+    links[0].poll(1.0)
+    assert links[0].silent(1.0, 2.0) == []
+    assert HOSTS[1] in links[0].silent(3.0, 2.0)
+
+
+@pytest.mark.parametrize("sender", [0, 1])
+def test_a_report_reaches_every_other_host(links: list[HostLinks], sender: int) -> None:
+    links[sender].report("on here: rank 2 has ended", [2], is_crash=True)
+    for link in (*links, *links):
+        link.poll(0.5)
+    for index, link in enumerate(links):
+        expected = [] if index == sender else [HostFailure("on here: rank 2 has ended", (2,), True, 0.5)]
+        assert link.reports == expected
+
+
+def test_nobody_else_is_heard() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    hub, stranger = HostLinks(job(0, listener), 0.0), HostLinks(job(1, listener, "guessed"), 0.0)
+    listener.detach()
+    hub.poll(0.0)
+    stranger.report("end", [0], is_crash=False)
+    for _ in range(2):
+        hub.poll(0.1)
+    assert hub.reports == hub._connections == []
+    known = HostLinks(LinkJob(HOSTS, 1, *address, "secret"), 0.0)
+    last = HostLinks(LinkJob(HOSTS, 2, *address, "secret"), 0.0)
+    for _ in range(3):
+        hub.poll(0.2)
+    assert [connection.host for connection in hub._connections] in ([1, 2], [2, 1])
+    with pytest.raises(ConnectionRefusedError):  # nothing listens once all are there
+        socket.create_connection(address, timeout=5)
+    for link in (hub, known, last, stranger):
+        link.close()
+
+
+def test_silence_ends_ranks_on_which_nothing_changes() -> None:
+    ranks = [waiting(0, 61), waiting(1, 62)]
+    found = find_failure_elsewhere(ranks, [], [HOSTS[1]], LIMIT, 0.0)
+    assert found is not None
+    assert found.message == (
+        "beta (ranks 2-3) sends no heartbeat: the host or its network is down; ranks 0-1 wait in reduce of 'blocks.7' "
+        "(#1841) since 62 s; the limit is 60 s (supervise.limit_s)"
+    )
+    assert found.culprits == (2, 3)
+    in_save = [running(0, Phase.SAVE, 61)]  # another thread waits, which has no record
+    assert find_failure_elsewhere(in_save, [], [HOSTS[1]], LIMIT, 0.0) is not None
+    for at_work in (running(1, Phase.FORWARD, 1), waiting(1, 59)):  # a watcher may have ended alone
+        assert find_failure_elsewhere([waiting(0, 61), at_work], [], [HOSTS[1]], LIMIT, 0.0) is None
+
+
+def test_a_crash_elsewhere_leaves_the_ranks_time_to_notice() -> None:
+    report = HostFailure("on beta: rank 2 (process 7) has ended", (2,), True, at=10.0)
+    assert find_failure_elsewhere([waiting(0, 1)], [report], [], LIMIT, 10.0 + CRASH_S) is None
+    found = find_failure_elsewhere([waiting(0, 1)], [report], [], LIMIT, 10.1 + CRASH_S)
+    assert found is not None
+    assert found.message.startswith("on beta: rank 2 (process 7) has ended; rank 0 waits in reduce")
+    assert found.is_crash
+    assert found.is_reported
+    at_once = HostFailure("on beta: rank 2 is stopped", (2,), False, at=10.0)
+    assert find_failure_elsewhere([running(0, Phase.DATA, 0)], [at_once], [], LIMIT, 10.0) is not None
+    assert find_failure_elsewhere([], [at_once], [HOSTS[1]], LIMIT, 10.0) is None
+
+
+def test_a_hang_here_names_the_silent_hosts_too() -> None:
+    hang = Hang((0,), "rank 0 is in 'backward'")
+    named = with_silent_hosts(hang, HOSTS[1:])
+    assert named.culprits == (0, 2, 3, 4)
+    assert named.message == (
+        "rank 0 is in 'backward'; beta (ranks 2-3), gamma (rank 4) send no heartbeat: the host or its network is down"
+    )
+    assert with_silent_hosts(hang, []) == hang
