@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
 from tests.helpers.cluster import Cluster, ranks_on
-from tests.helpers.hosts import Hosts, unsupported_reason
+from tests.helpers.hosts import Host, Hosts, unsupported_reason
 from tests.helpers.launch import SMALL, Record, record_of, summary, train
 
 pytestmark = [
@@ -61,3 +63,27 @@ def test_two_hosts_have_the_bits_of_one(
         addresses = [item.split(":")[0] for item in where]
         assert sum(address in ANYWHERE for address in addresses) == anywhere, where
         assert set(addresses) - ANYWHERE == {host.address_in_proc}
+
+
+def sharing_memory(host: Host) -> set[int]:
+    """Returns the processes of ``host`` that map memory of dtrain for several ranks."""
+    found = set()
+    for pid in host.processes():
+        with suppress(OSError):  # it has ended since
+            if "/memfd:dtrain (deleted)" in Path(f"/proc/{pid}/maps").read_text(encoding="utf-8"):
+                found.add(pid)
+    return found
+
+
+def test_replicas_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
+    """Each host holds a replica: its ranks share memory, and the replicas reach each other by the network."""
+    settings = (*SETTINGS, "train.global_batch_size=4", "engine.shard_size=2", cluster.data)
+    run_dir = cluster.folder() / "run"
+    ranks = cluster.ranks(*settings, f"run_dir={run_dir}", per_host=2)
+    for host in cluster.hosts:
+        ranks[0].wait_until(lambda host=host: len(sharing_memory(host)) == 2)  # type: ignore[misc]
+    for rank in ranks:
+        assert rank.wait() == 0, rank.output
+    without = [setting for setting in settings if "shard_size" not in setting]  # reproducible: the same bits
+    assert train(tmp_path / "run", *without, world=4) == [0] * 4
+    assert record_of(run_dir) == record_of(tmp_path / "run")

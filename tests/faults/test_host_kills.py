@@ -12,13 +12,14 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.cluster import Cluster, HostRank
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.hosts import Hosts, unsupported_reason
+from tests.helpers.hosts import Host, Hosts, unsupported_reason
 from tests.helpers.launch import SMALL, curve, record_of, train
 from tests.helpers.short_lease import FACTORY
 
@@ -108,6 +109,18 @@ def test_a_rank_that_hangs_is_named_on_every_host(cluster: Cluster, faults: Faul
     faults.passed("P9", 1)
 
 
+def watcher_is_connected(host: Host) -> bool:
+    """Whether the watcher of ``host`` is connected to another host; before, only ``launch.timeout_s`` ends ranks."""
+    connected = {line[9] for line in host.sockets() if line[3] == "01"}
+    for pid in host.processes():
+        with suppress(OSError):  # it has ended since
+            process = Path(f"/proc/{pid}")
+            files = [os.readlink(file) for file in (process / "fd").iterdir()]
+            if b"dtrain.supervision.watcher" in (process / "cmdline").read_bytes():
+                return any(f"socket:[{inode}]" in files for inode in connected)
+    return False
+
+
 PLACES = ("start", "step", "save")
 
 
@@ -139,9 +152,9 @@ def test_kills_at_random_instants(cluster: Cluster, faults: FaultCounts, tmp_pat
 
 def _wait_for(place: str, jobs: Sequence[HostRank], run_dir: Path, rng: random.Random) -> None:
     """Waits until a run is at ``place``, and then for a random time."""
-    if place == "start":  # the hosts know of each other when their watchers run
-        jobs[0].wait_until(lambda: all(len(job.host.processes()) == 2 for job in jobs))
-        time.sleep(rng.uniform(0.5, 1))
+    if place == "start":
+        jobs[0].wait_until(lambda: all(watcher_is_connected(job.host) for job in jobs))
+        time.sleep(rng.uniform(0, 0.5))
         return
     before = last_step(run_dir)
     checkpoints = run_dir / "checkpoints"

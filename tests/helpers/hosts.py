@@ -93,12 +93,11 @@ class Host:
 
     def listening(self) -> set[str]:
         """Returns ``address:port`` of all that listens here, IPv4 and IPv6 as hexadecimal digits."""
-        lines = [
-            line.split()
-            for name in ("tcp", "tcp6")
-            for line in Path(f"/proc/{self.init}/net/{name}").open()  # noqa: SIM115
-        ]
-        return {line[1] for line in lines if line[3] == "0A"}
+        return {line[1] for line in self.sockets() if line[3] == "0A"}
+
+    def sockets(self) -> list[list[str]]:
+        """Returns the fields of the TCP sockets here, as ``/proc/net/tcp`` has them: 1 address, 3 state, 9 inode."""
+        return [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/{self.init}/net/{name}").open()]
 
     def unplug(self) -> None:
         """Ends the network of this host: no packet leaves or arrives."""
