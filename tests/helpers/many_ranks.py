@@ -90,8 +90,10 @@ def fake_group(ranks: int) -> Iterator[ProcessGroup]:
     """Yields the communicator of rank 0 over torch's fake process group, which sends nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     assert dist.group.WORLD is not None
-    yield ProcessGroup(dist.group.WORLD, torch.device("cpu"))
-    dist.destroy_process_group()
+    try:
+        yield ProcessGroup(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
 
 
 class _NoSum:
@@ -115,7 +117,7 @@ def sent_gradient(ranks: int) -> Iterator[tuple[Callable[[], None], Callable[[],
     with fake_group(ranks) as comm:
         exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
         segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
-        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, lambda shard: _NoSum())
+        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, _NoSum())
 
         def fill() -> None:
             exchange.begin(weight.value)
