@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.precision import LossScale
+from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine
@@ -379,6 +380,7 @@ class Rank:
         self.state_device = CPU
         self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
+        self.mesh = Mesh.of(self.comm, None)
         self._losses = LossAccumulator(torch.device("cpu"))
         self.monitor = GradientMonitor(len(trial.model.backward_slots))
         placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
