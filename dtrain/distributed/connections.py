@@ -18,7 +18,7 @@ import os
 import select
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import ClassVar
@@ -43,6 +43,7 @@ class Connections(ABC):
         rank: rank of this process.
         world_size: number of ranks.
         timeout: longest wait for a message, or for space in a connection.
+        names: ranks of the run, by rank here, for messages to people; None: the same.
 
     Attributes:
         name: of the kind of connections, in messages.
@@ -51,9 +52,10 @@ class Connections(ABC):
 
     name: ClassVar[str]
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta) -> None:
+    def __init__(self, rank: int, world_size: int, timeout: timedelta, names: Sequence[int] | None = None) -> None:
         self.unsupported_reason = f"the {self.name} are not open yet"
         self._rank = rank
+        self._names = range(world_size) if names is None else names
         self._timeout_s = timeout.total_seconds()
         self._unread = {other: bytearray() for other in range(world_size) if other != rank}
         self._readers: dict[int, int] = {}  # descriptors by rank
@@ -81,7 +83,7 @@ class Connections(ABC):
         self._require_open()
         while len(self._in_flight) >= self._max_in_flight:  # [Note: full connections]
             self._receive_oldest()
-        message = Message(self._rank, self._num_sent, what, payload)
+        message = Message(self._names[self._rank], self._num_sent, what, payload)
         # first: after a failed write the others find a gap in the numbers
         self._num_sent += 1
         self._in_flight.append(message)
@@ -106,7 +108,9 @@ class Connections(ABC):
         """Receives the oldest message in flight; returns False if that would take a wait and ``waits`` is not set."""
         self._require_open()
         message = self._in_flight[0]
-        missing = {r: end for r, end in self._readers.items() if not message.is_complete(r, self._unread[r])}
+        missing = {
+            r: end for r, end in self._readers.items() if not message.is_complete(self._names[r], self._unread[r])
+        }
         while missing:
             for rank in self._wait(missing, select.POLLIN) if waits else list(missing):
                 try:
@@ -116,9 +120,9 @@ class Connections(ABC):
                 except ConnectionError:
                     chunk = b""
                 if not chunk:
-                    raise RuntimeError(f"rank {rank} has ended")
+                    raise RuntimeError(f"rank {self._names[rank]} has ended")
                 self._unread[rank] += chunk
-                if message.is_complete(rank, self._unread[rank]):
+                if message.is_complete(self._names[rank], self._unread[rank]):
                     del missing[rank]
         start, stop = HEADER.size, HEADER.size + len(message.payload)
         received = {rank: bytes(unread[start:stop]) for rank, unread in self._unread.items()}
@@ -170,7 +174,7 @@ class Connections(ABC):
         with suppress(OSError):  # nothing more to read, or the rank has ended
             while chunk := os.read(self._readers[rank], select.PIPE_BUF):
                 self._unread[rank] += chunk
-        return find_failure(rank, self._unread[rank])
+        return find_failure(self._names[rank], self._unread[rank])
 
     def ended_ranks(self) -> list[int]:
         """Returns the ranks whose connection has ended, and which have sent no failure before."""
@@ -188,7 +192,8 @@ class Connections(ABC):
         ready = {end for end, _ in poll.poll(min(1000 * self._timeout_s, _MAX_TIMEOUT_MS))}
         if not ready:
             what = "sent no message" if event == select.POLLIN else "read no message"
-            raise RuntimeError(f"rank {', '.join(map(str, ends))} {what} for {self._timeout_s:g} s")
+            ranks = ", ".join(str(self._names[rank]) for rank in ends)
+            raise RuntimeError(f"rank {ranks} {what} for {self._timeout_s:g} s")
         return [rank for rank, end in ends.items() if end in ready]
 
     def _require_open(self) -> None:

@@ -71,7 +71,8 @@ class GlooGroup(ProcessGroup):
         hosts, reason = try_on_every_rank(processes.host_identity, exchange_text)
         is_one_host = not reason and hosts[0] is not None and all(host == hosts[0] for host in hosts)
         for kind in (Pipes, Sockets) if is_one_host else (Sockets,):
-            connections = kind(self.rank, self.world_size, group._get_backend(device).options._timeout)
+            timeout = group._get_backend(device).options._timeout
+            connections = kind(self.rank, self.world_size, timeout, self.ranks)
             connections.open(exchange_text)
             reason = connections.unsupported_reason
             if not reason:
@@ -156,7 +157,7 @@ class GlooGroup(ProcessGroup):
     def ended_ranks(self) -> set[int]:
         if self.process_group is None:
             return set()
-        return {dist.get_global_rank(self.process_group, rank) for rank in self.messages.ended_ranks()}
+        return {self.ranks[rank] for rank in self.messages.ended_ranks()}
 
 
 class _AgreedWork:

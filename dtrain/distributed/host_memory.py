@@ -255,8 +255,9 @@ class Announcement:
             if (other, nbytes) != (what.number, tensor.nbytes):
                 with comm.waiting(what):  # which ends the connections
                     raise DivergenceError(
-                        f"{what.on(comm.rank)} is collective number {what.number} here, of {tensor.nbytes} bytes, and "
-                        f"met number {other} of rank {rank}, of {nbytes} bytes; the ranks issued different collectives"
+                        f"{what.on(comm.ranks[comm.rank])} is collective number {what.number} here, of {tensor.nbytes} "
+                        f"bytes, and met number {other} of rank {comm.ranks[rank]}, of {nbytes} bytes; the ranks "
+                        "issued different collectives"
                     )
             tensors.append(tensor if rank == comm.rank else comm.memory.read(rank, region, offset, tensor))
         return tensors, [weight for *_, weight in entries]
@@ -330,9 +331,10 @@ class _PartsRead:
             for rank, (part, payload) in enumerate(zip(parts, payloads, strict=True)):
                 number, region, offset, *sizes = struct.unpack(f"<{3 + len(parts)}q", payload)
                 if (number, sizes[own]) != (what.number, part.numel()) or min(sizes) < 0:
+                    ranks = self._comm.ranks
                     raise DivergenceError(
-                        f"{what.on(own)} is collective number {what.number} here, which expects {part.numel()} "
-                        f"elements of rank {rank}, and met number {number}, with {sizes[own]}; the ranks issued "
+                        f"{what.on(ranks[own])} is collective number {what.number} here, which expects {part.numel()} "
+                        f"elements of rank {ranks[rank]}, and met number {number}, with {sizes[own]}; the ranks issued "
                         "different collectives"
                     )
                 if part.numel():

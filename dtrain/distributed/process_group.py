@@ -51,6 +51,9 @@ class ProcessGroup(Communicator):
         group: two or more ranks.
         device: where the tensors of the collectives live.
         schedule: shared with the communicators of other axes; None: a new one.
+
+    Attributes:
+        ranks: of the run, by rank in ``group``; messages name these.
     """
 
     def __init__(
@@ -59,6 +62,7 @@ class ProcessGroup(Communicator):
         self.process_group: dist.ProcessGroup | None = group
         self.device = device
         self.rank = dist.get_rank(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self.world_size = dist.get_world_size(group)
         self.schedule = CollectiveSchedule() if schedule is None else schedule
         self._row_sums: list[_RowSum] = []  # in flight, in their order
@@ -133,7 +137,9 @@ class ProcessGroup(Communicator):
         size = torch.tensor([len(payload)], dtype=torch.int64, device=self.device)
         sizes = self.gather_rows(size, label="text size").flatten().tolist()
         if min(sizes) < 0 or max(sizes) > _MAX_TEXT_BYTES:
-            raise CommunicationError(f"rank {self.rank}: expected texts of 0 to {_MAX_TEXT_BYTES} bytes, got {sizes}")
+            raise CommunicationError(
+                f"rank {self.ranks[self.rank]}: expected texts of 0 to {_MAX_TEXT_BYTES} bytes, got {sizes}"
+            )
         # without its length, which may differ between the groups of one axis, whose order is the same
         what = self.schedule.record("exchange_text", "text", recorded(torch.uint8, 0))
         if not max(sizes):  # a gather of no bytes would be a collective for nothing
@@ -207,7 +213,7 @@ class ProcessGroup(Communicator):
 
     def waiting(self, what: Collective) -> Waiting:
         """Returns a context in which this rank waits for ``what``."""
-        return self.schedule.waiting(self.rank, what)
+        return self.schedule.waiting(self.ranks[self.rank], what)
 
     def _call(self, what: Collective, collective: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.flush()  # before anything else: backends match collectives by their order

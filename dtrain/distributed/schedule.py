@@ -169,7 +169,7 @@ class CollectiveSchedule:
         """Returns a context in which this rank waits for ``collective``; it records the wait and names a failure.
 
         Args:
-            rank: of this process among those of the collective.
+            rank: of this process in the run.
             collective: see above.
         """
         return Waiting(self, rank, collective)

@@ -15,6 +15,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.setup import make_communicator
+from dtrain.errors import DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, start, train_engine
 
@@ -104,3 +105,19 @@ def test_all_replicas_send_through_sockets_if_memory_is_short_in_one() -> None:
     results = run_ranks(4, short_memory, 3)
     assert [in_place for in_place, _ in expected + results] == [True] * 4 + [False] * 4
     assert_equal_bits(results[0][1], expected[0][1])
+
+
+def other_collectives(rank: int, world: int) -> str:
+    mesh = Mesh.of(make_communicator(dist.group.WORLD, CPU), 2)
+    try:
+        mesh.shard.gather_rows(torch.zeros(1), label="lost" if rank == 3 else "found")
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_messages_name_the_ranks_of_the_run() -> None:
+    """Not those of the group, in which ranks 2 and 3 are 0 and 1."""
+    _, _, *messages = run_ranks(4, other_collectives)
+    for message in messages:
+        assert "rank 2 is at gather_rows(found, 1 x float32), rank 3 is at gather_rows(lost, 1 x float32)" in message
