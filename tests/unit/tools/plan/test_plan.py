@@ -97,7 +97,8 @@ def test_a_model_that_needs_values_gets_them(
         (["memory", "device=h100-80g"], "device=h100-80g is not known; did you mean 'h100-80gb'?"),
         (["memory", "rank=4"], "unknown key 'rank'; did you mean"),
         (["memory", "ranks=0"], "ranks=0 must be a whole number from 1"),
-        (["memory", "ranks=8", "shard_size=3"], "shard_size=3 does not divide ranks=8; take one of its divisors"),
+        (["memory", "ranks=8", "shard_size=4"], "shard_size=4 is a key of the engine: write engine.shard_size=4"),
+        (["memory", "ranks=8", "engine.shard_size=3"], "engine.shard_size=3 does not divide the number of ranks, 8"),
         (["memory", "--all"], "dtrain plan memory has no option --all"),
         (["memory", "--against"], "--against needs the folder of a run"),
         (["memory", "--against", "none"], "none/memory.json: expected the memory.json that a run writes at its end"),
@@ -169,11 +170,17 @@ def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"with train.micro_batch_size=\d+: .*, fits; costs: \d+ times as many forwards", text)
 
 
-def test_memory_of_fewer_ranks_than_all(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "memory", "experiment=smoke", "ranks=8", "shard_size=2", "device=l4-24gb"]) == 0
-    text = capsys.readouterr().out
-    assert "no engine shards over 2 of 8 ranks yet" in text
-    assert "rank 0 of 2 on l4-24gb" in text
+def test_memory_of_replicas_of_fewer_ranks_than_all(capsys: pytest.CaptureFixture[str]) -> None:
+    def rows(*keys: str) -> dict[str, str]:
+        words = ["plan", "memory", "experiment=smoke", "device=l4-24gb", "engine.zero_stage=2", *keys]
+        assert main(words) == 0
+        lines = [line.split("|") for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+        return {cells[1].strip(): cells[2].strip() for cells in lines}
+
+    replicas, plain = rows("ranks=8", "engine.shard_size=2"), rows("ranks=2")
+    assert {kind: replicas[kind] for kind in ("master", "moments")} == {
+        kind: plain[kind] for kind in ("master", "moments")
+    }
 
 
 @pytest.mark.soak
