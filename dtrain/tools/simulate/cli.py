@@ -94,29 +94,27 @@ def main(argv: Sequence[str]) -> int:
 def _assumptions(keys: Mapping[str, str]) -> Assumptions:
     from dtrain.tools.simulate.points import ENGINE, RING, RING_FP32, Assumptions
 
-    step_ms = _number(keys, "step_ms", None)
     return Assumptions(
         keys.get("network", "ib-400g"),
-        _number(keys, "efficiency", 0.7) or 0.7,
-        step_ms,
-        _number(keys, "overlap_slowdown", 1.189) or 1.0,
-        _number(keys, "spread", 0.015) or 0.0,
+        _number(keys, "efficiency", "0.7"),
+        _number(keys, "step_ms") if "step_ms" in keys else None,
+        _number(keys, "overlap_slowdown", "1.189"),
+        _number(keys, "spread", "0.015"),
         _one_of(keys, "gradients", ENGINE, RING, RING_FP32),
-        _number(keys, "write_gbps", 10.0) or 10.0,
+        _number(keys, "write_gbps", "10"),
     )
 
 
-def _number(keys: Mapping[str, str], key: str, default: float | None) -> float | None:
-    if key not in keys:
-        return default
+def _number(keys: Mapping[str, str], key: str, default: str = "") -> float:
+    text = keys.get(key, default)
     least = {"overlap_slowdown": 1.0, "spread": 0.0}.get(key, 1e-6)
     try:
-        value = float(keys[key])
+        value = float(text)
     except ValueError:
         value = -1.0
     most = 1.0 if key in ("efficiency", "spread") else float("inf")
     if not least <= value <= most:
-        raise ConfigError(f"{key}={keys[key]} must be a number from {least:g}" + (f" to {most:g}" if most == 1 else ""))
+        raise ConfigError(f"{key}={text} must be a number from {least:g}" + (f" to {most:g}" if most == 1 else ""))
     return value
 
 

@@ -7,14 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dtrain.tools.simulate.points import Assumptions, Point
+from dtrain.tools.simulate.points import Assumptions, ScalingPoint
 from dtrain.tools.simulate.report import PURPOSES, assumptions, exposed
 from dtrain.train.planned import PlannedRun
 
 _COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#999999")  # Okabe and Ito's
 
 
-def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[Point]], assumed: Assumptions) -> None:
+def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoint]], assumed: Assumptions) -> None:
     """Writes a picture of both scalings, ``by_kind`` of whether the global batch stays, with what they assume."""
     import matplotlib
 
@@ -40,7 +40,7 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[Point]], a
     plt.close(figure)
 
 
-def _bars(axis: Any, points: Sequence[Point]) -> None:
+def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
     """Draws each step as a bar of its parts, in percent, and the efficiency above it."""
     names = [str(point.ranks) for point in points]
     parts = {

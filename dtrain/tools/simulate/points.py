@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import NormalDist
 
+from dtrain.errors import ConfigError
 from dtrain.planning.fabric import FABRICS, Fabric, find_fabric
 from dtrain.planning.network import Network
+from dtrain.planning.ranks import NCCL
 from dtrain.planning.replay import Replay
 from dtrain.planning.timeline import Transfer
 from dtrain.tools.simulate.step import Traced, simulate_step, trace_run, with_ranks
@@ -37,7 +39,13 @@ class Assumptions:
         """Returns the network, by its name or from the results of ``dtrain bench collectives``."""
         if self.network not in FABRICS and Path(self.network).is_file():
             return Network.read(Path(self.network), transport)
-        return find_fabric(self.network)
+        found = find_fabric(self.network)
+        if transport != NCCL:
+            raise ConfigError(
+                f"network={self.network} connects GPUs, and the ranks are CPUs; give the file of dtrain bench "
+                "collectives bench.out=FILE"
+            )
+        return found
 
     def stretch(self, ranks: int) -> float:
         """Returns by which the slowest of ``ranks`` computes longer than their mean.
@@ -48,7 +56,7 @@ class Assumptions:
 
 
 @dataclass(frozen=True)
-class Point:
+class ScalingPoint:
     """The run on some ranks.
 
     Attributes:
@@ -96,7 +104,7 @@ def as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Tran
     return replace(transfer, op="reduce_scatter_sum", nbytes=factor * transfer.nbytes)
 
 
-def simulate(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_strong: bool) -> list[Point]:
+def simulate(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_strong: bool) -> list[ScalingPoint]:
     """Returns ``run`` at each number of ``ranks``, which ascend.
 
     Args:
@@ -108,9 +116,10 @@ def simulate(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_
     Raises:
         ConfigError: a number of ranks or the network does not fit the run.
     """
+    assumed.links(run.transport)  # a network that does not fit is an error before anything is traced
     micro, own = run.config.train.micro_batch_size, run.config.train.global_batch_size // run.num_ranks
     whole = -(-run.config.train.global_batch_size // (micro * ranks[-1])) * micro * ranks[-1]
-    found: list[Point] = []
+    found: list[ScalingPoint] = []
     base: float | None = None
     for count in ranks:
         size = -(-whole // (micro * count)) * micro * count if is_strong else own * count
@@ -122,7 +131,7 @@ def simulate(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_
     return found
 
 
-def _point(traced: Traced, assumed: Assumptions) -> Point:
+def _point(traced: Traced, assumed: Assumptions) -> ScalingPoint:
     run = traced.run
     links = assumed.links(run.transport)
     seconds_of: Callable[[Transfer], float] = links.seconds
@@ -138,7 +147,7 @@ def _point(traced: Traced, assumed: Assumptions) -> Point:
     in_fp32 = ring(fp32=True) if traced.sends and assumed.gradients == ENGINE else None
     per_node = links.ranks_per_node if isinstance(links, Fabric) else links.num_ranks
     writers = -(-traced.shard_ranks // per_node)  # one replica writes
-    return Point(
+    return ScalingPoint(
         traced,
         chosen,
         in_fp32,

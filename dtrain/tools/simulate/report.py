@@ -8,7 +8,7 @@ from typing import Any
 
 from dtrain.planning.fabric import FABRICS
 from dtrain.planning.replay import GRADIENTS, OTHER, REPLICAS, VOTE, WEIGHTS
-from dtrain.tools.simulate.points import Assumptions, Point
+from dtrain.tools.simulate.points import Assumptions, ScalingPoint
 from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.train.memory.receipt import bytes_range, bytes_text
 from dtrain.train.planned import PlannedRun
@@ -18,17 +18,17 @@ _BINDS = 0.01
 """Part of a step, or of the elements, from which a limit is named."""
 
 
-def exposed(point: Point, purpose: str) -> float:
+def exposed(point: ScalingPoint, purpose: str) -> float:
     """Returns the seconds for which a rank waits for transfers of ``purpose``."""
     return sum(share.exposed for (name, _), share in point.step.shares.items() if name == purpose)
 
 
-def received(point: Point, purpose: str) -> int:
+def received(point: ScalingPoint, purpose: str) -> int:
     """Returns the bytes of ``purpose`` that a rank receives in a step."""
     return sum(share.nbytes for (name, _), share in point.step.shares.items() if name == purpose)
 
 
-def in_flight(point: Point, purpose: str) -> float:
+def in_flight(point: ScalingPoint, purpose: str) -> float:
     """Returns the seconds of the transfers of ``purpose``."""
     return sum(share.seconds for (name, _), share in point.step.shares.items() if name == purpose)
 
@@ -37,10 +37,10 @@ def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
-def show_points(run: PlannedRun, points: Sequence[Point], assumed: Assumptions, *, is_strong: bool) -> None:
+def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool) -> None:
     """Prints the tables, the assumptions, and the limits that bind."""
     purposes = [purpose for purpose in PURPOSES if any(received(point, purpose) for point in points)]
-    steps: list[Column[Point]] = [
+    steps: list[Column[ScalingPoint]] = [
         ("ranks", lambda point: f"{point.ranks:,}"),
         ("step ms", lambda point: _ms(point.step.seconds)),
         ("compute", lambda point: _ms(point.step.compute)),
@@ -49,7 +49,7 @@ def show_points(run: PlannedRun, points: Sequence[Point], assumed: Assumptions, 
         ("efficiency", lambda point: f"{point.efficiency:.1%}"),
         (f"{run.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
     ]
-    others: list[Column[Point]] = [
+    others: list[Column[ScalingPoint]] = [
         ("ranks", lambda point: f"{point.ranks:,}"),
         ("memory of a rank", lambda point: bytes_range(point.memory.low, point.memory.high)),
         ("checkpoint", lambda point: bytes_text(point.traced.saved[1])),
@@ -74,7 +74,7 @@ def show_points(run: PlannedRun, points: Sequence[Point], assumed: Assumptions, 
             print(f"{plural(point.ranks, 'rank')}: {line}")
 
 
-def assumptions(run: PlannedRun, points: Sequence[Point], assumed: Assumptions) -> Iterator[str]:
+def assumptions(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions) -> Iterator[str]:
     """Yields what the figures rest on, a sentence each."""
     fabric = FABRICS.get(assumed.network)
     text = f"network {assumed.network}" + ("" if fabric is None else f": {fabric.line}")
@@ -96,14 +96,14 @@ def assumptions(run: PlannedRun, points: Sequence[Point], assumed: Assumptions) 
     )
 
 
-def _accumulation(points: Sequence[Point]) -> str:
+def _accumulation(points: Sequence[ScalingPoint]) -> str:
     counts = sorted({point.traced.count for point in points})
     if len(counts) == 1:
         return f"{counts[0]} micro-batch{'es' if counts[0] > 1 else ''} a step"
     return f"{counts[0]} to {counts[-1]} micro-batches a step"
 
 
-def limits(point: Point) -> Iterator[str]:
+def limits(point: ScalingPoint) -> Iterator[str]:
     """Yields a sentence for each limit that takes 1 % of the step, or of the elements."""
     step, ring = point.step, point.ring
     if ring is not None and step.seconds - ring.seconds > _BINDS * step.seconds:
@@ -138,7 +138,9 @@ def limits(point: Point) -> Iterator[str]:
         )
 
 
-def to_json(run: PlannedRun, points: Sequence[Point], assumed: Assumptions, *, is_strong: bool) -> dict[str, Any]:
+def to_json(
+    run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool
+) -> dict[str, Any]:
     """Returns all as plain JSON; times are in seconds."""
     return {
         "assumptions": asdict(assumed),
@@ -149,7 +151,7 @@ def to_json(run: PlannedRun, points: Sequence[Point], assumed: Assumptions, *, i
     }
 
 
-def _point_json(point: Point) -> dict[str, Any]:
+def _point_json(point: ScalingPoint) -> dict[str, Any]:
     config, step = point.traced.run.config, point.step
     return {
         "ranks": point.ranks,

@@ -26,6 +26,7 @@ from dtrain.train.planned import PlannedRun
 from tests.helpers.launch import ROOT
 
 TINY = ["experiment=smoke", "precision=bf16", "train.micro_batch_size=4", "train.global_batch_size=8"]
+MEASURED = ROOT / "docs" / "results" / "collectives-cpu.json"
 ASSUMED = Assumptions("ib-400g", 0.7, None, 1.189, 0.0, "engine", 10.0)
 
 
@@ -133,7 +134,8 @@ def test_measured_computation_rescales_the_step() -> None:
         (["ranks=8,x"], "ranks=x must be a whole number from 1"),
         (["network=ib"], "network=ib is neither a file nor a known network"),
         (["network=nvlink", "ranks=16"], "network=nvlink is one node of 8 ranks"),
-        (["device=cpu"], "no rates of a CPU are published"),
+        (["device=cpu"], "network=ib-400g connects GPUs, and the ranks are CPUs; give the file of dtrain bench"),
+        (["device=cpu", f"network={MEASURED}", "ranks=2"], "no rates of a CPU are published"),
         (["efficiency=2"], "efficiency=2 must be a number from 1e-06 to 1"),
         (["scaling=medium"], "scaling=medium must be weak or strong"),
         (["ranks=12", "engine.zero_stage=3", "engine.shard_size=8"], "engine.shard_size=8 does not divide"),
