@@ -1,9 +1,9 @@
-"""Measures steps of real runs on 1, 2 and 4 ranks beside their simulation, and writes both as JSON.
+"""Measures steps of real ranks beside their simulation, and writes both as JSON.
 
-``python -m tests.distributed.measure_simulation OUT.json`` takes some 10 minutes on two quiet cores. The simulation has
-the network from ``dtrain bench collectives`` on as many ranks, and the computation of a rank, which is measured while
-as many ranks compute on the same cores and none of them communicates. Both sides are measured in turn in some rounds,
-so that other work on the machine meets both.
+``python -m tests.distributed.measure_simulation OUT.json`` takes some 5 minutes. The simulation has the network from
+``dtrain bench collectives`` on as many ranks, and the computation of a rank, which is measured while as many ranks
+compute on the same cores and none of them communicates. Each process takes such a step and a real one in turn, so that
+other work on the machine meets both.
 """
 
 from __future__ import annotations
@@ -13,19 +13,26 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import torch
+
+from dtrain.data import load_dataset
+from dtrain.distributed.setup import connect
+from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network
 from dtrain.telemetry.host import describe_host
-from dtrain.tools.plan.time import measure_time
 from dtrain.tools.simulate.step import simulate_step, trace_run
 from dtrain.train.planned import PlannedRun
-from tests.distributed.measure_step_time import trained
+from dtrain.train.setup import make_engine
+from dtrain.train.step_time import PlannedRank
 from tests.distributed.test_memory_plan import configuration
+from tests.helpers.ranks import run_ranks
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (1, ["engine.zero_stage=1"]),
@@ -44,19 +51,29 @@ DEFAULTS = {
     "train.micro_batch_size": 4,
     "train.global_batch_size": 16,
     "launch.device": "cpu",
-    "launch.threads_per_rank": 1,
 }
-_ROUNDS, _BUDGET_S = 3, 3.0
+_ROUNDS, _SKIPPED = 20, 3
 
 
-def simulated(ranks: int, keys: list[str], network: Path | None) -> tuple[float, float]:
-    """Returns the milliseconds of a rank's computation, measured, and of its step, simulated."""
-    run = PlannedRun.of(configuration(ranks, keys, {}), find_device("cpu", ranks), ranks)
-    busy = median(measure_time(run, None, _BUDGET_S).step.busy_ms)
-    traced = trace_run(run, 1.0, busy)
-    if network is None:
-        return busy, 1e3 * simulate_step(traced, lambda _: 0.0).seconds
-    return busy, 1e3 * simulate_step(traced, Network.read(network, run.transport).seconds).seconds
+def steps(rank: int, world: int, keys: list[str]) -> list[tuple[float, float]]:
+    """Returns the milliseconds of steps without communication, and of the real steps after them."""
+    config = configuration(world, keys, DEFAULTS)
+    comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
+    run = PlannedRun.of(config, find_device("cpu", world), world)
+    planned = PlannedRank(config, world, comm.device, run.transport)
+    dataset = load_dataset(config.data, config.model.max_seq_len)
+    engines = planned.engine, make_engine(config, build_model(config.model, dataset.task, config.seed), comm)
+    found = []
+    with planned.batches() as batches:
+        for _ in range(_SKIPPED + _ROUNDS):
+            batch, taken = next(batches), []
+            for planned.engine in engines:
+                comm.barrier()
+                begin = time.perf_counter()
+                planned.step(batch)
+                taken.append(1e3 * (time.perf_counter() - begin))
+            found.append((taken[0], taken[1]))
+    return found[_SKIPPED:]
 
 
 def measured_network(folder: str, ranks: int) -> Path | None:
@@ -69,35 +86,39 @@ def measured_network(folder: str, ranks: int) -> Path | None:
     return path
 
 
-def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, float]:
-    """Returns simulated and measured milliseconds of one case."""
-    own = [*keys, *(f"{key}={value}" for key, value in DEFAULTS.items())]
-    busy, step = simulated(ranks, [*own, f"launch.num_processes={ranks}"], network)
-    taken = trained(ranks, own)
-    return {"rank_ms": busy, "simulated_ms": step, "measured_ms": taken, "load": os.getloadavg()[0]}
-
-
-def summary(number: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Returns the medians of case ``number``, and their ratio."""
-    ranks, keys = CASES[number]
-    medians = {name: median(one[name] for one in rounds) for name in ("rank_ms", "simulated_ms", "measured_ms")}
-    ratio = round(medians["simulated_ms"] / medians["measured_ms"], 3)
-    return {"ranks": ranks, "keys": keys, **medians, "ratio": ratio, "rounds": rounds}
+def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, Any]:
+    """Returns simulated and measured milliseconds of one case; a step takes as long as its slowest rank."""
+    own = [*keys, f"launch.num_processes={ranks}"]
+    rounds = zip(*run_ranks(ranks, steps, own, timeout=600.0), strict=True)
+    alone, measured = zip(*(map(max, zip(*one, strict=True)) for one in rounds), strict=True)
+    run = PlannedRun.of(configuration(ranks, own, DEFAULTS), find_device("cpu", ranks), ranks)
+    links = None if network is None else Network.read(network, run.transport)
+    traced = trace_run(run, 1.0, median(alone))
+    simulated = 1e3 * simulate_step(traced, links.seconds if links is not None else lambda _: 0.0).seconds
+    return {
+        "ranks": ranks,
+        "keys": keys,
+        "rank_ms": median(alone),
+        "simulated_ms": simulated,
+        "measured_ms": median(measured),
+        "ratio": round(simulated / median(measured), 3),
+        "load": os.getloadavg()[0],
+        "rank_ms_of_rounds": alone,
+        "measured_ms_of_rounds": measured,
+    }
 
 
 def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        networks = {ranks: measured_network(folder, ranks) for ranks in {ranks for ranks, _ in CASES}}
+        cases = []
+        for ranks, keys in CASES:
+            cases.append(measure(ranks, keys, networks[ranks]))
+            print(cases[-1], flush=True)
     path = Path(sys.argv[1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    rounds: list[list[dict[str, float]]] = [[] for _ in CASES]
-    for _ in range(_ROUNDS):
-        with tempfile.TemporaryDirectory() as folder:
-            networks = {ranks: measured_network(folder, ranks) for ranks in {ranks for ranks, _ in CASES}}
-            for own, (ranks, keys) in zip(rounds, CASES, strict=True):
-                own.append(measure(ranks, keys, networks[ranks]))
-                print(ranks, *keys, own[-1], flush=True)
-        cases = [summary(number, own) for number, own in enumerate(rounds)]
-        result = {"host": asdict(describe_host()), "defaults": DEFAULTS, "cases": cases}
-        path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    result = {"host": asdict(describe_host()), "cores": os.cpu_count(), "defaults": DEFAULTS, "cases": cases}
+    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
