@@ -75,7 +75,7 @@ def simulated(device: str, world: int, keys: list[str]) -> list[tuple[str, str, 
         op = "all_to_all_single" if transfer.op == "reduce_scatter_sum" else transfer.op
         nbytes = transfer.nbytes * expected // (expected - 1)
         # of rows one is recorded, and of an all-to-all of unequal parts those of all ranks
-        recorded = nbytes // world if op == "gather_rows" else nbytes * expected if op == "all_to_all" else nbytes
+        recorded = nbytes // expected if op == "gather_rows" else nbytes * expected if op == "all_to_all" else nbytes
         found.append((op, transfer.label, recorded))
     return found
 
