@@ -67,7 +67,9 @@ class GlooGroup(ProcessGroup):
         self.schedule.transports.add(self)
 
     def _open_connections(self, group: dist.ProcessGroup, device: torch.device) -> Connections:
-        exchange_text = ProcessGroup(group, device, self.schedule).exchange_text  # nothing can be agreed on yet
+        # nothing can be agreed on yet; not in the shared schedule, because the groups of an axis may differ in the
+        # kinds of connections that they try
+        exchange_text = ProcessGroup(group, device).exchange_text
         hosts, reason = try_on_every_rank(processes.host_identity, exchange_text)
         is_one_host = not reason and hosts[0] is not None and all(host == hosts[0] for host in hosts)
         for kind in (Pipes, Sockets) if is_one_host else (Sockets,):

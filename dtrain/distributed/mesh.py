@@ -47,17 +47,11 @@ class Mesh:
 
     def describe(self) -> str:
         """Returns the axes, and the ranks that rank 0 communicates with, as a line for people."""
-        shard, replicate = self._members(0)
-        return (
-            f"mesh: dp_replicate {self.replicate.world_size} x dp_shard {self.shard.world_size}; rank 0 shards with "
-            f"ranks {_listed(shard)}, and sums the shard with ranks {_listed(replicate)}"
-        )
-
-    def _members(self, rank: int) -> tuple[range, range]:
-        """Returns the ranks of both axes that meet in ``rank``."""
         size = self.shard.world_size
-        first = rank - rank % size
-        return range(first, first + size), range(rank % size, self.world.world_size, size)
+        return (
+            f"mesh: dp_replicate {self.replicate.world_size} x dp_shard {size}; rank 0 shards with ranks "
+            f"{_listed(range(size))}, and sums the shard with ranks {_listed(range(0, self.world.world_size, size))}"
+        )
 
     def check(self, num_replicas: int) -> None:
         """Asserts that the live process groups are those of ``num_replicas`` replicas of equal size.
@@ -85,4 +79,4 @@ class Mesh:
 
 
 def _listed(ranks: range) -> str:
-    return f"{', '.join(map(str, ranks[:3]))}{f', ... {ranks[-1]}' if len(ranks) > 3 else ''}"
+    return ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]}, {ranks[2]}, ... {ranks[-1]}"

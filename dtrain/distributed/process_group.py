@@ -166,18 +166,20 @@ class ProcessGroup(Communicator):
         assert group is not None
         known = _axis_groups.setdefault(group, {})
         if shard_size not in known:
-            timeout = group._get_backend(self.device).options._timeout
+            backend = group._get_backend(self.device)
+            timeout = getattr(backend.options, "_timeout", None)  # torch's fake backend has no options
+            on_every_rank(self, "", partial(reserve_descriptors, self.world_size), ConfigError)
             everyone = dist.get_process_group_ranks(group)
             own = everyone[self.rank]
             # torch names a group by its ranks and the number of groups that a rank has, and ranks with another name
             # for it would wait for each other: each makes groups of its own until all have as many
-            counts = self.gather_rows(torch.tensor([_num_groups()], device=self.device), label="process groups")
-            for _ in range(int(counts.max()) - _num_groups()):
+            count = max(map(int, self.exchange_text(str(_num_groups()))))
+            for _ in range(count - _num_groups()):
                 dist.new_group([own], backend="gloo", use_local_synchronization=True)
             first = self.rank - self.rank % shard_size
             # each rank makes only the groups that it joins: all of them would be as many as there are ranks
             shard, replicate = (
-                dist.new_group(ranks, timeout=timeout, use_local_synchronization=True)
+                dist.new_group(ranks, timeout=timeout, backend=backend.name(), use_local_synchronization=True)
                 for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
             )
             known[shard_size] = shard, replicate

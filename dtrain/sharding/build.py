@@ -48,7 +48,7 @@ from dtrain.sharding.offload import HOST, OffloadedGradient, offload_of
 from dtrain.sharding.placement import STAGES, Placements
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.reduce import GradientReducer
-from dtrain.sharding.replica_sum import ReplicaSum, RunningReplicaSum, TreeReplicaSum, across
+from dtrain.sharding.replica_sum import ReplicaSum, RunningReplicaSum, SubtreesInFlight, TreeReplicaSum, across
 from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.rounded_gradients import RoundedGradient, RoundedSum, StepNoise
 from dtrain.sharding.storage_pool import StoragePool
@@ -69,7 +69,8 @@ def build(model: nn.Module, contract: Contract, mesh: Mesh, options: Native, pla
     buffers, exchange = builder.buffers()
     groups = builder.groups(buffers)
     backward = sorted((group for group in groups if group.buffers), key=lambda group: builder.order.index(group.name))
-    overlaps = mesh.is_hybrid and not mesh.shard.device_is_host  # whose host would wait
+    # on a CPU the rank itself would wait; a tree has exchanged its sums before
+    overlaps = mesh.is_hybrid and not mesh.shard.device_is_host and not options.reproducible
     reducer = GradientReducer(backward, exchange, builder.noise, completes_early=overlaps)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
@@ -93,6 +94,7 @@ class _Builder:
         self._contract = contract
         self._comm = comm = mesh.shard
         self._mesh = mesh
+        self._subtrees = SubtreesInFlight()
         self._options = options
         self._plan = plan
         self._placements = STAGES[options.zero_stage]
@@ -323,10 +325,10 @@ class _Builder:
         """Returns the sum of a main grad's ``shard`` over the replicas; None: there is one."""
         if not self._mesh.is_hybrid:
             return None
-        kind: type[TreeReplicaSum | RunningReplicaSum] = RunningReplicaSum
+        replicate, label = self._mesh.replicate, across(segment.layout.name)
         if self._options.reproducible:
-            kind = TreeReplicaSum
-        return kind(self._mesh.replicate, shard, across(segment.layout.name))
+            return TreeReplicaSum(replicate, shard, label, self._subtrees)
+        return RunningReplicaSum(replicate, shard, label)
 
     def _main_grads(self, held: Sequence[ArenaSegment], allocate: Callable[..., Tensor]) -> list[Tensor]:
         """Returns zeros for the main grads of ``held``; those of one dtype lie in one contiguous tensor."""

@@ -199,13 +199,14 @@ class ExchangedGradient(FlatGradient):
     def finish_reduction(self, *, is_last: bool) -> Tensor:
         handle = self._in_flight.popleft()
         shards, weights = handle.wait()
-        self._sum.push(shards, RankWeights(weights), is_last=is_last)
+        # norms are taken of the last sum: with replicas, that over all of them
+        self._sum.push(shards, RankWeights(weights), is_last=is_last and self.replicas is None)
         handle.release()
         return weights
 
     @property
     def norms(self) -> Tensor:
-        return super().norms if self._sum.norms is None or self.replicas is not None else self._sum.norms
+        return super().norms if self._sum.norms is None else self._sum.norms
 
     def complete(self) -> None:
         self._sum.finish()

@@ -35,7 +35,8 @@ class GradientReducer:
         groups: the groups with trained parameters, in the order in which backward is expected to complete them.
         exchange: sends the gradients of each micro-batch; None: only a rank's sum over its micro-batches is reduced.
         noise: of the sums that are rounded.
-        completes_early: whether a wait during backward is worth that the sum over replicas starts earlier.
+        completes_early: whether sums over replicas start during the last backward, at the cost of waits there; all
+            ranks must then mark the same micro-batch as the last.
 
     Attributes:
         groups, exchange: see above.
@@ -138,7 +139,7 @@ class GradientReducer:
         weights = gradient.finish_reduction(is_last=self._is_last)
         if weights is not None and number % len(self._gradients) == 0:  # the same for all gradients of a micro-batch
             self.weights.append(weights)
-        if number >= self._first_of_last:
+        if self._completes_early and number >= self._first_of_last:
             gradient.complete()
             self._num_complete += 1
 

@@ -5,6 +5,7 @@ It is an all-reduce in two halves: each replica sums its part of the shard, then
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, Handle
+from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.accumulate import TreeSum
 
@@ -38,7 +40,7 @@ def _part(shard: Tensor, comm: Communicator) -> Tensor:
 
 
 class RunningReplicaSum(ReplicaSum):
-    """Sums in the order of the replicas.
+    """Sums in the order of the replicas on CPUs, in NCCL's order on GPUs; all replicas get the same bits.
 
     Args:
         comm: the ranks that hold the same shard.
@@ -63,6 +65,29 @@ class RunningReplicaSum(ReplicaSum):
         return self._comm.all_gather(self._shard, self._part, label=self._label)
 
 
+class SubtreesInFlight:
+    """The sums of subtrees that the flat buffers of a model have sent, in their order."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[tuple[TreeReplicaSum, Handle, Tensor]] = deque()
+        self._nbytes = 0
+
+    def add(self, target: TreeReplicaSum, handle: Handle, received: Tensor) -> None:
+        """Keeps one; if they exceed the limit, waits for the oldest ones."""
+        self._in_flight.append((target, handle, received))
+        self._nbytes += received.nbytes
+        # by the sizes alone, which are equal on all ranks, so that all wait for the same ones
+        while len(self._in_flight) > 1 and self._nbytes > MAX_BYTES_IN_FLIGHT:
+            self.receive_oldest()
+
+    def receive_oldest(self) -> None:
+        """Waits for the oldest one and adds it to its sum."""
+        target, handle, received = self._in_flight.popleft()
+        self._nbytes -= received.nbytes
+        handle.wait()
+        target.receive(received)
+
+
 class TreeReplicaSum(ReplicaSum):
     """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
 
@@ -70,18 +95,23 @@ class TreeReplicaSum(ReplicaSum):
     of two, their gradients make up one subtree, whose sum the owner of the shard forms. After each micro-batch the sums
     of the subtrees go to the owner of each part, whose tree is the upper part of that of all ranks.
 
-    It is a :class:`dtrain.sharding.accumulate.GradientSum` too; the arguments are those of :class:`RunningReplicaSum`.
+    It is a :class:`dtrain.sharding.accumulate.GradientSum` too.
+
+    Args:
+        comm, shard, label: as of :class:`RunningReplicaSum`.
+        in_flight: of all flat buffers of the model.
     """
 
     norms: Tensor | None = None
 
-    def __init__(self, comm: Communicator, shard: Tensor, label: str) -> None:
+    def __init__(self, comm: Communicator, shard: Tensor, label: str, in_flight: SubtreesInFlight) -> None:
         self._comm = comm
         self._shard = shard
         self._part = _part(shard, comm)
         self._label = label
         self._sum = TreeSum(self._part)
-        self._in_flight: tuple[Handle, Tensor] | None = None
+        self._all_in_flight = in_flight
+        self._num_in_flight = 0
         # products with 1 change no bit
         self._weights = [Weight(torch.ones((), device=shard.device), is_one=True)] * comm.world_size
 
@@ -91,21 +121,21 @@ class TreeReplicaSum(ReplicaSum):
         own = TreeSum(subtree)
         own.push(grads, weights)
         own.finish()
-        self._receive()  # the last one, so that one is in flight at a time
         sizes = [self._part.numel()] * self._comm.world_size
         total = subtree.numel() * self._comm.world_size
         handle = self._comm.all_to_all(received, subtree, sizes, sizes, total=total, label=self._label)
-        self._in_flight = handle, received
+        self._num_in_flight += 1
+        self._all_in_flight.add(self, handle, received)
 
-    def _receive(self) -> None:
-        if self._in_flight is not None:
-            (handle, received), self._in_flight = self._in_flight, None
-            handle.wait()
-            self._sum.push(received.view(self._comm.world_size, -1).unbind(), self._weights)
+    def receive(self, received: Tensor) -> None:
+        """Adds the sums of one micro-batch's subtrees, [replicas * n]."""
+        self._num_in_flight -= 1
+        self._sum.push(received.view(self._comm.world_size, -1).unbind(), self._weights)
 
     def finish(self) -> None:
         """Completes the sum of this replica's part, zero if nothing was added, and starts the next step."""
-        self._receive()
+        while self._num_in_flight:
+            self._all_in_flight.receive_oldest()
         self._sum.finish()
 
     def start(self) -> None:

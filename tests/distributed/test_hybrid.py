@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import torch.distributed as dist
 import dtrain
 from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.setup import make_communicator
-from dtrain.errors import ConfigError, ContractError
+from dtrain.errors import ConfigError, ContractError, DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, assert_follows_the_oracle, forward_backward, start, train_all
+from tests.helpers.zoo import make
 
 pytestmark = pytest.mark.processes
 
@@ -151,6 +153,38 @@ def test_a_bad_gradient_is_counted_in_one_replica() -> None:
     assert plain is not None
     assert (plain.rank, plain.num_inf, plain.num_nan) == (3, 1, 0)
     assert hybrid == plain
+
+
+def unmarked_last(rank: int, world: int, shard_size: int | None) -> float:
+    """Rank 0 marks no micro-batch as the last one, the others mark theirs."""
+    of = run("bf16", zero_stage=2, shard_size=shard_size)
+    engine = start(of)
+    entry = make("transformer")
+    for index in range(3):
+        with engine.micro_batch(last=rank > 0 and index == 2):
+            engine.backward(entry.loss(engine, entry.batch(index * world + rank)))
+    return float(engine.step().loss)
+
+
+def test_ranks_may_mark_the_last_micro_batch_or_not() -> None:
+    assert run_ranks(4, unmarked_last, 2) == run_ranks(4, unmarked_last, None)
+
+
+def fewer_micro_batches(rank: int, world: int, options: dict[str, Any]) -> str:
+    """The second replica takes one micro-batch less."""
+    of = replace(run("bf16", **options), accumulation=2 if rank < 2 else 1)
+    engine = start(of)
+    try:
+        forward_backward(engine, of, 0)
+        engine.step()
+        return str(engine.master_state())
+    except DivergenceError:
+        return "diverged"
+
+
+@pytest.mark.parametrize("options", [{"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 2, "reproducible": True}])
+def test_replicas_with_other_numbers_of_micro_batches_end(options: dict[str, Any]) -> None:
+    assert run_ranks(4, fewer_micro_batches, options) == ["diverged"] * 4
 
 
 def degrade(rank: int, world: int, kind: str) -> str:

@@ -151,7 +151,7 @@ class Collectives:
         _require_idle(self.in_flight, name, _Range(address, address + 1), False)
 
     def replaced(self, name: str, function: Callable[..., Any], scale: tuple[int, int]) -> Callable[..., Any]:
-        """Returns ``function``, recorded; its output and input have sizes in the ratio ``scale``."""
+        """Returns ``function``, recorded; its output and input have sizes in the ratio ``scale``: 0 is the ranks."""
 
         def collective(output: Tensor, *inputs: Any, async_op: bool = False, **kwargs: Any) -> Any:
             source = inputs[0] if inputs and isinstance(inputs[0], Tensor) else output
@@ -159,7 +159,8 @@ class Collectives:
                 assert tensor.device == DEVICE, f"{name} of a tensor on {tensor.device}"
                 assert tensor.is_contiguous(), f"{name} of a tensor with strides {tensor.stride()}"
             assert output.dtype == source.dtype, f"{name} of {source.dtype} into {output.dtype}"
-            sizes = (output.numel() * scale[1], source.numel() * scale[0])
+            whole = dist.get_world_size(kwargs.get("group"))
+            sizes = (output.numel() * (scale[1] or whole), source.numel() * (scale[0] or whole))
             if splits := [value for value in inputs[1:] if isinstance(value, list)]:  # of an uneven all-to-all
                 assert sizes == tuple(map(sum, splits)), f"{name}: {splits} of {source.shape} to {output.shape}"
             else:
@@ -197,7 +198,7 @@ class FakeRanks(ProcessGroup):
 def fake_world(world_size: int, rank: int = 0) -> Iterator[tuple[Communicator, Collectives]]:
     """Inside, this process is one rank of ``world_size``; to be entered inside :func:`tests.fake.device.fake_cuda`."""
     found = Collectives(world_size)
-    shards, whole = 1, world_size
+    shards, whole = 1, 0
     replaced = [
         (process_group, "all_gather_single", "all_gather", (whole, shards)),
         (process_group, "reduce_scatter_single", "reduce_scatter", (shards, whole)),

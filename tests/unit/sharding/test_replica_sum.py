@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding import replica_sum
 from dtrain.sharding.accumulate import TreeSum
-from dtrain.sharding.replica_sum import RunningReplicaSum, TreeReplicaSum
+from dtrain.sharding.replica_sum import RunningReplicaSum, SubtreesInFlight, TreeReplicaSum
 
 NUMEL = 120
 
@@ -49,7 +50,7 @@ def test_the_tree_is_that_of_all_ranks(shard_size: int, num_replicas: int, num_m
     sent: dict[int, dict[int, Tensor]] = defaultdict(dict)
     shards = [torch.empty(NUMEL) for _ in range(num_replicas)]
     comms: list[Any] = [FakeReplicas(replica, num_replicas, sent) for replica in range(num_replicas)]
-    sums = [TreeReplicaSum(comm, shard, "g") for comm, shard in zip(comms, shards, strict=True)]
+    sums = [TreeReplicaSum(comm, shard, "g", SubtreesInFlight()) for comm, shard in zip(comms, shards, strict=True)]
     expected = torch.empty(NUMEL)
     whole = TreeSum(expected)
     for _ in range(2):
@@ -67,9 +68,27 @@ def test_the_tree_is_that_of_all_ranks(shard_size: int, num_replicas: int, num_m
             assert torch.equal(*parts), f"replica {replica}"
 
 
-@pytest.mark.parametrize("kind", [RunningReplicaSum, TreeReplicaSum])
-def test_a_part_of_an_empty_shard_lies_in_the_shard(kind: type[RunningReplicaSum | TreeReplicaSum]) -> None:
+def test_a_part_of_an_empty_shard_lies_in_the_shard() -> None:
     """Ranks of one host read it at its offset, in memory that may end there."""
-    memory = torch.zeros(8)
     comm: Any = FakeReplicas(1, 2, {})
-    assert kind(comm, memory[8:], "empty")._part.storage_offset() == 8
+    empty = torch.zeros(8)[8:]
+    assert RunningReplicaSum(comm, empty, "empty")._part.storage_offset() == 8
+    assert TreeReplicaSum(comm, empty, "empty", SubtreesInFlight())._part.storage_offset() == 8
+
+
+@pytest.mark.parametrize("limit", [0, 3 * 4 * NUMEL, 1 << 30])
+def test_what_the_buffers_have_in_flight_is_limited(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest are received first, whichever buffer's; the sums stay the same."""
+    monkeypatch.setattr(replica_sum, "MAX_BYTES_IN_FLIGHT", limit)
+    in_flight, sent = SubtreesInFlight(), defaultdict(dict)
+    comm: Any = FakeReplicas(0, 1, sent)
+    shards = [torch.empty(NUMEL) for _ in range(5)]
+    sums = [TreeReplicaSum(comm, shard, str(n), in_flight) for n, shard in enumerate(shards)]
+    for step in range(2):
+        for number, own in enumerate(sums):
+            own.push([torch.full((NUMEL,), float(number + step))] * 2, [Weight(torch.ones(()), is_one=True)] * 2)
+            assert in_flight._nbytes <= max(limit, 4 * NUMEL)
+    for number, (own, shard) in enumerate(zip(sums, shards, strict=True)):
+        own.finish()
+        assert (shard == 2 * number + 2 * (number + 1)).all()
+    assert in_flight._nbytes == 0
