@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.tools.simulate.points import Assumptions, ScalingPoint
-from dtrain.tools.simulate.report import PURPOSES, assumptions, exposed
+from dtrain.tools.simulate.report import PURPOSES, accumulation, assumptions, exposed
+from dtrain.tools.tables import plural
 from dtrain.train.planned import PlannedRun
 
 _COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#999999")  # Okabe and Ito's
@@ -25,15 +26,17 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
     for axis, is_strong in zip(axes, (False, True), strict=True):
         points = by_kind[is_strong]
         whole = points[-1].traced.run.config.train.global_batch_size
-        kept = f"global batch {whole}" if is_strong else f"{whole // points[-1].ranks} samples a rank and step"
-        axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}", fontsize=10)
+        kept = f"global batch {whole}" if is_strong else plural(whole // points[-1].ranks, "sample") + " a rank"
+        axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}, {accumulation(points)}", fontsize=10)
         _bars(axis, points)
     axes[0].legend(loc="lower left", fontsize=8)
     config = points[0].traced.run.config
     size = getattr(config.engine, "shard_size", None)
     sharded = f", replicas of {size} ranks" if size else ""
     stage = f"ZeRO stage {config.engine.zero_stage}{sharded}"
-    text = f"Simulated: {run.device.name}, {stage}. " + ". ".join(assumptions(run, by_kind[False], assumed)) + "."
+    lines = [f"Simulated: {config.model.name}, {run.device.name}, {stage}"]
+    lines += [line[0].upper() + line[1:] for line in assumptions(run, by_kind[False], assumed)]
+    text = ". ".join(lines) + "."
     figure.text(0.02, 0.01, textwrap.fill(text, 165), fontsize=7.5, va="bottom")
     figure.tight_layout(rect=(0, 0.13, 1, 1))
     figure.savefig(path, dpi=110)
@@ -56,7 +59,9 @@ def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
         axis.bar(names, shares, bottom=bottom, label=name, color=color, width=0.65)
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     for number, point in enumerate(points):
-        text = f"{1e3 * point.step.seconds:,.4g} ms\n{point.efficiency:.1%}"
+        seconds = point.step.seconds
+        taken = f"{seconds:,.4g} s" if seconds > 2 else f"{1e3 * seconds:,.4g} ms"
+        text = f"{taken}\n{point.efficiency:.1%}"
         axis.text(number, 101, text, ha="center", va="bottom", fontsize=8)
     axis.set_ylim(0, 118)
     axis.set_xlabel("ranks")

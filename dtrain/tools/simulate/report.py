@@ -78,7 +78,7 @@ def assumptions(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
     """Yields what the figures rest on, a sentence each."""
     fabric = FABRICS.get(assumed.network)
     text = f"network {assumed.network}" + ("" if fabric is None else f": {fabric.line}")
-    yield f"nothing is measured; {text}; {_accumulation(points)}"
+    yield f"nothing is measured; {text}; {accumulation(points)}"
     rates = (
         f"products at {assumed.efficiency:.0%} of the published rate, all else at the memory's bandwidth"
         if assumed.step_ms is None
@@ -96,7 +96,8 @@ def assumptions(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
     )
 
 
-def _accumulation(points: Sequence[ScalingPoint]) -> str:
+def accumulation(points: Sequence[ScalingPoint]) -> str:
+    """Returns the micro-batches of a step of a rank, for people."""
     counts = sorted({point.traced.count for point in points})
     if len(counts) == 1:
         return f"{counts[0]} micro-batch{'es' if counts[0] > 1 else ''} a step"
