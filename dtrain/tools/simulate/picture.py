@@ -59,8 +59,8 @@ def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
         axis.bar(names, shares, bottom=bottom, label=name, color=color, width=0.65)
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     for number, point in enumerate(points):
-        seconds = point.step.seconds
-        taken = f"{seconds:,.4g} s" if seconds > 2 else f"{1e3 * seconds:,.4g} ms"
+        step_s = point.step.seconds
+        taken = f"{step_s:,.4g} s" if step_s > 2 else f"{1e3 * step_s:,.4g} ms"
         text = f"{taken}\n{point.efficiency:.1%}"
         axis.text(number, 101, text, ha="center", va="bottom", fontsize=8)
     axis.set_ylim(0, 118)
