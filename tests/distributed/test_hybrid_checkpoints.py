@@ -117,7 +117,7 @@ def train_on(rank: int, world: int, layout: Layout, source: Path | None, target:
     return {key: value for key, value in state_digests(engine).items() if not key.startswith("buffer:")}
 
 
-def test_reproducible_run_goes_on_with_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
+def test_reproducible_run_resumes_with_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
     flat: Layout = ("native", 3, None)
     for number, (first, world, second, other) in enumerate([(HYBRID, 4, flat, 2), (flat, 1, HYBRID, 4)]):
         (expected, *_) = run_ranks(world, train_on, first, None, tmp_path / f"{number}")
