@@ -16,8 +16,8 @@ import os
 import re
 import secrets
 import stat
+from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 from dtrain.checkpoint import storage
@@ -80,19 +80,25 @@ def checkpoints_dir(path: Path) -> Path:
     return path / "checkpoints" if (path / "checkpoints").is_dir() else path
 
 
-def make_directories(path: Path) -> None:
-    """Creates a directory and its missing parents, and syncs each name before it is used."""
+def make_directories(path: Path, while_waiting: Callable[[], None] = lambda: None) -> None:
+    """Creates a directory and its missing parents, and syncs each name before it is used.
+
+    ``while_waiting`` is called between two attempts if another host has changed the names.
+    """
     if path.is_dir():  # its name may not be on disk yet: its creator may have been killed before the fsync
         with suppress(OSError):  # a parent that may not be read was not created by us
             storage.sync_directory(path.parent)
         return
-    make_directories(path.parent)
-    try:
-        storage.make_directory(path)
-    except FileExistsError:  # created by another job just now, or not a directory; [Note: cached names]
-        until_seen(partial(os.lstat, path), path, "this process", "exists")
-        if not path.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path)) from None
+
+    def make() -> None:
+        make_directories(path.parent, while_waiting)
+        with suppress(FileExistsError):  # created by another job just now, or not a directory
+            storage.make_directory(path)
+        os.lstat(path)  # not found: [Note: cached names], or that job has removed it since
+
+    until_seen(make, path, "this process", "exists", while_waiting)
+    if not path.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
     storage.sync_directory(path.parent)
 
 

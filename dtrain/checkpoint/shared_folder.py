@@ -1,9 +1,9 @@
 """Waits for files that another rank has created, and that a shared folder shows to this host only later.
 
 [Note: cached names] A network file system may remember for a minute that a name does not exist (NFS: ``acdirmax``). So
-once a rank has said by message that a file exists, another rank that does not see it looks again, and believes only
-that it is unseen for longer than any cache keeps names. NFS compares its cache with the server when a folder is opened,
-so the folders above the file are opened before each look.
+once a rank has reported by message that a file exists, another rank that does not see it looks again, for longer than
+any cache keeps names. NFS compares its cache with the server when a folder is opened, so the folders above the file are
+opened before each look.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PAUSES_S = (0.02, 1.0)  # the first one, and the longest
 
 
 def is_unseen(error: Exception) -> bool:
-    """Returns whether an error says that a file does not exist, which another host may know better."""
+    """Returns whether an error means that a file does not exist, or that this host's cache is out of date."""
     if isinstance(error, DamageError):
         return error.tag == "missing"
     return isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ESTALE)
@@ -44,10 +44,10 @@ def until_seen(
     """Returns the result of ``work``, called again as long as it does not find a file at or below ``path``.
 
     Args:
-        work: raises as :func:`is_unseen` tells if it finds no file.
+        work: raises an error for which :func:`is_unseen` is true if it finds no file.
         path: what another rank has created.
         who: this rank, for the message.
-        claim: who says that it exists, such as ``rank 0 has created``.
+        claim: why it should exist, for the message, such as ``rank 0 has created``.
         before_pause: may raise to give up.
 
     Raises:

@@ -103,7 +103,7 @@ def open_run_dir(
     """
 
     def decide(while_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
-        path = _create(config, job)
+        path = _create(config, job, while_waiting)
         load_from, finished = _starting_point(config, path)
         if not finished:
             _hold(path, held, while_waiting)
@@ -262,14 +262,15 @@ def redacted(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def _create(config: RunConfig, job: int | None) -> Path:
+def _create(config: RunConfig, job: int | None, while_waiting: Callable[[], None]) -> Path:
     parts = [] if job is None else [str(job)]
     path = stamped = Path(config.run_dir or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}", *parts).absolute()
     attempts = itertools.count(2)
     while config.run_dir is None and path.exists():  # two runs of one second
         path = stamped.with_name(f"{stamped.name}-{next(attempts)}")
     try:
-        make_directories(path)  # durably: a checkpoint outlives a power cut only if its directories do
+        # durably: a checkpoint outlives a power cut only if its directories do
+        make_directories(path, while_waiting)
     except OSError as error:
         raise directory_error("run_dir", path, error) from error
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -47,6 +48,7 @@ def test_two_hosts_have_the_bits_of_one(
     ranks: list[set[int]] = [set(), set()]
 
     def has_ended() -> bool:
+        time.sleep(0.2)  # each look reads all of /proc
         for host, where, here in zip(cluster.hosts, seen, ranks, strict=True):
             where |= host.listening()
             here |= ranks_on(host, jobs)

@@ -70,7 +70,7 @@ def _save_and_load(rank: int, world: int, root: Path, harsh: bool, delay_s: floa
     return names, load_step(comm, directory)
 
 
-@pytest.mark.parametrize(("harsh", "delay_s"), [(True, 0.0), (False, 0.0), (False, 0.01)])
+@pytest.mark.parametrize(("harsh", "delay_s"), [(True, 0.0), (False, 0.01)])
 def test_ranks_of_two_hosts_save_and_load(root: Path, harsh: bool, delay_s: float) -> None:
     results = run_ranks(2, _save_and_load, root, harsh, delay_s, timeout=60)
     names = ["step-00000010", "step-00000020", "step-00000030"]
@@ -208,12 +208,12 @@ def test_a_slow_save_or_load_is_no_hang(root: Path, tmp_path: Path) -> None:
     """Both take several times the limit of the supervision, with a part of the file in each of its seconds."""
     samples = write_samples(tmp_path)
     log = tmp_path / "log"
-    for steps in (2, 3):
+    for steps, seconds in ((2, 0.0), (3, 0.1)):  # the second run loads and saves
         config = _config(root, samples, f"train.steps={steps}")
         config = replace(config, supervise=SuperviseConfig(limit_s=30.0, save_s=1.0))
         began = time.monotonic()
-        assert run_ranks(2, _train_slowly, config, log, 0.1, timeout=60) == [0, 0], log.read_text()
-        assert time.monotonic() - began > 2
+        assert run_ranks(2, _train_slowly, config, log, seconds, timeout=60) == [0, 0], log.read_text()
+    assert time.monotonic() - began > 4
 
 
 def _train_on_hosts(
@@ -234,11 +234,10 @@ def _config(root: Path, *overrides: str) -> RunConfig:
     return replace(config, run_dir=str(root / "run"), supervise=SuperviseConfig(limit_s=60.0, restarts=3))
 
 
-@pytest.mark.parametrize("delay_s", [0.0, 0.01])
-def test_a_run_moves_to_other_hosts_at_once(root: Path, tmp_path: Path, delay_s: float) -> None:
+def test_a_run_moves_to_other_hosts_at_once(root: Path, tmp_path: Path) -> None:
     """The second job begins where the first one ended, on hosts that do not see its last changes."""
     samples = write_samples(tmp_path)
-    shared = {"root": root, "stale_s": 5.0, "delay_s": delay_s}
+    shared = {"root": root, "stale_s": 5.0}
     log, constant = tmp_path / "log", ("schedule=constant",)
     for hosts, steps in (("ab", 4), ("cd", 6)):
         config = _config(root, samples, f"train.steps={steps}", "train.save_every=2", *constant)
@@ -249,10 +248,7 @@ def test_a_run_moves_to_other_hosts_at_once(root: Path, tmp_path: Path, delay_s:
     assert losses(root / "run") == losses(tmp_path / "other")
 
 
-@pytest.mark.parametrize(("hosts", "harsh"), [("ac", True), ("ca", False)])
-def test_a_resume_from_a_checkpoint_that_one_host_sees_late(
-    root: Path, tmp_path: Path, hosts: str, harsh: bool
-) -> None:
+def test_a_resume_from_a_checkpoint_that_one_host_sees_late(root: Path, tmp_path: Path) -> None:
     samples = write_samples(tmp_path)
     log = tmp_path / "log"
     shared = {"root": root, "stale_s": 5.0}
@@ -261,8 +257,8 @@ def test_a_resume_from_a_checkpoint_that_one_host_sees_late(
     config = replace(
         _config(root, samples, "train.steps=6"), resume=str(root / "run" / "checkpoints"), run_dir=str(root / "new")
     )
-    shared = {"root": root, "stale_s": 1.0, "harsh": harsh}
-    assert run_ranks(2, _train_on_hosts, config, shared, hosts, log, {}, timeout=120) == [0, 0], log.read_text()
+    shared = {"root": root, "stale_s": 1.0, "harsh": True}
+    assert run_ranks(2, _train_on_hosts, config, shared, "ac", log, {}, timeout=120) == [0, 0], log.read_text()
     assert summary(root / "new")["steps"] == 6
 
 
@@ -270,10 +266,11 @@ def test_restarts_on_other_hosts_are_counted(root: Path, tmp_path: Path) -> None
     """P13: the count of a host is read by the next one, which does not see the file yet."""
     samples = write_samples(tmp_path)
     log = tmp_path / "log"
-    config, shared = _config(root, samples, "train.steps=4"), {"root": root, "stale_s": 30.0}
+    config = replace(_config(root, samples, "train.steps=4"), supervise=SuperviseConfig(limit_s=60.0, restarts=1))
+    shared = {"root": root, "stale_s": 30.0}
     broken = Mishap("forward", 1, "raise").env()
-    for host in "abab":
+    for host in "ab":
         with pytest.raises(RankFailure, match="the model broke"):
             run_ranks(1, _train_on_hosts, config, shared, host, log, broken, timeout=60)
     assert run_ranks(1, _train_on_hosts, config, shared, "a", log, broken, timeout=60) == [1]
-    assert "4 attempts in a row failed without a checkpoint newer than step 0" in log.read_text()
+    assert "2 attempts in a row failed without a checkpoint newer than step 0" in log.read_text()

@@ -166,7 +166,7 @@ def acquire(directory: Path, timing: LeaseTiming, while_waiting: Callable[[], No
 
     ``while_waiting`` is called between two attempts. Raises as :meth:`LeaseRequest.attempt`.
     """
-    make_directories(directory)
+    make_directories(directory, while_waiting)
     request = LeaseRequest(directory, timing)
     began = timing.clock()
     while True:

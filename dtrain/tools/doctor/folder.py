@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 from dtrain.checkpoint import storage
 from dtrain.checkpoint.directory import remove_tree
+from dtrain.checkpoint.format.checked_file import DamageError, open_regular, read_bytes
 from dtrain.checkpoint.shared_folder import until_seen
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
@@ -130,34 +132,36 @@ _CHECKS: tuple[tuple[str, str, Check], ...] = (
 
 
 def _between_processes(path: Path, *, other_host: bool) -> list[tuple[str, str, str]]:
-    with _answering(path, other_host=other_host):
+    with _answering(path, other_host=other_host) as has_ended:
         rows = []
-        result = _result(partial(_wait_for_answer, path / PROBE, "start", _START_S))
+        wait_for = partial(_wait_for_answer, path / PROBE, has_ended=has_ended)
+        result = _result(partial(wait_for, "start", seconds=_START_S))
         for name, meaning in _ROUNDS.items():
             if result.startswith("yes"):
                 began = time.monotonic()
-                result = _result(partial(_ask, path / PROBE, name))
+                result = _result(partial(_ask, path / PROBE, name, wait_for))
                 result += f", after {time.monotonic() - began:.2f} s there and back" if result == "yes" else ""
             rows.append((f"the other process sees {meaning}", result, "ranks, the lease"))
     return rows
 
 
 @contextmanager
-def _answering(path: Path, *, other_host: bool) -> Iterator[None]:
+def _answering(path: Path, *, other_host: bool) -> Iterator[Callable[[], bool]]:
+    """Yields a function that returns whether the other process has ended; False if it is on another host."""
     if other_host:
         print(f"now, on the other host: dtrain doctor folder {path} --answer", file=sys.stderr, flush=True)
-        yield
+        yield lambda: False
         return
     command = [sys.executable, "-P", "-m", "dtrain", "doctor", "folder", str(path), "--answer"]
     process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     try:
-        yield
+        yield lambda: process.poll() is not None
     finally:
         process.kill()
         process.wait()
 
 
-def _ask(probe: Path, name: str) -> None:
+def _ask(probe: Path, name: str, wait_for: Callable[[str], None]) -> None:
     if name == "file":
         _create(probe / "ask-file")
         _create(probe / "ask-content", b"before")
@@ -172,42 +176,72 @@ def _ask(probe: Path, name: str) -> None:
         try:  # as the lease's heartbeats: the file stays open
             storage.overwrite(descriptor, b"after!")
             storage.sync(descriptor)
-            _wait_for_answer(probe, name)
+            wait_for(name)
         finally:
             storage.close(descriptor)
         return
-    _wait_for_answer(probe, name)
+    wait_for(name)
 
 
-def _wait_for_answer(probe: Path, name: str, seconds: float = 0.0) -> None:
+def _wait_for_answer(probe: Path, name: str, *, has_ended: Callable[[], bool], seconds: float = 0.0) -> None:
     path = probe / f"answer-{name}"
     deadline = time.monotonic() + seconds
+
+    def before_pause() -> None:
+        if has_ended() and not os.path.lexists(path):
+            raise CheckpointError("the other process has ended without an answer; see its message above")
+
     while not os.path.lexists(path) and time.monotonic() < deadline:
+        before_pause()
         time.sleep(0.1)
-    text = until_seen(path.read_text, path, "this process", "the other one should have created")
-    _require(text == "ok", text)
+    read = partial(_read, path, 1000)
+    text = until_seen(read, path, "this process", "the other one should have created", before_pause)
+    _require(text == b"ok", ascii(text.decode(errors="replace")))
+
+
+def _read(path: Path, limit: int) -> bytes:
+    """Reads at most ``limit`` bytes of a regular file, because others may be able to write in the folder."""
+    with open_regular(path) as (descriptor, size):
+        return read_bytes(descriptor, path.name, 0, min(size, limit))
 
 
 def answer(path: Path) -> None:
-    """Answers one :func:`check_folder`; raises ``CheckpointError`` if it does not see a change."""
+    """Answers one :func:`check_folder`; raises ``CheckpointError`` if it does not see a change, or not as it should."""
     probe = path / PROBE
-    until_seen(partial(os.lstat, probe), probe, "this process", "dtrain doctor folder PATH --other-host creates")
-    _answer(probe, "start", "ok")
-    for name in _ROUNDS:
-        asked = probe / f"ask-{name}"
-        seen = partial(_overwritten, asked) if name == "content" else partial(os.lstat, asked)
-        until_seen(seen, asked, "this process", "the other one has changed")
-        problem = ""
-        if name == "file" and not _refuses(partial(_create, asked), errno.EEXIST):
-            problem = "the other process could create the file once more"
-        if name == "folder" and (asked / "file").read_bytes() != _CONTENT:
-            problem = "the renamed folder lacks a part of its file"
-        _answer(probe, name, problem or "ok")
+    look = partial(os.lstat, probe)
+    status = until_seen(look, probe, "this process", "dtrain doctor folder PATH --other-host creates")
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"{probe} must be a folder, got {stat.filemode(status.st_mode)}; remove it")
+    try:
+        _answer(probe, "start", "ok")
+        # not the user of this process, which a server may map to another one
+        if os.lstat(probe / "answer-start").st_uid != status.st_uid:
+            raise ConfigError(f"{probe} belongs to another user, {status.st_uid}; run both commands as the same user")
+        for name in _ROUNDS:
+            asked = probe / f"ask-{name}"
+            try:
+                problem = until_seen(partial(_problem, name, asked), asked, "this process", "the other one has changed")
+            except (OSError, DamageError) as error:
+                problem = describe(error)
+            _answer(probe, name, problem or "ok")
+            _require(not problem, f"{asked}: {problem}")
+    except OSError as error:
+        raise CheckpointError(f"{probe} cannot be used: {describe(error)}") from error
 
 
-def _overwritten(path: Path) -> None:
-    if path.read_bytes() != b"after!":
-        raise FileNotFoundError(errno.ENOENT, "it has its old content", str(path))
+def _problem(name: str, asked: Path) -> str:
+    """Returns what is wrong, or nothing; raises an error of the kind that ``until_seen`` awaits if it is not there."""
+    if name == "file":
+        os.lstat(asked)
+        with suppress(FileExistsError):
+            _create(asked)
+            return "the other process could create the file once more"
+    elif name == "folder":
+        if _read(asked / "file", len(_CONTENT)) != _CONTENT:
+            return "the renamed folder lacks a part of its file"
+    elif _read(asked, 100) != b"after!":
+        raise FileNotFoundError(errno.ENOENT, "it has its old content", str(asked))
+    return ""
 
 
 def _answer(probe: Path, name: str, text: str) -> None:

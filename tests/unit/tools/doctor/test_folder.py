@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.checkpoint import shared_folder, storage
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.tools.doctor import folder
 from dtrain.tools.doctor.folder import answer, check_folder
 
@@ -24,9 +27,9 @@ def results(path: Path, *, other_host: bool = True) -> tuple[list[str], bool]:
     return [row[1] for row in table.rows], is_good
 
 
-def with_answers(path: Path) -> tuple[list[str], bool]:
-    """The other host is a thread."""
-    problems: list[Exception] = []
+def with_answers(path: Path, problems: list[Exception] | None = None) -> tuple[list[str], bool]:
+    """The other host is a thread, whose error is added to ``problems``."""
+    problems = [] if problems is None else problems
 
     def other() -> None:
         try:
@@ -109,6 +112,68 @@ def test_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, is_good = results(tmp_path)
     assert not is_good
     assert all("does not see" in result for result in found[4:])
+
+
+@pytest.mark.processes
+def test_a_second_process_that_ends_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(folder, "_START_S", 20.0)
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+    began = time.monotonic()
+    found, is_good = results(tmp_path, other_host=False)
+    assert time.monotonic() - began < 10
+    assert not is_good
+    assert found[4:] == ["NO: the other process has ended without an answer; see its message above"] * 3
+
+
+def refused_again(path: Path) -> int:
+    if path.name == "ask-file" and path.exists():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+
+
+def rename_before_files(source: Path, target: Path) -> None:
+    """As a file system that shows the new name at once, and the files below it later."""
+    os.rename(source, target)
+    if target.name == "ask-folder":
+        (target / "file").rename(target / "late")
+        threading.Timer(0.3, (target / "late").rename, (target / "file",)).start()
+
+
+def test_a_folder_whose_files_are_seen_later_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 3.0)
+    monkeypatch.setattr(storage, "rename", rename_before_files)
+    found, _ = with_answers(tmp_path, problems := [])
+    assert not problems
+    assert found[5].startswith("yes")
+
+
+def test_another_error_of_the_other_side_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 1.0)
+    monkeypatch.setattr(storage, "create", refused_again)
+    found, is_good = with_answers(tmp_path, problems := [])
+    assert not is_good
+    assert "No space left on device" in found[4]
+    assert [type(problem) for problem in problems] == [CheckpointError]
+
+
+def test_files_of_others_are_read_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that never ends, and a probe that leads elsewhere."""
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+
+    def link_answer(path: Path) -> None:
+        os.mkdir(path)
+        (path / "answer-start").symlink_to("/dev/zero")
+
+    monkeypatch.setattr(storage, "make_directory", link_answer)
+    found, _ = results(tmp_path)
+    assert found[4].startswith("NO: answer-start: not a regular file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "dtrain-doctor").symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="must be a folder"):
+        answer(tmp_path)
 
 
 @pytest.mark.parametrize(
