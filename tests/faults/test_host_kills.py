@@ -128,17 +128,18 @@ def test_kills_at_random_instants(cluster: Cluster, faults: FaultCounts, tmp_pat
     """A run on two hosts, each time killed on one of them, and then finished on one host, by two ranks and by one."""
     rng = random.Random(seed := 301)
     count = faults.count(ci=3, full=20)
-    settings = (*SETTINGS, "train.global_batch_size=2", f"train.steps={40 + 40 * count}", cluster.data)
+    settings = (*SETTINGS, "schedule=constant", "train.global_batch_size=2", cluster.data)
     run_dir = cluster.folder() / "run"
     slowest_ms = {True: 0, False: 0}
     for number in range(count):
         vanishes, victim, place = number % 2 == 0, rng.randrange(2), PLACES[number % 3]
         cluster.hosts.start()
-        jobs = cluster.ranks(*settings, f"run_dir={run_dir}", num_hosts=2)
+        jobs = cluster.ranks(*settings, ENDLESS, f"run_dir={run_dir}", num_hosts=2)
         _wait_for(place, jobs, run_dir, rng)
         end_host(cluster, victim, vanishes=vanishes)
         seconds = assert_ended([jobs[1 - victim]], LIMIT_S if vanishes else CRASH_S, f"host{victim}")
         slowest_ms[vanishes] = max(slowest_ms[vanishes], round(1000 * seconds))
+    settings = (*settings, f"train.steps={last_step(run_dir) + 4}")
     shutil.copytree(run_dir, tmp_path / "fewer")
     assert train(tmp_path / "whole", *settings, world=2) == [0, 0]
     whole = record_of(tmp_path / "whole")
