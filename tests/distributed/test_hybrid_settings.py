@@ -28,7 +28,7 @@ SETTINGS = {
 def test_settings_keep_the_bits_of_one_replica() -> None:
     defaults = {"precision": "bf16", "zero_stage": 2, "reproducible": True}
     plain = [
-        Run(model, steps=3, accumulation=2, options={**defaults, **options}) for model, options in SETTINGS.values()
+        Run(model, steps=2, accumulation=2, options={**defaults, **options}) for model, options in SETTINGS.values()
     ]
     hybrid = [run.with_options(shard_size=2) for run in plain]
     results = run_ranks(4, train_all, [*plain, *hybrid])[0]
