@@ -204,14 +204,12 @@ class AsyncSaver:
             self._join(self._thread)
 
     def _join(self, thread: _SaveThread) -> None:
-        """Waits for the thread, whose progress is this rank's; while it waits for other ranks, theirs counts."""
+        """Waits for the thread, whose progress and waits for other ranks are this rank's meanwhile."""
         assert self._thread_comm is not None
-        saving, seen = self._thread_comm.schedule.progress, -1
-        while thread.is_alive():
-            if saving.is_waiting or saving.num_changes != seen:
-                seen = saving.num_changes
-                self._comm.schedule.progress.advance()
-            thread.join(_POLL_S)
+        with self._comm.schedule.progress.following(self._thread_comm.schedule.progress) as update:
+            while thread.is_alive():
+                update()
+                thread.join(_POLL_S)
 
     def _cancel(self) -> None:
         if self._thread is not None:

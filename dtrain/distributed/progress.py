@@ -7,7 +7,7 @@ long the rank was busy in each phase, which is the time it did not wait for othe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -148,6 +148,32 @@ class Progress:
         self._cells[_LEFT] = number
         if self.on_mark is not None:
             self.on_mark(self.phase, is_waiting=False)
+
+    @contextmanager
+    def following(self, other: Progress) -> Iterator[Callable[[], None]]:
+        """Yields a function that records in this record what ``other``, of another thread of this rank, has gained."""
+        seen: tuple[int, int] | None = None
+
+        def update() -> None:
+            nonlocal seen
+            record = ProgressRecord.read(other._memory)
+            if (record.num_changes, record.left) == seen:
+                return
+            seen = record.num_changes, record.left
+            stop_waiting()
+            if record.is_waiting:
+                self.enter(record.entered, record.label)
+            else:
+                self.advance()
+
+        def stop_waiting() -> None:
+            if self.is_waiting:
+                self.leave(self._cells[_ENTERED])
+
+        try:
+            yield update
+        finally:
+            stop_waiting()
 
     def _add_label(self, label: str) -> int:
         if len(self._ids) == _NUM_LABELS:

@@ -65,7 +65,8 @@ class RankLiveness:
         names += [f"{name_ranks(ranks)} on {host}" for host, ranks in elsewhere.items()]
         if not names:
             return CommunicationError(reason)
-        return CommunicationError(f"{', '.join(names)} has ended, so this rank ends too; seen as: {reason}")
+        verb = "has" if len(ended) + sum(map(len, elsewhere.values())) == 1 else "have"
+        return CommunicationError(f"{', '.join(names)} {verb} ended, so this rank ends too; seen as: {reason}")
 
     def _ended_elsewhere(self) -> dict[str, list[int]]:
         """Returns {host name: ranks} of the ranks on other hosts whose connections have ended."""

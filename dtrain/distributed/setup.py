@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.sockets import interface_address
 from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
@@ -202,7 +204,7 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
     Raises:
         ConfigError: it cannot listen, or rank 0 does not answer.
     """
-    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    host, port = _address_of_store(os.environ["MASTER_ADDR"]), os.environ["MASTER_PORT"]
     if (host, port) in _stores:
         return _stores[host, port]
     is_host = env.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
@@ -220,6 +222,25 @@ def _meet(env: LaunchEnv, timeout: timedelta) -> Store:
     return _stores.setdefault((host, port), store)
 
 
+def _address_of_store(host: str) -> str:
+    """Returns ``host``, or an address of this machine if ``host`` is its name and /etc/hosts has 127.0.1.1 for it.
+
+    The other hosts see another address behind that name: the one on the interface that the user has named for gloo.
+    """
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if not interface or _is_loopback(host):
+        return host
+    with suppress(OSError):  # TCPStore reports a name that is unknown
+        if all(map(_has_loopback, socket.getaddrinfo(host, None, type=socket.SOCK_STREAM))):
+            return interface_address(interface)
+    return host
+
+
+def _has_loopback(found: tuple[Any, ...]) -> bool:
+    """Whether an entry of ``getaddrinfo`` has a loopback address."""
+    return ipaddress.ip_address(str(found[4][0]).partition("%")[0]).is_loopback
+
+
 def _listen_at(host: str, port: int) -> int | None:
     """Returns a socket's descriptor that listens on ``host`` alone, where TCPStore itself would listen everywhere.
 
@@ -227,8 +248,9 @@ def _listen_at(host: str, port: int) -> int | None:
     """
     if _is_loopback(host):
         return socket.create_server((LOOPBACK, port)).detach()
-    for family, *_, where in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        if ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback:  # in some systems' /etc/hosts
+    for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        family, *_, where = found
+        if _has_loopback(found):  # in some systems' /etc/hosts
             continue
         try:
             return socket.create_server(where, family=family).detach()

@@ -84,7 +84,7 @@ def listen_for_ranks(backlog: int) -> socket.socket:
     """Listens where gloo would: on ``GLOO_SOCKET_IFNAME``, else on the address of the host's name, else locally."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
-        address = _address(interface)
+        address = interface_address(interface)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         return socket.create_server((address, 0), family=family, backlog=backlog)
     with suppress(OSError):
@@ -94,7 +94,7 @@ def listen_for_ranks(backlog: int) -> socket.socket:
     return socket.create_server(("127.0.0.1", 0), backlog=backlog)
 
 
-def _address(interface: str) -> str:
+def interface_address(interface: str) -> str:
     """Returns the IPv4 address of ``interface``, or its global IPv6 address if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as query:
         try:

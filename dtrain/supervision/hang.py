@@ -186,8 +186,9 @@ def find_failure_elsewhere(
     Args:
         ranks: those of this host.
         reports: of other hosts.
-        silent: hosts without a heartbeat for longer than ``limit``. They count if nothing has changed here for as
-            long, because a watcher may have ended alone. Which phase it is does not matter: a save waits too.
+        silent: hosts without a heartbeat for longer than ``limit``. They count if all ranks here have waited for as
+            long, because the network of the watchers alone may be down. A rank that does not wait may take as long as
+            its phase allows, and is then a hang of this host: see :func:`with_silent_hosts`.
         limit: see ``silent``.
         now: by the clock of the reports.
     """
@@ -199,16 +200,25 @@ def find_failure_elsewhere(
         if affected:
             message = _joined(report.text, _group(affected))
             return Hang(report.culprits, message, is_crash=report.is_crash, is_reported=True)
-    if not silent or not active or min(rank.unchanged_s for rank in active) <= limit.seconds:
+    waiting = [rank for rank in active if rank.record.is_waiting and rank.unchanged_s > limit.seconds]
+    if not silent or not active or len(waiting) < len(active):
         return None
     return Hang(_ranks_of(silent), _joined(_silence(silent), _group(active), f"the limit is {limit}"))
 
 
-def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost]) -> Hang:
-    """Returns ``hang`` of ranks that may wait for ``silent`` hosts in a library, which is not in their records."""
-    if hang.is_crash or not silent:
+def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost], ended: Sequence[RanksOfHost]) -> Hang:
+    """Returns ``hang`` of ranks that may wait for other hosts in a library, which is not in their records.
+
+    Args:
+        hang: of ranks of this host.
+        silent: hosts without heartbeats.
+        ended: hosts whose watcher has ended, which alone is no fault of their ranks.
+    """
+    if hang.is_crash or not (silent or ended):
         return hang
-    return Hang(hang.culprits + _ranks_of(silent), _joined(hang.message, _silence(silent)))
+    silence = _silence(silent) if silent else ""
+    watchers = f"the watcher of {', '.join(map(str, ended))} has ended" if ended else ""
+    return Hang(hang.culprits + _ranks_of(silent), _joined(hang.message, silence, watchers))
 
 
 def _ranks_of(hosts: Sequence[RanksOfHost]) -> tuple[int, ...]:

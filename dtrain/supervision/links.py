@@ -7,6 +7,7 @@ passes on what one of them reports. Messages are lines of JSON; the first one of
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import socket
 from collections.abc import Sequence
@@ -18,7 +19,12 @@ from dtrain.distributed.processes import name_ranks
 
 HEARTBEAT_S = 1.0
 _CONNECT_S = 5.0
-_MAX_UNREAD_BYTES = 1 << 16  # of a connection
+_TOKEN_S = 5.0  # that a connection has to send the token
+_ALL_S = 30.0  # that all hosts have to connect, before the missing ones are named
+_CLOSE_S = 0.5  # to send what is left at the end
+_MAX_UNREAD_BYTES = 1 << 20  # of a connection; the culprits of a report may be many thousands of ranks
+_MAX_TOKEN_BYTES = 200  # of the first line
+_MAX_TEXT = 4096  # of a report
 
 
 @dataclass(frozen=True)
@@ -80,38 +86,60 @@ class _Connection:
         connected.setblocking(False)
         self.socket: socket.socket | None = connected
         self.host = host  # index; None until it has sent the token
-        self.heard_at = now
+        self.received_at = now
         self.is_over = False  # the run has ended there
+        self.has_ended = False  # closed by either end, so this is no silence: the host of the other end is up
         self.unread = b""
+        self.unsent = b""
 
     def send(self, message: dict[str, Any]) -> None:
-        if self.socket is not None:
-            with suppress(OSError):  # full, or ended: the other side is silent too
-                self.socket.send(json.dumps(message).encode() + b"\n")
+        if message or not self.unsent:  # heartbeats do not queue
+            self.unsent += json.dumps(message).encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        if self.socket is not None and self.unsent:
+            with suppress(OSError):  # full; or ended, which receiving shows
+                self.unsent = self.unsent[self.socket.send(self.unsent) :]
 
     def receive(self) -> list[Any]:
-        """Returns the messages that have arrived, none of them without a line's end."""
+        """Returns the messages that have arrived; the connection is closed if there is something else among them."""
+        limit = _MAX_TOKEN_BYTES if self.host is None else _MAX_UNREAD_BYTES
         try:
-            while self.socket is not None and len(self.unread) < _MAX_UNREAD_BYTES:
+            while self.socket is not None and len(self.unread) <= limit:
                 chunk = self.socket.recv(1 << 14)
                 if not chunk:
                     self.close()
                 self.unread += chunk
         except BlockingIOError:
             pass
-        except OSError:
-            self.close()
+        except OSError as error:
+            self.close(is_silence=not isinstance(error, ConnectionError))
         *lines, self.unread = self.unread.split(b"\n")
+        messages = []
         try:
-            return [json.loads(line) for line in lines]
-        except ValueError:
+            if len((lines or [self.unread])[0]) > limit:
+                raise ValueError("too long")
+            for line in lines:
+                messages.append(json.loads(line))
+        except (ValueError, RecursionError):
             self.close()
-            return []
+        return messages
 
-    def close(self) -> None:
+    def close(self, *, is_silence: bool = False) -> None:
         if self.socket is not None:
             self.socket.close()
-            self.socket = None
+            self.socket, self.has_ended = None, not is_silence
+
+    def finish(self) -> None:
+        """Sends what is left, and closes the connection."""
+        if self.socket is not None:
+            with suppress(OSError):
+                self.socket.settimeout(_CLOSE_S)
+                self.socket.sendall(self.unsent)
+                self.socket.setblocking(False)
+            self.receive()  # to close it with bytes unread would make the kernel drop what was sent
+            self.close()
 
 
 class HostLinks:
@@ -119,6 +147,7 @@ class HostLinks:
 
     Attributes:
         reports: failures that other hosts have reported.
+        notices: sentences for the user, which the caller removes.
 
     Raises:
         OSError: the first host cannot be reached.
@@ -126,10 +155,12 @@ class HostLinks:
 
     def __init__(self, job: LinkJob, now: float) -> None:
         self.reports: list[HostFailure] = []
+        self.notices: list[str] = []
         self._job = job
         self._connections: list[_Connection] = []
         self._listener: socket.socket | None = None
         self._sent_at = now
+        self._missing_at = now + _ALL_S  # when hosts that have not connected are named
         if job.listener is not None:
             self._listener = socket.socket(fileno=job.listener)
             self._listener.setblocking(False)
@@ -146,8 +177,14 @@ class HostLinks:
         """Receives what has arrived, and sends a heartbeat if one is due."""
         self._accept(now)
         for connection in self._connections:
+            connection.flush()
+            was_open = connection.socket is not None
             for message in connection.receive():
                 self._take(connection, message, now)
+            if connection.host is None and now - connection.received_at > _TOKEN_S:
+                connection.close()
+            if was_open and connection.has_ended and connection.host is not None and not connection.is_over:
+                self.notices.append(_unseen("the connection to the watcher of {} has ended", self._of(connection)))
         self._connections = [c for c in self._connections if c.socket is not None or c.host is not None]
         if now - self._sent_at >= HEARTBEAT_S:
             self._sent_at = now
@@ -156,7 +193,12 @@ class HostLinks:
     def _accept(self, now: float) -> None:
         if self._listener is None:
             return
-        if sum(connection.host is not None for connection in self._connections) == len(self._job.hosts) - 1:
+        known = {0, *(connection.host for connection in self._connections)}
+        missing = [host for index, host in enumerate(self._job.hosts) if index not in known]
+        if missing and now > self._missing_at:
+            self._missing_at = math.inf
+            self.notices += [_unseen("the watcher of {} has not connected", host) for host in missing]
+        if not missing:
             self._listener.close()
             self._listener = None
             return
@@ -165,15 +207,17 @@ class HostLinks:
                 self._connections.append(_Connection(self._listener.accept()[0], now))
 
     def _take(self, connection: _Connection, message: Any, now: float) -> None:
-        connection.heard_at = now
         if connection.host is None:
             token, host = (message.get(key) for key in ("token", "host")) if isinstance(message, dict) else ("", 0)
             known = {other.host for other in self._connections}
-            if secrets.compare_digest(str(token), self._job.token) and host in range(1, len(self._job.hosts)):
+            given = str(token).encode(errors="replace")  # only ASCII may be compared as text
+            if secrets.compare_digest(given, self._job.token.encode()) and host in range(1, len(self._job.hosts)):
                 connection.host = None if host in known else host
             if connection.host is None:  # not a watcher of this run
                 connection.close()
-        elif "text" in message:
+                return
+        connection.received_at = now
+        if "text" in message:
             self.reports.append(HostFailure(message["text"], tuple(message["culprits"]), message["is_crash"], now))
             self._send(message, without=connection)
         elif "over" in message:
@@ -186,23 +230,44 @@ class HostLinks:
 
     def report(self, text: str, culprits: Sequence[int], *, is_crash: bool) -> None:
         """Reports a failure to the other hosts."""
-        self._send({"text": text, "culprits": list(culprits), "is_crash": is_crash})
+        self._send({"text": text[:_MAX_TEXT], "culprits": list(culprits), "is_crash": is_crash})
 
     def silent(self, now: float, limit_s: float) -> list[RanksOfHost]:
-        """Returns the hosts whose last heartbeat is older than ``limit_s``; those that have sent none are left out."""
+        """Returns the hosts whose last heartbeat is older than ``limit_s``.
+
+        Left out are those that have never connected, and those whose connection has ended: see :attr:`ended`.
+        """
         return [
-            self._job.hosts[connection.host]
-            for connection in self._connections
-            if connection.host is not None and not connection.is_over and now - connection.heard_at > limit_s
+            self._of(connection)
+            for connection in self._known()
+            if not connection.has_ended and now - connection.received_at > limit_s
         ]
 
-    def forgive(self, now: float) -> None:
+    @property
+    def ended(self) -> list[RanksOfHost]:
+        """The hosts whose watcher has ended before the run: it was killed alone, or with all processes there."""
+        return [self._of(connection) for connection in self._known() if connection.has_ended]
+
+    def _known(self) -> list[_Connection]:
+        return [c for c in self._connections if c.host is not None and not c.is_over]
+
+    def _of(self, connection: _Connection) -> RanksOfHost:
+        assert connection.host is not None
+        return self._job.hosts[connection.host]
+
+    def reset_silence(self, now: float) -> None:
         """Counts the silence of the other hosts from now on."""
         for connection in self._connections:
-            connection.heard_at = now
+            connection.received_at = now
 
     def close(self) -> None:
-        """Tells the other hosts that the run has ended here."""
+        """Reports to the other hosts that the run has ended here, and closes all connections."""
         self._send({"over": True})
         for connection in self._connections:
-            connection.close()
+            connection.finish()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def _unseen(what: str, host: RanksOfHost) -> str:
+    return f"{what.format(host)}, so this host does not see whether {host.name} is up"

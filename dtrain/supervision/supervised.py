@@ -145,7 +145,8 @@ def supervised(comm: Communicator, limits_s: tuple[float, float, float], *, enab
         members = [Member(**report[1]) for report in reports if report is not None and report[0] == here]
         held.callback(supervision.end)
         with ExitStack() as listening:  # on behalf of the watcher, which inherits the socket
-            link = _link_hosts(comm, reports, listening) if 0 < len(members) < comm.world_size else None
+            hosts = {report and tuple(report[0]) for report in reports}  # the same on all ranks, as a collective needs
+            link = _link_hosts(comm, reports, listening) if None not in hosts and len(hosts) > 1 else None
             if members and members[0].rank == comm.rank:
                 job = WatchJob(tuple(members), comm.world_size, limits_s, link)
                 try:

@@ -183,22 +183,25 @@ class Watcher:
         overslept = now - self._polled_at > POLL_S + _OVERSLEPT_S
         self._polled_at = now
         for rank in self._ranks:
-            rank.read(now, self._limits)
-            if rank.process is None and rank.ended_at is None and rank.has_ended():
+            has_ended = rank.process is None and rank.ended_at is None and rank.has_ended()
+            rank.read(now, self._limits)  # after that, so that it is the last record
+            if has_ended:
                 rank.ended_at = now
         if overslept:
-            self._forgive(now)
+            self._restart_clocks(now)
         states = self._states(now)
         self._report_crash(states)
         if any(state.state == _TRACED for state in states):  # a debugger holds it
-            self._forgive(now)
+            self._restart_clocks(now)
             return None
         hang = find_hang(states, self._limits, has_other_hosts=self._has_other_hosts)
         if self._links is None:
             return hang
         self._links.poll(now)
+        while self._links.notices:
+            say(self._links.notices.pop(0))
         if hang is not None:
-            return with_silent_hosts(hang, self._links.silent(now, _SILENCE_S))
+            return with_silent_hosts(hang, self._links.silent(now, _SILENCE_S), self._links.ended)
         limit = self._limits.of_heartbeats
         silent = self._links.silent(now, limit.seconds)
         return find_failure_elsewhere(states, self._links.reports, silent, limit, now)
@@ -213,11 +216,11 @@ class Watcher:
     def _states(self, now: float) -> list[RankState]:
         return [rank.state(now, is_late=now - rank.changed_at > self._limits.of(rank.record)) for rank in self._ranks]
 
-    def _forgive(self, now: float) -> None:
+    def _restart_clocks(self, now: float) -> None:
         for rank in self._ranks:
             rank.changed_at = now
         if self._links is not None:
-            self._links.forgive(now)
+            self._links.reset_silence(now)
 
     # -- the end of a hang ---------------------------------------------------------------------------------------------
 

@@ -46,6 +46,33 @@ def test_every_phase_and_every_wait_changes_the_record() -> None:
     assert len(seen) == 7
 
 
+def test_the_waits_of_another_thread_are_this_ones_while_it_waits_for_the_thread() -> None:
+    memory = memoryview(bytearray(RECORD_BYTES))
+    progress, thread = Progress(), Progress()
+    progress.move_to(memory)
+    progress.begin(Phase.SAVE)
+    progress.enter(100, "vote")
+    progress.leave(100)
+    with progress.following(thread) as update:
+        thread.enter(7, "commit")
+        update()
+        record = ProgressRecord.read(memory)
+        assert (record.is_waiting, record.entered, record.label) == (True, 7, "commit")
+        update()  # a wait without an end is no progress
+        assert ProgressRecord.read(memory) == record
+        thread.leave(7)
+        update()
+        record = ProgressRecord.read(memory)
+        assert not record.is_waiting
+        thread.advance()
+        update()
+        assert ProgressRecord.read(memory).num_changes == record.num_changes + 1
+        thread.enter(8, "commit")
+        update()
+        assert progress.is_waiting
+    assert not progress.is_waiting
+
+
 def test_more_labels_than_the_record_holds_replace_the_oldest() -> None:
     memory = memoryview(bytearray(RECORD_BYTES))
     progress = Progress()

@@ -57,6 +57,25 @@ def listening_at(host: str, port: int = 0) -> str | None:
         return str(listener.getsockname()[0])
 
 
+def test_a_name_that_is_loopback_here_means_the_named_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's /etc/hosts: the store would listen on all interfaces."""
+    found = {"node1": ["127.0.1.1", "::1"], "node2": ["127.0.1.1", "192.0.2.1"]}
+
+    def resolve(host: str, *_: object, **__: object) -> list[object]:
+        if host not in found:
+            raise socket.gaierror
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in found[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(setup, "interface_address", {"eth7": "192.0.2.7"}.__getitem__)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert setup._address_of_store("node1") == "node1"
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert setup._address_of_store("node1") == "192.0.2.7"
+    for host in ("node2", "unknown", "localhost"):
+        assert setup._address_of_store(host) == host
+
+
 def test_the_store_listens_where_master_addr_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Elsewhere it would listen on all interfaces; an address of another machine leaves it no choice."""
     found: list[str] = []
