@@ -206,19 +206,18 @@ def find_failure_elsewhere(
     return Hang(_ranks_of(silent), _joined(_silence(silent), _group(active), f"the limit is {limit}"))
 
 
-def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost], ended: Sequence[RanksOfHost]) -> Hang:
+def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost], endings: Sequence[str]) -> Hang:
     """Returns ``hang`` of ranks that may wait for other hosts in a library, which is not in their records.
 
     Args:
         hang: of ranks of this host.
         silent: hosts without heartbeats.
-        ended: hosts whose watcher has ended, which alone is no fault of their ranks.
+        endings: see :meth:`dtrain.supervision.links.HostLinks.endings`; alone they are no fault of the ranks there.
     """
-    if hang.is_crash or not (silent or ended):
+    if hang.is_crash or not (silent or endings):
         return hang
     silence = _silence(silent) if silent else ""
-    watchers = f"the watcher of {', '.join(map(str, ended))} has ended" if ended else ""
-    return Hang(hang.culprits + _ranks_of(silent), _joined(hang.message, silence, watchers))
+    return Hang(hang.culprits + _ranks_of(silent), _joined(hang.message, silence, *endings))
 
 
 def _ranks_of(hosts: Sequence[RanksOfHost]) -> tuple[int, ...]:

@@ -143,7 +143,7 @@ class _Connection:
 
 
 class HostLinks:
-    """This watcher's connections to those of the other hosts.
+    """The connections of this watcher to the watchers of other hosts.
 
     Attributes:
         reports: failures that other hosts have reported.
@@ -235,21 +235,25 @@ class HostLinks:
     def silent(self, now: float, limit_s: float) -> list[RanksOfHost]:
         """Returns the hosts whose last heartbeat is older than ``limit_s``.
 
-        Left out are those that have never connected, and those whose connection has ended: see :attr:`ended`.
+        Left out are those that have never connected, and those of :meth:`endings`.
         """
         return [
             self._of(connection)
-            for connection in self._known()
-            if not connection.has_ended and now - connection.received_at > limit_s
+            for connection in self._connections
+            if connection.host is not None
+            and not (connection.is_over or connection.has_ended)
+            and now - connection.received_at > limit_s
         ]
 
-    @property
-    def ended(self) -> list[RanksOfHost]:
-        """The hosts whose watcher has ended before the run: it was killed alone, or with all processes there."""
-        return [self._of(connection) for connection in self._known() if connection.has_ended]
-
-    def _known(self) -> list[_Connection]:
-        return [c for c in self._connections if c.host is not None and not c.is_over]
+    def endings(self) -> list[str]:
+        """Returns a clause for each host on which the run is over, or whose watcher has ended before it."""
+        return [
+            f"the run is over on {self._of(connection)}"
+            if connection.is_over
+            else f"the watcher of {self._of(connection)} has ended"
+            for connection in self._connections
+            if connection.host is not None and (connection.is_over or connection.has_ended)
+        ]
 
     def _of(self, connection: _Connection) -> RanksOfHost:
         assert connection.host is not None

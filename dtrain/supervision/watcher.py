@@ -201,7 +201,7 @@ class Watcher:
         while self._links.notices:
             say(self._links.notices.pop(0))
         if hang is not None:
-            return with_silent_hosts(hang, self._links.silent(now, _SILENCE_S), self._links.ended)
+            return with_silent_hosts(hang, self._links.silent(now, _SILENCE_S), self._links.endings())
         limit = self._limits.of_heartbeats
         silent = self._links.silent(now, limit.seconds)
         return find_failure_elsewhere(states, self._links.reports, silent, limit, now)

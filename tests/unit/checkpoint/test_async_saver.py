@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -38,3 +40,27 @@ def test_only_what_lies_on_the_gpu_is_copied_first(tmp_path: Path) -> None:
     assert copied == ["on the device"]
     assert {one.name: one.data.data_ptr() for one in saved[0].shards}["on the host"] == shards[0].data.data_ptr()
     assert len(saved[0].shards) == 2
+
+
+def test_a_rank_that_waits_for_its_thread_waits_for_the_ranks_of_the_thread() -> None:
+    """A watcher sees it, also if a rank of another host has gone for good."""
+    saver, ended = AsyncSaver(SingleRank(torch.device("cpu"))), threading.Event()
+    saver._thread_comm = SingleRank(torch.device("cpu"))
+    saver._thread_comm.schedule.progress.enter(7, "commit")
+    saving = threading.Thread(target=ended.wait)
+    joining = threading.Thread(target=saver._join, args=(saving,))
+    progress = saver._comm.schedule.progress
+    for thread in (saving, joining):
+        thread.start()
+    try:
+        deadline = time.monotonic() + 10
+        while not progress.is_waiting and time.monotonic() < deadline:
+            time.sleep(0.01)
+        changes = progress.num_changes
+        time.sleep(1.2)
+        assert progress.is_waiting
+        assert progress.num_changes == changes, "a wait without an end counted as progress"
+    finally:
+        ended.set()
+        joining.join()
+    assert not progress.is_waiting

@@ -64,7 +64,7 @@ def test_a_connection_that_ends_is_no_silence(links: list[HostLinks]) -> None:
     for now in (1.0, 99.0):
         links[0].poll(now)
     assert links[0].silent(99.0, 2.0) == [HOSTS[2]]
-    assert links[0].ended == [HOSTS[1]]
+    assert links[0].endings() == ["the watcher of beta (ranks 2-3) has ended"]
     assert links[0].notices == [
         "the connection to the watcher of beta (ranks 2-3) has ended, so this host does not see whether beta is up"
     ]
@@ -88,13 +88,14 @@ def test_a_connection_that_is_lost_without_its_end_is_silence(
     monkeypatch.setattr(beta, "socket", Lost())
     links[0].poll(3.0)
     assert HOSTS[1] in links[0].silent(3.0, 2.0)
-    assert links[0].ended == links[0].notices == []
+    assert links[0].endings() == links[0].notices == []
 
 
 def test_the_end_of_a_run_is_no_notice(links: list[HostLinks]) -> None:
     links[1].close()
     links[0].poll(1.0)
-    assert links[0].ended == links[0].notices == []
+    assert links[0].notices == []
+    assert links[0].endings() == ["the run is over on beta (ranks 2-3)"]
 
 
 BAD_LINES = (
@@ -166,11 +167,11 @@ def test_what_is_too_long_ends_the_connection(links: list[HostLinks]) -> None:
     beta = links[1]._connections[0]
     beta.unsent = b"x" * (3 << 20)
     deadline = time.monotonic() + 10
-    while not links[0].ended and time.monotonic() < deadline:
+    while not links[0].endings() and time.monotonic() < deadline:
         for link in links[:2]:
             link.poll(0.5)
         time.sleep(0.001)
-    assert links[0].ended == [HOSTS[1]]
+    assert links[0].endings() == ["the watcher of beta (ranks 2-3) has ended"]
 
 
 def test_the_lines_before_a_bad_one_count(links: list[HostLinks]) -> None:
@@ -180,7 +181,7 @@ def test_the_lines_before_a_bad_one_count(links: list[HostLinks]) -> None:
     beta.flush()
     links[0].poll(0.5)
     assert [report.culprits for report in links[0].reports] == [(2,)]
-    assert links[0].ended == [HOSTS[1]]
+    assert links[0].endings() == ["the watcher of beta (ranks 2-3) has ended"]
 
 
 @pytest.mark.parametrize("sender", [0, 1])
@@ -249,5 +250,5 @@ def test_a_hang_here_names_the_silent_hosts_too() -> None:
         "rank 0 is in 'backward'; beta (ranks 2-3), gamma (rank 4) send no heartbeat: the host or its network is down"
     )
     assert with_silent_hosts(hang, [], []) == hang
-    ended = with_silent_hosts(hang, [], HOSTS[1:2])
-    assert ended == Hang((0,), "rank 0 is in 'backward'; the watcher of beta (ranks 2-3) has ended")
+    ended = with_silent_hosts(hang, [], ["the run is over on beta (ranks 2-3)"])
+    assert ended == Hang((0,), "rank 0 is in 'backward'; the run is over on beta (ranks 2-3)")
