@@ -159,7 +159,8 @@ PROMISES = (
     ),
     Promise(
         "P15 Loopback only",
-        "On one host, dtrain listens on the loopback interface only; on several, on the one that is named.",
+        "On one host, dtrain listens on the loopback interface only; on several, on the one that is named "
+        "([exception](running.md#launchers)).",
         ("distributed/test_launchers.py", "distributed/test_hosts.py"),
         ("P15",),
     ),
