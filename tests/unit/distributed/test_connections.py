@@ -366,7 +366,7 @@ def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         sockets.listen_for_ranks(1)
     lines = ["fe800000000000000000000000000001 02 40 20 80 no-such-one", f"{1:032x} 01 80 00 80 no-such-one"]
     with mock.patch.object(sockets.Path, "read_text", return_value="\n".join(lines)):
-        assert sockets._address("no-such-one") == "::1"
+        assert sockets.interface_address("no-such-one") == "::1"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     with sockets.listen_for_ranks(1) as listener:
