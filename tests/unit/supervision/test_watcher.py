@@ -101,6 +101,26 @@ def test_a_debugger_a_crash_and_work(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"dtrain: rank 1 (process {process}) has ended; rank 0 is in 'data' of step 42 since" in output
 
 
+def test_a_rank_that_ends_its_run_and_its_process_between_two_looks_has_not_crashed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a descriptor of the process, as in old kernels."""
+    progress = Progress()
+
+    def has_ended() -> bool:
+        progress.end()
+        return True
+
+    with ExitStack() as held:
+        watching = Watcher(WatchJob((share_progress(0, progress, held),), 1, (60.0,) * 3))
+        (rank,) = watching._ranks
+        rank.process = None
+        monkeypatch.setattr(rank, "has_ended", has_ended)
+        assert watching.poll() is None
+        assert rank.ended_at is not None
+        assert not rank.state(rank.ended_at, is_late=False).has_crashed
+
+
 @pytest.mark.processes
 def test_a_rank_that_has_ended_before_is_not_watched(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Nor another process with its number."""
