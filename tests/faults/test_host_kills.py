@@ -146,13 +146,13 @@ def test_kills_at_random_instants(cluster: Cluster, faults: FaultCounts, tmp_pat
         end_host(cluster, victim, vanishes=vanishes)
         seconds = assert_ended([jobs[1 - victim]], LIMIT_S if vanishes else CRASH_S, f"host{victim}")
         slowest_ms[vanishes] = max(slowest_ms[vanishes], round(1000 * seconds))
-    settings = (*settings, f"train.steps={last_step(run_dir) + 4}")
+    to_end = (*settings, f"train.steps={last_step(run_dir) + 4}")
     shutil.copytree(run_dir, tmp_path / "fewer")
-    assert train(tmp_path / "whole", *settings, world=2) == [0, 0]
+    assert train(tmp_path / "whole", *to_end, world=2) == [0, 0]
     whole = record_of(tmp_path / "whole")
-    assert train(run_dir, *settings, world=2) == [0, 0]
+    assert train(run_dir, *to_end, world=2) == [0, 0]
     assert record_of(run_dir) == whole
-    assert train(tmp_path / "fewer", *settings, world=1) == [0]
+    assert train(tmp_path / "fewer", *to_end, world=1) == [0]
     assert record_of(tmp_path / "fewer").tensors == whole.tensors
     figures = {"slowest_crash_ms": slowest_ms[False], "slowest_vanished_ms": slowest_ms[True], "resumed_equal": 2}
     faults.passed("P9", count, seed=seed, **figures)

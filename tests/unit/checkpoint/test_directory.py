@@ -18,7 +18,8 @@ def test_a_directory_that_another_job_has_removed_is_made_again(
     """The other job creates it just before this one, and removes it and its parent before this one looks."""
     monkeypatch.setattr(shared_folder, "LIMIT_S", 0.5)
     path = tmp_path / "run" / "checkpoints"
-    make, waits = storage.make_directory, []
+    make = storage.make_directory
+    waits: list[int] = []
 
     def make_late(created: Path) -> None:
         if created == path and not waits:

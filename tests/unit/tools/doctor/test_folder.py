@@ -145,7 +145,8 @@ def test_a_folder_whose_files_are_seen_later_is_looked_at_again(
 ) -> None:
     monkeypatch.setattr(shared_folder, "LIMIT_S", 3.0)
     monkeypatch.setattr(storage, "rename", rename_before_files)
-    found, _ = with_answers(tmp_path, problems := [])
+    problems: list[Exception] = []
+    found, _ = with_answers(tmp_path, problems)
     assert not problems
     assert found[5].startswith("yes")
 
@@ -153,7 +154,8 @@ def test_a_folder_whose_files_are_seen_later_is_looked_at_again(
 def test_another_error_of_the_other_side_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_folder, "LIMIT_S", 1.0)
     monkeypatch.setattr(storage, "create", refused_again)
-    found, is_good = with_answers(tmp_path, problems := [])
+    problems: list[Exception] = []
+    found, is_good = with_answers(tmp_path, problems)
     assert not is_good
     assert "No space left on device" in found[4]
     assert [type(problem) for problem in problems] == [CheckpointError]
