@@ -244,21 +244,25 @@ def _has_loopback(found: tuple[Any, ...]) -> bool:
 def _listen_at(host: str, port: int) -> int | None:
     """Returns a socket's descriptor that listens on ``host`` alone, where TCPStore itself would listen everywhere.
 
-    None: ``host`` is no address of this machine, such as that of a gateway, or one that no other host could reach, or it
-    has several, of which another host may reach only one.
+    None: ``host`` has no address of this machine, such as that of a gateway, or none that another host could reach, or
+    several, of which another host may reach only one.
     """
     if _is_loopback(host):
         return socket.create_server((LOOPBACK, port)).detach()
-    # some systems' /etc/hosts have a loopback address too
-    addresses = [found for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM) if not _has_loopback(found)]
-    if len(addresses) != 1:
-        return None
-    family, *_, where = addresses[0]
-    try:
-        return socket.create_server(where, family=family).detach()
-    except OSError as error:
-        if error.errno != errno.EADDRNOTAVAIL:
-            raise
+    listeners: list[socket.socket] = []
+    for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        family, *_, where = found
+        if _has_loopback(found):  # in some systems' /etc/hosts
+            continue
+        try:
+            listeners.append(socket.create_server(where, family=family))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+    if len(listeners) == 1:
+        return listeners[0].detach()
+    for listener in listeners:
+        listener.close()
     return None
 
 
