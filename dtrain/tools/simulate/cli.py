@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, nearest
 from dtrain.tools.planned_run import whole_number
 
 if TYPE_CHECKING:
+    from dtrain.cli.resolve import Job
     from dtrain.tools.simulate.points import Assumptions
 
 _OWN = """\
@@ -24,13 +26,13 @@ _OWN = """\
   spread=X            deviation of the GPUs' speeds; a step takes as long as its slowest rank (default 0.015)
   gradients=engine    or ring, ring-fp32: reduce-scatters where the engine uses all-to-all
   write_gbps=10       GB/s that a node writes to storage
-  json=FILE           the same, to be read by a program
+  json=FILE           writes the same as JSON
   picture=FILE.png    weak and strong scaling"""
 _USAGE = f"""usage: dtrain simulate [key=value ...]
 
 Shows what a step, a start and a checkpoint take on many ranks. The real model and engine run on tensors without values,
-as one rank of as many as you say. Each operation takes its time at published rates, and each collective its time by a
-model of the network. Nothing is measured, and no such ranks are needed.
+as one of N ranks. Each operation takes its time at published rates, and each collective its time by a model of the
+network. Nothing is measured, and no such ranks are needed.
 
 All take the keys of dtrain train (dtrain train --help), and:
 
@@ -64,10 +66,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     keys = {key: value for key, equals, value in (word.partition("=") for word in argv) if equals and key in _KEYS}
     words = [word for word in argv if word.partition("=")[0] not in keys]
-    ranks = sorted({whole_number("ranks", text) for text in keys.get("ranks", "8,64,512").split(",")})
-    from dtrain.cli.resolve import read_jobs
-
-    jobs = read_jobs(words, "simulate", ranks[-1])
+    ranks = _ranks(keys.get("ranks", "8,64,512"))
+    for key in ("json", "picture"):
+        if key in keys and not (folder := Path(keys[key]).parent).is_dir():
+            raise ConfigError(f"{key}={keys[key]}: the folder {folder} does not exist; create it or give another path")
+    jobs = _read_jobs(words, ranks[-1])
     if len(jobs) > 1:
         raise ConfigError("dtrain simulate takes several numbers of ranks (ranks=8,64), but one run; remove --multirun")
     for job in jobs:
@@ -89,6 +92,27 @@ def main(argv: Sequence[str]) -> int:
             other = simulate(run, ranks, assumed, is_strong=not is_strong)
             draw(Path(keys["picture"]), run, {is_strong: points, not is_strong: other}, assumed)
     return 0
+
+
+def _ranks(text: str) -> list[int]:
+    try:
+        return sorted({whole_number("ranks", count) for count in text.split(",")})
+    except ConfigError:
+        raise ConfigError(f"ranks={text} must be whole numbers from 1, separated by commas: ranks=8,64") from None
+
+
+def _read_jobs(words: Sequence[str], most: int) -> list[Job]:
+    """Returns the runs; an error about an unknown key suggests the keys of this command too."""
+    from dtrain.cli.resolve import read_jobs
+
+    try:
+        return read_jobs(words, "simulate", most)
+    except ConfigError as error:
+        found = re.match(r"unknown key '([^']+)'(?:; did you mean '([^']+)')?", str(error))
+        hint = nearest(found[1], [*_KEYS, *filter(None, found.groups()[1:])]) if found else ""
+        if found is None or not hint.startswith("; did"):
+            raise
+        raise ConfigError(f"unknown key '{found[1]}'{hint}") from None
 
 
 def _assumptions(keys: Mapping[str, str]) -> Assumptions:

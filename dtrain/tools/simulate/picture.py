@@ -29,16 +29,18 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
         kept = f"global batch {whole}" if is_strong else plural(whole // points[-1].ranks, "sample") + " a rank"
         axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}, {accumulation(points)}", fontsize=10)
         _bars(axis, points)
-    axes[0].legend(loc="lower left", fontsize=8)
+    legend = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.12), "ncols": len(legend)}
+    figure.legend(legend.values(), legend.keys(), fontsize=8, frameon=False, **place)
     config = points[0].traced.run.config
     size = getattr(config.engine, "shard_size", None)
     sharded = f", replicas of {size} ranks" if size else ""
     stage = f"ZeRO stage {config.engine.zero_stage}{sharded}"
     lines = [f"Simulated: {config.model.name}, {run.device.name}, {stage}"]
-    lines += [line[0].upper() + line[1:] for line in assumptions(run, by_kind[False], assumed)]
+    lines += [line[0].upper() + line[1:] for line in assumptions(run, [*by_kind[False], *by_kind[True]], assumed)]
     text = ". ".join(lines) + "."
     figure.text(0.02, 0.01, textwrap.fill(text, 165), fontsize=7.5, va="bottom")
-    figure.tight_layout(rect=(0, 0.13, 1, 1))
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

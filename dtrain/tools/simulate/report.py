@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from dtrain.config.engines import Native
 from dtrain.planning.fabric import FABRICS
 from dtrain.planning.replay import GRADIENTS, OTHER, REPLICAS, VOTE, WEIGHTS
 from dtrain.tools.simulate.points import Assumptions, ScalingPoint
 from dtrain.tools.tables import Column, Table, plural, show
+from dtrain.train.memory.plan import FITS
 from dtrain.train.memory.receipt import bytes_range, bytes_text
 from dtrain.train.planned import PlannedRun
 
@@ -53,12 +55,12 @@ def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
         ("ranks", lambda point: f"{point.ranks:,}"),
         ("memory of a rank", lambda point: bytes_range(point.memory.low, point.memory.high)),
         ("checkpoint", lambda point: bytes_text(point.traced.saved[1])),
-        ("of a rank", lambda point: bytes_text(point.traced.saved[0])),
+        ("checkpoint of a rank", lambda point: bytes_text(point.traced.saved[0])),
         ("written in s", lambda point: f"{point.write_s:.3g}"),
         ("start: transfers s", lambda point: f"{point.startup_s:.3g}"),
         ("vote received", lambda point: f"{received(point, VOTE) / 1e3:,.1f} kB"),
         ("vote ms", lambda point: _ms(in_flight(point, VOTE))),
-        ("of the step", lambda point: f"{in_flight(point, VOTE) / point.step.seconds:.2%}"),
+        ("vote, % of the step", lambda point: f"{in_flight(point, VOTE) / point.step.seconds:.2%}"),
     ]
     kind = "the same global batch" if is_strong else "the same batch of each rank"
     show(
@@ -70,7 +72,7 @@ def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
     for line in assumptions(run, points, assumed):
         print(line)
     for point in points:
-        for line in limits(point):
+        for line in remarks(run, point):
             print(f"{plural(point.ranks, 'rank')}: {line}")
 
 
@@ -88,6 +90,10 @@ def assumptions(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
         f"{rates}; {assumed.overlap_slowdown:g} times as long while a transfer runs; the speeds of ranks deviate by "
         f"{assumed.spread:.1%}"
     )
+    engine = run.config.engine
+    if not isinstance(engine, Native):
+        scatters = "; for its reduce-scatters: gradients=ring-fp32" if engine.zero_stage else ""
+        yield f"engine={engine.name} is simulated as native at the same stage{scatters}"
     if run.compiles_blocks:
         yield "the blocks are taken as uncompiled (model.compile)"
     yield (
@@ -102,6 +108,21 @@ def accumulation(points: Sequence[ScalingPoint]) -> str:
     if len(counts) == 1:
         return f"{counts[0]} micro-batch{'es' if counts[0] > 1 else ''} a step"
     return f"{counts[0]} to {counts[-1]} micro-batches a step"
+
+
+def remarks(run: PlannedRun, point: ScalingPoint) -> Iterator[str]:
+    """Yields a sentence if ``point`` does not fit, or is not ``run`` as it is configured, and for each limit."""
+    size = getattr(run.config.engine, "shard_size", None)
+    if size is not None and size > point.ranks:
+        yield f"one replica, because engine.shard_size={size} is more; dtrain train would refuse it"
+    memory = point.memory
+    if memory.fit != FITS:
+        fit = "does not fit" if memory.low > memory.device.memory else "may not fit"
+        yield (
+            f"{fit} on {memory.device.name} ({bytes_text(memory.device.memory)} for a rank): "
+            f"{bytes_range(memory.low, memory.high)}; dtrain plan memory proposes changes"
+        )
+    yield from limits(point)
 
 
 def limits(point: ScalingPoint) -> Iterator[str]:
@@ -126,6 +147,12 @@ def limits(point: ScalingPoint) -> Iterator[str]:
             "the root group (embedding, head, norms) is gathered before the first block and reduced last: a rank "
             f"waits {_ms(root)} ms for it"
         )
+    waited = exposed(point, REPLICAS)
+    if waited > _BINDS * step.seconds:
+        yield (
+            f"the sum over {point.ranks // point.traced.shard_ranks} replicas (FP32, once a step) is waited for "
+            f"{_ms(waited)} ms; more micro-batches a step or a larger engine.shard_size make it weigh less"
+        )
     vote = in_flight(point, VOTE)
     if vote > _BINDS * step.seconds:
         share = vote / step.seconds
@@ -135,8 +162,20 @@ def limits(point: ScalingPoint) -> Iterator[str]:
     if busy > step.compute:
         yield (
             f"transfers take {_ms(busy)} ms ({_ms(weights)} of weights), longer than the computation, "
-            f"{_ms(step.compute)} ms; larger micro-batches make them rarer, engine.shard_size faster"
+            f"{_ms(step.compute)} ms; {_remedies(point)} reduce this"
         )
+
+
+def _remedies(point: ScalingPoint) -> str:
+    """Returns what makes transfers a smaller part of the step.
+
+    More micro-batches do not at stage 3, where each gathers the weights and reduces the gradients.
+    """
+    engine = point.traced.run.config.engine
+    found = ["larger micro-batches", *(["more of them a step"] if engine.zero_stage < 3 else [])]
+    if isinstance(engine, Native) and engine.zero_stage and point.nodes > 1 and engine.shard_size is None:
+        found.append("engine.shard_size")
+    return " or ".join(found) if len(found) < 3 else ", ".join(found[:-1]) + f", or {found[-1]}"
 
 
 def to_json(
@@ -148,11 +187,11 @@ def to_json(
         "device": run.device.name,
         "scaling": "strong" if is_strong else "weak",
         "unit": run.unit,
-        "points": [_point_json(point) for point in points],
+        "points": [_point_json(run, point) for point in points],
     }
 
 
-def _point_json(point: ScalingPoint) -> dict[str, Any]:
+def _point_json(run: PlannedRun, point: ScalingPoint) -> dict[str, Any]:
     config, step = point.traced.run.config, point.step
     return {
         "ranks": point.ranks,
@@ -175,5 +214,5 @@ def _point_json(point: ScalingPoint) -> dict[str, Any]:
         "write_s": point.write_s,
         "startup_s": point.startup_s,
         "elements": {buffer.name: [buffer.used, buffer.numel] for buffer in point.traced.buffers},
-        "limits": list(limits(point)),
+        "limits": list(remarks(run, point)),
     }

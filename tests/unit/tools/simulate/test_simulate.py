@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_jobs
@@ -20,7 +21,9 @@ from dtrain.planning.fabric import FABRICS
 from dtrain.planning.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.planned_run import planned_run
+from dtrain.tools.simulate.picture import draw
 from dtrain.tools.simulate.points import Assumptions, simulate
+from dtrain.tools.simulate.report import assumptions, limits, remarks
 from dtrain.tools.simulate.step import with_ranks
 from dtrain.train.planned import PlannedRun
 from tests.helpers.launch import ROOT
@@ -46,8 +49,10 @@ def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     text = run(capsys, *keys)
     assert text.count("| 64 ") == 2
     assert "nothing is measured; network ib-400g: 8 GPUs a node" in text
-    for limit in ("are padding", "the root group", "the vote's gather takes", "ms; larger micro-batches"):
+    for limit in ("are padding", "the root group", "the vote's gather takes", "ms; larger micro-batches or engine"):
         assert limit in text
+    assert "| checkpoint of a rank |" in text
+    assert "| vote, % of the step |" in text
     results: dict[str, Any] = json.loads(out.read_text())
     one, eight, many = results["points"]
     assert [point["ranks"] for point in results["points"]] == [1, 8, 64]
@@ -128,10 +133,82 @@ def test_measured_computation_rescales_the_step() -> None:
     assert slow.step.compute / point.step.compute == pytest.approx(1 + 0.015 * 1.42, abs=1e-3), "slowest of 8"
 
 
+def test_memory_that_does_not_fit_is_named() -> None:
+    run = tiny(ranks=8)
+    (point,) = simulate(run, [8], ASSUMED, is_strong=False)
+    plan = point.memory
+    assert "fit on" not in " ".join(remarks(run, point))
+    for nbytes, words in ((plan.low - 1, "does not fit on"), (plan.low, "may not fit on"), (plan.high - 1, "may not")):
+        memory = replace(plan, device=replace(plan.device, memory=nbytes))
+        line = next(remarks(run, replace(point, memory=memory)))
+        assert line.startswith(words)
+        assert line.endswith("; dtrain plan memory proposes changes")
+
+
+def test_replicas() -> None:
+    run = tiny("engine.zero_stage=3", "engine.shard_size=16", ranks=8)
+    one, many = simulate(run, [8, 512], ASSUMED, is_strong=False)
+    assert next(remarks(run, one)).startswith("one replica, because engine.shard_size=16 is more; dtrain train would")
+    text = " ".join(remarks(run, many))
+    assert "one replica" not in text
+    assert "the sum over 32 replicas (FP32, once a step) is waited for " in text
+    assert "replicas" not in " ".join(limits(one))
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "advice"),
+    [
+        (["engine.zero_stage=2"], 64, "larger micro-batches, more of them a step, or engine.shard_size reduce this"),
+        (["engine.zero_stage=3"], 64, "larger micro-batches or engine.shard_size reduce this"),
+        (["engine.zero_stage=3", "engine.shard_size=8"], 64, "ms; larger micro-batches reduce this"),
+        (["engine.zero_stage=2"], 8, "ms; larger micro-batches or more of them a step reduce this"),
+        (["engine.zero_stage=0"], 64, "ms; larger micro-batches or more of them a step reduce this"),
+        (["engine=fsdp2", "engine.zero_stage=2"], 64, "ms; larger micro-batches or more of them a step reduce this"),
+    ],
+)
+def test_advice_about_transfers(keys: list[str], ranks: int, advice: str) -> None:
+    (point,) = simulate(tiny(*keys, ranks=ranks), [ranks], ASSUMED, is_strong=False)
+    assert advice in " ".join(limits(point))
+
+
+@pytest.mark.parametrize(
+    ("engine", "line"),
+    [
+        (["engine=native"], None),
+        (
+            ["engine=fsdp2"],
+            "engine=fsdp2 is simulated as native at the same stage; for its reduce-scatters: gradients=",
+        ),
+        (["engine=ddp"], "engine=ddp is simulated as native at the same stage"),
+    ],
+)
+def test_other_engines_are_simulated_as_native(engine: list[str], line: str | None) -> None:
+    run = tiny(*engine, ranks=8)
+    lines = list(assumptions(run, simulate(run, [8], ASSUMED, is_strong=False), ASSUMED))
+    found = [one for one in lines if "simulated as native" in one]
+    assert len(found) == (line is not None)
+    assert line is None or found[0].startswith(line)
+
+
+def test_picture_says_the_micro_batches_of_both_scalings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tiny(ranks=2)
+    seen: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+    kinds = {is_strong: simulate(run, [2, 16], ASSUMED, is_strong=is_strong) for is_strong in (False, True)}
+    draw(tmp_path / "scaling.png", run, kinds, ASSUMED)
+    (figure,) = seen
+    assert "1 to 8 micro-batches a step" in " ".join(figure.texts[0].get_text().split())
+    assert [axis.get_legend() for axis in figure.axes] == [None, None]
+    assert len(figure.legends) == 1
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["ranks=8,x"], "ranks=x must be a whole number from 1"),
+        (["ranks=8,x"], "ranks=8,x must be whole numbers from 1, separated by commas: ranks=8,64"),
+        (["ranks=[8,64]"], "ranks=[8,64] must be whole numbers from 1, separated by commas: ranks=8,64"),
+        (["picture=/x/y.png", "device=x"], "picture=/x/y.png: the folder /x does not exist; create it or give another"),
+        (["json=/x/y.json"], "json=/x/y.json: the folder /x does not exist; create it or give another path"),
         (["network=ib"], "network=ib is neither a file nor a known network"),
         (["network=nvlink", "ranks=16"], "network=nvlink is one node of 8 ranks"),
         (["device=cpu"], "network=ib-400g connects GPUs, and the ranks are CPUs; give the file of dtrain bench"),
@@ -140,7 +217,9 @@ def test_measured_computation_rescales_the_step() -> None:
         (["scaling=medium"], "scaling=medium must be weak or strong"),
         (["ranks=12", "engine.zero_stage=3", "engine.shard_size=8"], "engine.shard_size=8 does not divide"),
         (["ranks=12,16", "engine.zero_stage=3", "engine.shard_size=8"], "shard_size=8 does not divide"),
-        (["rank=12"], "unknown key 'rank'"),
+        (["rank=12"], "unknown key 'rank'; did you mean 'ranks'?"),
+        (["engin=fsdp2"], "unknown key 'engin'; did you mean 'engine'?"),
+        (["zzzz=1"], "unknown key 'zzzz'; valid: audit, checkpoint"),
     ],
 )
 def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
