@@ -30,8 +30,15 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
         axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}, {accumulation(points)}", fontsize=10)
         _bars(axis, points)
     legend = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    place = {"loc": "lower center", "bbox_to_anchor": (0.5, 0.12), "ncols": len(legend)}
-    figure.legend(legend.values(), legend.keys(), fontsize=8, frameon=False, **place)
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.12),
+        ncols=len(legend),
+        fontsize=8,
+        frameon=False,
+    )
     config = points[0].traced.run.config
     size = getattr(config.engine, "shard_size", None)
     sharded = f", replicas of {size} ranks" if size else ""
