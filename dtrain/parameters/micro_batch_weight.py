@@ -76,9 +76,9 @@ class RankWeights(Sequence[Weight]):
     @overload
     def __getitem__(self, index: int) -> Weight: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Weight]: ...
-    def __getitem__(self, index: int | slice) -> Weight | list[Weight]:
-        return self._cut[index]
+    def __getitem__(self, index: slice) -> RankWeights: ...
+    def __getitem__(self, index: int | slice) -> Weight | RankWeights:
+        return RankWeights(self.row[index]) if isinstance(index, slice) else self._cut[index]
 
 
 def joined(weights: Sequence[Weight]) -> Tensor:

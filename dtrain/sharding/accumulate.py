@@ -81,6 +81,7 @@ class RunningSum:
             add_rows(self._main_grad, rows, joined(weights), overwrites=self._empty)
             self._empty = False
             return
+        weights = list(weights)  # a slice of a row is an operation
         # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition
         is_pair = self._empty and len(grads) > 1 and grads[0].dtype == torch.float32 and all(w.is_one for w in weights)
         num_assigned = 2 if is_pair else int(self._empty)

@@ -363,6 +363,8 @@ def misbehave(rank: int, world: int, folder: Path) -> bool:
         pickle.loads(PICKLE)
         compile("1 + 1", "", "eval")
         (folder / "inside" / ".." / "elsewhere").touch()
+        os.close(os.open(folder / "inside", os.O_RDONLY | os.O_DIRECTORY))  # these two read nothing
+        os.close(os.open(str(folder), os.O_RDONLY | os.O_DIRECTORY))
         os.listdir("/")
     events = {event.split()[0] for event in seen}
     expected = {"pickle.find_class", "os.system", "compile", "open", "os.listdir"}

@@ -44,8 +44,16 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
         seen.append(f"{event} {args!r:.200}")
     elif event in _AT_A_PATH:
         path = args[0]
+        if event == "open" and _opens_a_folder_above(args, folder):
+            return
         if not isinstance(path, str | bytes | os.PathLike) or not _is_harmless(os.fsdecode(path), folder):
             seen.append(f"{event} {path!r:.200}")
+
+
+def _opens_a_folder_above(args: tuple[Any, ...], folder: Path) -> bool:
+    """Whether a folder above ``folder`` is opened as such, so that a network file system looks again: nothing is read."""
+    path, _, flags = args
+    return isinstance(path, str) and bool(flags & os.O_DIRECTORY) and folder.is_relative_to(path)
 
 
 def _is_harmless(path: str, folder: Path) -> bool:
