@@ -51,7 +51,7 @@ def _hook(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _opens_a_folder_above(args: tuple[Any, ...], folder: Path) -> bool:
-    """Whether a folder above ``folder`` is opened as such, so that a network file system looks again: nothing is read."""
+    """Whether a folder above ``folder`` is opened as such, which reads nothing (NFS looks again)."""
     path, _, flags = args
     return isinstance(path, str) and bool(flags & os.O_DIRECTORY) and folder.is_relative_to(path)
 
