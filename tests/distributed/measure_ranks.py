@@ -121,7 +121,7 @@ def ring(ranks: int) -> dict[str, float]:
 
 
 def vote(ranks: int) -> dict[str, float]:
-    """All that the host does with the rows of the ranks, and the bytes that a rank receives."""
+    """Measures the host's work on the rows of the ranks, and the bytes that a rank receives."""
     rows = vote_rows(ranks)
     run = vote_host_work(rows)
     run()

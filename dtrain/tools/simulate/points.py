@@ -18,7 +18,7 @@ from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
 
 ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
-"""How gradients are reduced: as the engine does, or by a ring reduce-scatter of their dtype, or of FP32."""
+"""Ways to reduce gradients: as the engine does, or by a ring reduce-scatter of their dtype, or of FP32."""
 _MEMORY_RANKS = 8
 """Ranks on which activations and buffers are planned: what depends on more ranks are the states."""
 

@@ -30,7 +30,7 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Traced:
-    """What a rank does, before transfers take time.
+    """The operations of a rank, before transfers take time.
 
     Attributes:
         traces: steps of some micro-batches, by their number; ascending.

@@ -1,4 +1,4 @@
-"""What each rank computes to know the owners of all matrices."""
+"""The plan of the owners of all matrices, which each rank computes."""
 
 from __future__ import annotations
 

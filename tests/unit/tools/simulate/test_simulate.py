@@ -66,7 +66,7 @@ def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.parametrize("ranks", [8, 64, 1024])
 @pytest.mark.parametrize("size", [None, 8])
 def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
-    """Of stage 3, whose prefetch keeps the last two blocks from forward until backward."""
+    """Stage 3, whose prefetch keeps the last two blocks from forward until backward."""
     keys = ["engine.zero_stage=3", "model.num_layers=6", *([f"engine.shard_size={size}"] if size else [])]
     micro_batches, shard = 2, size or ranks
     of_ranks = with_ranks(tiny(*keys), ranks, 4 * micro_batches * ranks)
