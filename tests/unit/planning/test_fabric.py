@@ -57,7 +57,7 @@ def test_more_bandwidth_is_never_slower(op: str, size: int, nbytes: int, name: s
 
 
 def test_measured_collectives_are_within_a_third() -> None:
-    """Compares with AWS p5, 8 x H100 a node (docs/scaling.md): bus GB/s of all-gather and all-to-all on 32 and 256 GPUs."""
+    """Compares bus GB/s of all-gather and all-to-all with AWS p5: 32 and 256 H100s, 8 a node (docs/scaling.md)."""
     measured = {
         ("all_gather", 32, 2048): 330.9,
         ("all_gather", 256, 512): 146.4,
