@@ -87,5 +87,5 @@ class EngineRequest:
 
     @property
     def comm(self) -> Communicator:
-        """All ranks."""
+        """The communicator over all ranks."""
         return self.mesh.world

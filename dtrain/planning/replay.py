@@ -63,7 +63,7 @@ def replay(
     seconds_of: Callable[[Transfer], float],
     *,
     overlaps: bool,
-    stretch: float = 1.0,
+    compute_factor: float = 1.0,
     slowdown: float = 1.0,
 ) -> Replay:
     """Returns the step of ``trace`` with transfers that take time.
@@ -75,7 +75,7 @@ def replay(
         trace: without transfers.
         seconds_of: of a transfer.
         overlaps: see above.
-        stretch: by which the rank computes longer than the trace.
+        compute_factor: by which the rank computes longer than the trace.
         slowdown: by which it computes longer still while a transfer runs.
     """
     shares: defaultdict[tuple[str, str], Share] = defaultdict(Share)
@@ -84,7 +84,7 @@ def replay(
     queue = _Queues()
     now = last = slowed = 0.0
     for moment in trace.moments:
-        own = stretch * (moment.seconds - last)
+        own = compute_factor * (moment.seconds - last)
         last = moment.seconds
         after = queue.compute(now, own, slowdown)
         slowed += after - now - own
@@ -105,12 +105,12 @@ def replay(
         share.exposed += waited
         waits[transfer.label] += waited
         now += waited
-    own = stretch * (trace.seconds - last)
+    own = compute_factor * (trace.seconds - last)
     after = queue.compute(now, own, slowdown)
     slowed += after - now - own
-    # what nobody has waited for delays the next step
+    # a transfer that is not waited for delays the next step
     left = 0.0 if overlaps else sum(ends.values())
-    return Replay(after + left, stretch * trace.seconds, slowed, dict(shares), dict(waits))
+    return Replay(after + left, compute_factor * trace.seconds, slowed, dict(shares), dict(waits))
 
 
 class _Queues:

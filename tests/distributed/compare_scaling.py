@@ -134,9 +134,11 @@ def _efficiencies(
 ) -> list[float]:
     """Returns the simulated efficiency on all numbers of GPUs but the smallest."""
 
-    def seconds(traced: Traced, stretch: float) -> float:
-        stretch *= assumed.stretch(traced.run.num_ranks)
-        return simulate_step(traced, seconds_of, stretch=stretch, slowdown=assumed.overlap_slowdown).seconds
+    def seconds(traced: Traced, compute_factor: float) -> float:
+        compute_factor *= assumed.compute_factor(traced.run.num_ranks)
+        return simulate_step(
+            traced, seconds_of, compute_factor=compute_factor, slowdown=assumed.overlap_slowdown
+        ).seconds
 
     target = series["micro_batch"] * series["seq_len"] / series["points"][0]["tokens_per_s_per_gpu"]
     low, high = 0.01, 100.0

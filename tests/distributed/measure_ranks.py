@@ -81,7 +81,7 @@ def step(ranks: int, *keys: str) -> dict[str, float]:
 
 
 def sharded_step(ranks: int) -> dict[str, float]:
-    """The same at stage 3."""
+    """Takes the same step at stage 3."""
     return step(ranks, "engine.zero_stage=3")
 
 

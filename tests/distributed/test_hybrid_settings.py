@@ -50,7 +50,7 @@ def train_early(rank: int, world: int, runs: list[Run]) -> tuple[list[Result], l
 
 
 def test_sums_during_backward_have_the_same_bits() -> None:
-    """All ranks wait for the same reductions, whatever their graphs, before they start the sums of the replicas."""
+    """The ranks wait for the same reductions, whatever their graphs, before they start the sums of the replicas."""
     options = {"precision": "bf16", "shard_size": 2, "sharding_units": ["blocks.*"]}
     runs = [
         Run("transformer", steps=3, accumulation=2, options={**options, "zero_stage": stage, "reproducible": exact})

@@ -66,7 +66,7 @@ def test_another_world_size_has_the_same_bits(
 
 
 def test_replicas_of_which_one_rank_is_killed_have_the_same_bits(tmp_path: Path, data: str, whole: Path) -> None:
-    """Three replicas of two ranks; one rank goes on."""
+    """Three replicas of two ranks; one rank resumes."""
     run_dir = tmp_path / "run"
     command = [*SMALL, data, REPRODUCIBLE, "checkpoint.asynchronous=false"]
     hybrid = [*command, "engine.zero_stage=3", "engine.shard_size=2", "launch.num_processes=6"]

@@ -47,7 +47,7 @@ class Assumptions:
             )
         return found
 
-    def stretch(self, ranks: int) -> float:
+    def compute_factor(self, ranks: int) -> float:
         """Returns by which the slowest of ``ranks`` computes longer than their mean.
 
         The largest of n normal values is about the quantile (n - 0.375) / (n + 0.25) (Blom 1958).
@@ -135,10 +135,10 @@ def _point(traced: Traced, assumed: Assumptions) -> ScalingPoint:
     run = traced.run
     links = assumed.links(run.transport)
     seconds_of: Callable[[Transfer], float] = links.seconds
-    stretch = assumed.stretch(run.num_ranks)
+    compute_factor = assumed.compute_factor(run.num_ranks)
 
     def step(of: Callable[[Transfer], float]) -> Replay:
-        return simulate_step(traced, of, stretch=stretch, slowdown=assumed.overlap_slowdown)
+        return simulate_step(traced, of, compute_factor=compute_factor, slowdown=assumed.overlap_slowdown)
 
     def ring(*, fp32: bool) -> Replay:
         return step(lambda transfer: seconds_of(as_ring(transfer, traced.sends, fp32=fp32)))

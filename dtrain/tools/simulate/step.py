@@ -131,18 +131,20 @@ class _Step:
 
 
 def simulate_step(
-    traced: Traced, seconds_of: Callable[[Transfer], float], *, stretch: float = 1.0, slowdown: float = 1.0
+    traced: Traced, seconds_of: Callable[[Transfer], float], *, compute_factor: float = 1.0, slowdown: float = 1.0
 ) -> Replay:
     """Returns the step of a rank whose transfers take ``seconds_of``; on a GPU they overlap with the computation.
 
     Args:
         traced, seconds_of: see above.
-        stretch: by which the slowest rank computes longer.
+        compute_factor: by which the slowest rank computes longer.
         slowdown: by which transfers slow the computation that they overlap with, on a GPU.
     """
     overlaps = traced.run.transport == NCCL
     found = [
-        replay(trace, seconds_of, overlaps=overlaps, stretch=stretch, slowdown=slowdown if overlaps else 1.0)
+        replay(
+            trace, seconds_of, overlaps=overlaps, compute_factor=compute_factor, slowdown=slowdown if overlaps else 1.0
+        )
         for trace in traced.traces.values()
     ]
     return found[0] if len(found) == 1 else _extended(found[-2], found[-1], traced.count - max(traced.traces))

@@ -37,7 +37,7 @@ def test_computation_is_slower_beside_a_transfer() -> None:
     found = replay(trace(*moments, transfers={0: GATHER}), as_many_seconds, overlaps=True, slowdown=1.25)
     assert found.seconds == pytest.approx(102.0)  # 8 seconds of computation take the 10 of the transfer
     assert found.slowed == pytest.approx(2.0)
-    slower = replay(trace(*moments, transfers={0: GATHER}), as_many_seconds, overlaps=True, stretch=2.0)
+    slower = replay(trace(*moments, transfers={0: GATHER}), as_many_seconds, overlaps=True, compute_factor=2.0)
     assert (slower.compute, slower.seconds) == (200.0, 200.0)
 
 
