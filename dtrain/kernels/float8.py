@@ -44,7 +44,10 @@ def divided(x, scale, LIMIT: tl.constexpr):
     """Returns FP32 ``x / scale`` for a cast: clamped to +-LIMIT, NaN if one of them is."""
     # the exact reciprocal of a power of two, because a division may be an approximation
     reciprocal = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    y = tl.clamp(x * tl.where(scale == scale, reciprocal, scale), -LIMIT, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    y = x * tl.where(scale == scale, reciprocal, scale)
+    # not tl.clamp: Triton 3.8 may store garbage in the transpose of an FP8 tile after the min.NaN that it becomes
+    y = tl.where((y < LIMIT) | (y != y), y, LIMIT)
+    y = tl.where((y > -LIMIT) | (y != y), y, -LIMIT)
     if not target_info.cuda_capability_geq(9, 0):
         # Ada casts by way of FP16; a last bit that stands for all below it keeps it from rounding twice
         bits = y.to(tl.int32, bitcast=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -38,14 +39,14 @@ def causal_attention(
         mixed = _attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), dropout)
         return mixed.transpose(1, 2).flatten(-2)
     tokens = queries.flatten(0, 1), keys.flatten(0, 1), values.flatten(0, 1)
-    if has_varlen_kernel(queries, dropout):
+    if has_varlen_kernel(queries, keys, dropout):
         mixed = _varlen(*tokens, borders, longest=queries.shape[1])
     else:
         mixed = _document_by_document(*tokens, dropout, borders)
     return mixed.view(*queries.shape[:2], -1)
 
 
-def has_varlen_kernel(queries: Tensor, dropout: float) -> bool:
+def has_varlen_kernel(queries: Tensor, keys: Tensor, dropout: float) -> bool:
     """Whether one kernel computes all documents: flash attention, on GPUs, in BF16 or FP16, without dropout."""
     head_dim = queries.shape[-1]
     return (
@@ -54,27 +55,35 @@ def has_varlen_kernel(queries: Tensor, dropout: float) -> bool:
         and not dropout
         and head_dim % 8 == 0
         and head_dim <= _FLASH_HEAD_DIM
+        and (queries.shape[-2] == keys.shape[-2] or varlen_groups_queries())
         and _gpu_has_varlen(queries.device.index)
     )
 
 
 @cache
 def _gpu_has_varlen(index: int) -> bool:
+    return "window_size" in _varlen_options() and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def varlen_groups_queries() -> bool:
+    """Whether ``varlen_attn`` takes fewer key heads than query heads, which torch 2.11 does not."""
+    return "enable_gqa" in _varlen_options()
+
+
+@cache
+def _varlen_options() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch 2.11 may have it without grouped queries
-    is_known = {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
-    return is_known and torch.cuda.get_device_capability(index) >= (8, 0)
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def _varlen(queries: Tensor, keys: Tensor, values: Tensor, borders: Tensor, longest: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    grouped = queries.shape[1] != keys.shape[1]
-    causal = (-1, 0)
-    mixed = varlen_attn(
-        queries, keys, values, borders, borders, longest, longest, window_size=causal, enable_gqa=grouped
-    )
+    options: Any = {"window_size": (-1, 0)}  # causal
+    if queries.shape[1] != keys.shape[1]:
+        options["enable_gqa"] = True
+    mixed = varlen_attn(queries, keys, values, borders, borders, longest, longest, **options)
     assert isinstance(mixed, Tensor)
     return mixed
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.precision.float8.cast import E4M3, scale_of, uses_kernels
+from dtrain.precision.float8.proof import proves_weights
 from dtrain.sharding.float8_casts import Float8Shard, KernelCasts, ScaleTable, TensorCasts
 from dtrain.sharding.layout import ArenaSegment
 
@@ -34,7 +35,9 @@ class Float8Scales:
     ) -> None:
         self._table = table
         self._comm = comm
-        self._uses_kernels = uses_kernels(table.amax.device, compiled=compiled)
+        self._uses_kernels = uses_kernels(table.amax.device, compiled=compiled) and (
+            not table.amax.numel() or proves_weights(table.amax, rowwise=table.rowwise)
+        )
         self._casts: KernelCasts | TensorCasts
         if self._uses_kernels:
             self._casts = KernelCasts(table, shards)

@@ -14,6 +14,16 @@ from tests.fake.device import DEVICE, fake_cuda
 from tests.fake.harness import CONFIG, VOCAB, fake_engine
 
 
+@pytest.fixture(autouse=True)
+def _products_to_fp32() -> None:
+    with fake_cuda():
+        out, operand = torch.empty(16, 16, device=DEVICE), torch.empty(16, 16, device=DEVICE, dtype=torch.bfloat16)
+        try:
+            torch.addmm(out, operand, operand, out_dtype=torch.float32, out=out)
+        except TypeError:
+            pytest.skip(f"torch {torch.__version__} takes out_dtype for beta in addmm of fake tensors, not on a GPU")
+
+
 class Products(TorchDispatchMode):
     """Counts the products that add to FP32 sums of 16-bit operands."""
 

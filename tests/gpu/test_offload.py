@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -77,6 +78,8 @@ def test_the_losses_are_those_of_states_on_the_device() -> None:
 
 
 def test_the_device_holds_what_the_formula_says() -> None:
+    train(make("none"), 1)  # cuBLAS takes a workspace for each thread that calls it; backward has its own
+    gc.collect()
     before = torch.cuda.memory_allocated(DEVICE)
     engine = make("cpu")
     train(engine, 2)
@@ -84,8 +87,8 @@ def test_the_device_holds_what_the_formula_says() -> None:
     on_device = {kind: nbytes for kind, nbytes in memory.items() if kind not in engine.host_kinds}
     assert on_device["compute"] == engine.memory_formula()["compute"] == 2 * engine.num_parameters
     held = torch.cuda.memory_allocated(DEVICE) - before
-    # the rest is small change, such as losses; cuBLAS has a workspace of 32 MiB on some devices
-    assert 0 <= held - sum(on_device.values()) < 40 * 2**20
+    # the rest is small change, such as losses
+    assert 0 <= held - sum(on_device.values()) < 8 * 2**20
     for buffer in engine.sharded.buffers:
         assert {buffer.master.device.type, buffer.gradient.main_grad.device.type} == {"cpu"}
     assert all(tensor.is_pinned() for tensor in engine.sharded.offload.on_host if tensor.numel())

@@ -71,25 +71,32 @@ def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = F
         rowwise: whether each row has its own scale.
         compiled: whether to run as compiled code, which gives the same bits; see :func:`uses_kernels`.
     """
-    if x.numel() and uses_kernels(x.device, compiled=compiled):
-        from dtrain.kernels.quantize import quantize as by_kernels
-
-        return Quantized(*by_kernels(x, dtype, rowwise=rowwise, both=False)[:2])
-    return Quantized(*(_compiled(_quantized, dtype, rowwise) if compiled else _quantized)(x, dtype, rowwise))
+    values, scale = _casts(_quantized, x, dtype, rowwise, compiled=compiled)(x, dtype, rowwise)[:2]
+    return Quantized(values, scale)
 
 
 def quantize_both(
     x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False
 ) -> tuple[Quantized, Quantized]:
     """Quantizes ``x`` and its transpose; compiled, this reads ``x`` once for both casts."""
-    if x.numel() and uses_kernels(x.device, compiled=compiled):
-        from dtrain.kernels.quantize import quantize as by_kernels
-
-        values, scale, transposed, transposed_scale = by_kernels(x, dtype, rowwise=rowwise, both=True)
-    else:
-        function = _compiled(_quantized_both, dtype, rowwise) if compiled else _quantized_both
-        values, scale, transposed, transposed_scale = function(x, dtype, rowwise)
+    casts = _casts(_quantized_both, x, dtype, rowwise, compiled=compiled)
+    values, scale, transposed, transposed_scale = casts(x, dtype, rowwise)
     return Quantized(values, scale), Quantized(transposed, transposed_scale)
+
+
+def _casts(
+    plain: Callable[..., tuple[Tensor, ...]], x: Tensor, dtype: torch.dtype, rowwise: bool, *, compiled: bool
+) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns what does the work of ``plain`` for ``x`` with the same bits: kernels, compiled code, or ``plain``."""
+    if not (x.numel() and uses_kernels(x.device, compiled=compiled)):
+        return _compiled(plain, dtype, rowwise) if compiled else plain
+    from dtrain.kernels.quantize import quantize as by_kernels
+    from dtrain.precision.float8.proof import proves_quantize
+
+    both = plain is _quantized_both
+    if not proves_quantize(x, dtype, rowwise=rowwise, both=both):
+        return plain
+    return lambda x, dtype, rowwise: by_kernels(x, dtype, rowwise=rowwise, both=both)
 
 
 def decode(values: Tensor) -> Tensor:

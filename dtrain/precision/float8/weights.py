@@ -18,6 +18,7 @@ from dtrain.precision.fake import address
 from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize, uses_kernels
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.proof import proves_weights
 
 if TYPE_CHECKING:
     from dtrain.kernels.float8 import Transposes
@@ -179,7 +180,9 @@ class QuantizedWeight:
             # an address identifies stored copies only: other memory may be reused for another weight
             is_stored = any(address(copy.values) == key[0] for copy in self._copies)
             is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
-            kernels = uses_kernels(values.device, compiled=self.recipe.compile)
+            kernels = uses_kernels(values.device, compiled=self.recipe.compile) and proves_weights(
+                values, rowwise=self.recipe.rowwise
+            )
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
                 self.cache.transposes.prepare()
                 return self._operands[key] if is_kept else self._operands.pop(key)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -146,7 +147,7 @@ def test_the_kernel_for_all_documents_gets_their_borders(monkeypatch: pytest.Mon
         max_k: int,
         *,
         window_size: tuple[int, int],
-        enable_gqa: bool,
+        enable_gqa: bool = False,
     ) -> Tensor:
         assert query.dim() == key.dim() == value.dim() == 3
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
@@ -166,13 +167,31 @@ def test_the_kernel_for_all_documents_gets_their_borders(monkeypatch: pytest.Mon
     states = [torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
     want = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-    monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, dropout: True)
+    monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, keys, dropout: True)
     got = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
     torch.testing.assert_close(got, want)
 
 
 def test_the_kernel_for_all_documents_is_for_gpus_in_low_precision() -> None:
-    assert not attention.has_varlen_kernel(torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16), 0.0)
+    states = torch.zeros(1, 2, 4, 8, dtype=torch.bfloat16)
+    assert not attention.has_varlen_kernel(states, states, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "options", "expected"),
+    [(2, {"window_size", "enable_gqa"}, True), (2, {"window_size"}, False), (4, {"window_size"}, True), (4, [], False)],
+)
+def test_a_kernel_without_grouped_queries_is_used_for_as_many_key_heads(
+    monkeypatch: pytest.MonkeyPatch, kv_heads: int, options: Iterable[str], expected: bool
+) -> None:
+    """torch 2.11 has no ``enable_gqa``."""
+    monkeypatch.setattr(attention, "_varlen_options", lambda: frozenset(options))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    attention._gpu_has_varlen.cache_clear()
+    states = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 8, 4, 64), device=torch.device("cuda", 0))
+    keys = mock.Mock(shape=(1, 8, kv_heads, 64))
+    assert attention.has_varlen_kernel(states, keys, 0.0) is expected
+    attention._gpu_has_varlen.cache_clear()
 
 
 def test_compiled_blocks_take_any_documents() -> None:
