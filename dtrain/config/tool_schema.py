@@ -7,7 +7,7 @@ from typing import Any
 
 from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
-from dtrain.config.fields import CheckedRecord, above, at_least, between, group, one_of, setting
+from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, setting
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import Float8, PrecisionConfig
@@ -328,14 +328,30 @@ class ParitySuiteConfig(CheckedRecord):
 
 @dataclass(frozen=True)
 class AcceptConfig(CheckedRecord):
-    """Keys of ``dtrain accept``. It has no model: each part takes shapes that fit the device."""
+    """Keys of ``dtrain accept``. It has no model: each job takes shapes that fit the device."""
 
-    minutes: float = above(25.0, 0.0, "Minutes for all chosen parts; each gets its share, at most 8.")
-    parts: list[str] | None = setting(None, "Parts to run by letter, such as `a,c`; null: all.")
+    goal: str = one_of(
+        "all",
+        "facts",
+        "figures",
+        doc="facts: what works; figures: how fast; all: both, as the owner of a machine wants it.",
+    )
+    limit_s: float | None = setting(
+        None,
+        "Seconds from the start of the command, which nothing outlives; null: facts 340, figures 280, all 1500.",
+        above=30.0,
+    )
+    archive: str | None = setting(
+        None, "File (tar.gz) that always has what `out` has, rewritten after each partial result.", is_path=True
+    )
+    caches: str | None = setting(
+        None, "File (tar.gz) of compilers' caches: used if it exists, and rewritten at the end.", is_path=True
+    )
     out: str | None = setting(
         None,
-        "Directory of the results; parts that are finished there are not repeated; null: `runs/accept-<date>_<time>`.",
+        "Directory of the results; jobs that are done there are not repeated; null: `runs/accept-<date>_<time>`.",
         is_path=True,
     )
+    parts: list[str] | None = setting(None, "Parts of the page to measure, such as `rates,steps`; null: all.")
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
-    keep_trace: bool = setting(False, "Keep the raw traces of part g.")
+    keep_trace: bool = setting(False, "Keep the raw traces of profiles in `out/traces`.")

@@ -1,4 +1,4 @@
-"""Capabilities of the hardware: FP8 Tensor Cores, a compiler, and the peak matmul rates that vendors publish.
+"""Capabilities of the hardware: FP8 Tensor Cores, a compiler without known faults, and published peak matmul rates.
 
 Importing this module does not import torch, so that ``dtrain formats`` answers at once.
 """
@@ -110,6 +110,11 @@ GPUS = (
     ),
 )
 
+_TRITON_PROBLEMS = {
+    "3.8": "may store garbage in the transpose of a clamped FP8 tile: triton issue 11111, pytorch issue 188841",
+}
+"""Known faults by major and minor version."""
+
 
 def rate(device_name: str, format_name: str) -> float | None:
     """Returns the dense matmul TFLOP/s of a device in a format of :data:`RATED`, or None if it is unknown."""
@@ -158,6 +163,14 @@ def has_compiler(device: torch.device) -> bool:
         names = (os.environ.get("CC"), "gcc", "clang")
         return importlib.util.find_spec("triton") is not None and _finds_any(names)
     return _finds_any((os.environ.get("CXX") or os.environ.get("CC"), "c++", "g++", "clang++", "gcc", "clang"))
+
+
+def triton_problem(version: str | None) -> str | None:
+    """Returns what is known to be wrong with a version of Triton, or None; ``version`` is None without Triton."""
+    for prefix, problem in _TRITON_PROBLEMS.items():
+        if version is not None and version.split(".")[:2] == prefix.split("."):
+            return problem
+    return None
 
 
 def _finds_any(names: Sequence[str | None]) -> bool:

@@ -12,8 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from dtrain.distributed.launch_env import num_cores
 from dtrain.version import version
 
@@ -46,6 +44,8 @@ class Host:
 
 
 def describe_host() -> Host:
+    import torch  # here, so that records of hosts are read without it
+
     return Host(
         cpu=_cpu_model(),
         cores=num_cores(),

@@ -31,10 +31,12 @@ def environment(threads: int) -> dict[str, str]:
     return {**os.environ, **extra, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)}
 
 
-def start_rank(module: str, *, threads: int, stdout: IO[str] | int, stderr: IO[str]) -> subprocess.Popen[str]:
+def start_rank(
+    module: str, *arguments: str, threads: int, stdout: IO[str] | int, stderr: IO[str]
+) -> subprocess.Popen[str]:
     """Starts ``python -m module`` with a pipe as standard input; :func:`kill_group` ends it with all it has started."""
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
         stdout=stdout,
         stderr=stderr,

@@ -1,8 +1,8 @@
 """Proof of the FP8 cast kernels on the device at hand: at first use their bits are compared with those of tensor code.
 
 A compiler may get a kernel wrong in some launch shapes only: Triton 3.8 stores garbage in the transpose of a clamped
-FP8 tile. So each variant of a kernel is compared on tiles of its own alignment and order before the first tensor is cast
-with it. A variant that fails is named once, and tensor code casts in its place, with the same bits and more time.
+FP8 tile. So each variant of a kernel is compared on tiles of its own alignment and order before the first tensor is
+cast with it. A variant that fails is named once, and tensor code casts in its place, with the same bits and more time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
-"""``dtrain accept [minutes=25] [parts=a,c] [out=DIR]``: checks, measures and profiles a new machine."""
+"""``dtrain accept [goal=facts|figures|all] [limit_s=...] [archive=FILE] [caches=FILE] [out=DIR]``: a new machine."""
 
 from __future__ import annotations
 
+import os
 import re
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,29 +14,51 @@ from dtrain.config.commands import ACCEPT
 from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError
-from dtrain.tools.accept.part import PARTS
-from dtrain.tools.accept.run import PAGE_FILE, accept, choose_parts
+from dtrain.tools.accept.page import summary
+from dtrain.tools.accept.plan import LIMITS_S
+from dtrain.tools.accept.run import PAGE_FILE, accept, check_parts
 from dtrain.tools.command import command_text
+
+_NOT_ENDED = 124  # as timeout(1)
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the parts; returns 0 if all were finished and nothing failed, else 1."""
+    """Runs the jobs; returns 0 if nothing failed, else 1."""
     config = read_suite([_as_list(word) for word in argv], ACCEPT)
     if config is None:
         return 0
-    choose_parts(config.parts, PARTS)
-    if config.out == "":
-        raise ConfigError("out is empty; name a directory, or leave it null")
+    check_parts(config.parts)
+    for name in ("out", "archive", "caches"):
+        if getattr(config, name) == "":
+            raise ConfigError(f"{name} is empty; name a path, or leave it null")
     if LaunchEnv.read().launched:
         raise ConfigError("dtrain accept starts its own processes; start it once, without a launcher")
     configure_logging(0)
+    age_s = process_age_s()
+    limit_s = config.limit_s or LIMITS_S[config.goal]
+    # the jobs end with this process, whatever it waits for, such as a disk
+    watchdog = threading.Timer(max(0.0, limit_s - age_s), os._exit, (_NOT_ENDED,))
+    watchdog.daemon = True
+    watchdog.start()
     folder = Path(config.out or time.strftime("runs/accept-%Y-%m-%d_%H-%M-%S"))
-    logger.info("results in %s; if this command is interrupted, continue with out=%s", folder, folder)
-    acceptance = accept(config, command_text("accept", argv), folder, PARTS)
-    page = folder / PAGE_FILE
-    print("\n## ".join(page.read_text(encoding="utf-8").split("\n## ", 2)[:2]))  # to the end of the result
-    logger.info("the page is %s", page)
-    return 1 if any(record.failures for record in acceptance.parts) else 0
+    logger.info(
+        "goal=%s, %.0f s; results in %s; the same command with out=%s resumes", config.goal, limit_s, folder, folder
+    )
+    acceptance = accept(config, command_text("accept", argv), folder, age_s)
+    watchdog.cancel()
+    print(summary(acceptance))
+    logger.info("the page is %s", folder / PAGE_FILE)
+    return 1 if acceptance.failures else 0
+
+
+def process_age_s() -> float:
+    """Returns the seconds since this process was started, imports included; 0 where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        begin = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begin)
+    except (OSError, AttributeError, IndexError, ValueError):
+        return 0.0
 
 
 def _as_list(word: str) -> str:

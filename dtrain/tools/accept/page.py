@@ -1,100 +1,138 @@
-"""The page of an acceptance, in Markdown: the result, a section for each part, and what was left out."""
+"""The page of an acceptance, in Markdown: targets, failures, conclusions, a section for each part."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from importlib import import_module
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.tools.accept.part import Part
-from dtrain.tools.accept.records import DONE, Acceptance, PartRecord
+from dtrain.tools.accept import curves, steps, targets
+from dtrain.tools.accept.job import DONE, Ended
+from dtrain.tools.accept.plan import PARTS
+from dtrain.tools.accept.report import PartReport, report_of_jobs
 from dtrain.tools.tables import Table, plural
 
 
-def render(acceptance: Acceptance, parts: Sequence[Part]) -> str:
-    machine = acceptance.machine
-    name = machine["name"] if machine["device"] == "cuda" else "a CPU"
+@dataclass(frozen=True)
+class Acceptance:
+    """Results and facts of one machine, as ``accept.json`` holds them.
+
+    Attributes:
+        machine: device, its driver's facts, and versions.
+        not_run: name of each job without results, with the reason.
+        left_out: by part, names of cases that cannot run here, with the reason.
+    """
+
+    command: str
+    date: str
+    goal: str
+    limit_s: float
+    machine: dict[str, Any]
+    ended: list[Ended] = field(default_factory=list)
+    not_run: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def reports(self) -> dict[str, PartReport]:
+        """Returns the report of each part that has begun."""
+        reports = {}
+        for part in PARTS:
+            own = [found for found in self.ended if found.part == part]
+            if not own:
+                continue
+            left_out = self.left_out.get(part, {})
+            if part == "curves":
+                reports[part] = curves.report(own, left_out)
+            elif part == "steps":
+                found = steps.report(own)
+                reports[part] = PartReport(
+                    found.conclusions, found.failures, {**left_out, **found.left_out}, found.section
+                )
+            elif part == "compiled":
+                reports[part] = compiled_report(own)
+            else:
+                reports[part] = report_of_jobs(own)
+        return reports
+
+    @property
+    def failures(self) -> list[str]:
+        return [f"{part}: {line}" for part, report in self.reports().items() for line in report.failures]
+
+
+def compiled_report(ended: Sequence[Ended]) -> PartReport:
+    """Returns a line for each kind of compiled block."""
+    lines = []
+    for found in ended:
+        if figures := found.results.get("figures"):
+            warned = f"; warned: {'; '.join(figures['warnings'])}" if figures["warnings"] else ""
+            lines.append(
+                f"{found.name}: {plural(figures['graphs'], 'graph')}, {plural(figures['graph_breaks'], 'break')}, "
+                f"first step {figures['first_step_s']:.1f} s{warned}"
+            )
+    others = report_of_jobs(ended)
+    return PartReport(lines, others.failures, others.left_out, [*(f"- {line}" for line in lines), *others.section])
+
+
+def render(acceptance: Acceptance) -> str:
+    """Returns the page."""
+    reports = acceptance.reports()
     lines = [
-        f"# Acceptance of {name}",
+        f"# Acceptance of {acceptance.machine.get('name') or 'a CPU'}",
         "",
-        f"`{acceptance.command}`, {acceptance.date}",
+        f"`{acceptance.command}`, {acceptance.date}, {_machine(acceptance.machine)}",
         "",
-        f"{machine['host_summary']}. {_device(machine)}",
-        "",
-        *_result(acceptance, parts),
+        *_result(acceptance, reports),
     ]
-    modules = {part.key: part.module for part in parts}
-    for record in acceptance.parts:
-        lines += ["", f"## {record.key}. {record.title}", "", *_section(record, modules[record.key])]
-    return "\n".join([*lines, *_left_out(acceptance, parts)]) + "\n"
+    for part, report in reports.items():
+        lines += ["", f"## {PARTS[part]}", ""]
+        lines += report.section or ["No results."]
+        lines += ["", "Did not work:", "", *(f"- {line}" for line in report.failures)] if report.failures else []
+    return "\n".join([*lines, "", *_left_out(acceptance, reports)]) + "\n"
 
 
-def _device(machine: dict[str, Any]) -> str:
-    peaks = {name: peak for name, peak in machine["peak_tflops"].items() if peak is not None}
-    rates = ", ".join(f"{name} {peak:g}" for name, peak in peaks.items()) or "unknown"
-    packages = "".join(f", {name} {version}" for name, version in machine["packages"].items())
+def summary(acceptance: Acceptance) -> str:
+    """Returns what the console shows at the end: the page up to its first section."""
+    return render(acceptance).split("\n### Jobs", 1)[0]
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
     if machine["device"] != "cuda":
-        return "No GPU was used: all shapes are small, and the figures only show that the command runs."
-    shapes = " Its memory is small, so all shapes are small." if machine["small"] else ""
-    return (
-        f"Device: {machine['name']}, {machine['memory_gib']:g} GiB, compute capability {machine['capability']}, CUDA "
-        f"{machine['cuda']}, NCCL {machine['nccl']}{packages}. Published dense peak rates, TFLOP/s: {rates}.{shapes}"
-    )
+        return "no GPU: all shapes are tiny, and the figures only show that the command runs"
+    text = ", ".join(f"{key} {value}" for key, value in machine.items() if key not in ("device", "packages"))
+    return f"{text}, {', '.join(f'{name} {number}' for name, number in machine['packages'].items())}"
 
 
-def _result(acceptance: Acceptance, parts: Sequence[Part]) -> list[str]:
-    failures = [f"- {record.key}: {line}" for record in acceptance.parts for line in record.failures]
-    conclusions = [
-        f"- {record.key}: {line}" for record in acceptance.parts for line in record.results.get("conclusions") or []
-    ]
-    done = sum(record.status == DONE for record in acceptance.parts)
-    what = f"{done} of {plural(len(parts), 'part')} finished"
+def _result(acceptance: Acceptance, reports: Mapping[str, PartReport]) -> list[str]:
+    failures, done = acceptance.failures, sum(found.status == DONE for found in acceptance.ended)
+    what = f"{done} of {plural(len(acceptance.ended) + len(acceptance.not_run), 'job')} done"
     found = f"{plural(len(failures), 'thing')} did not work:" if failures else "nothing failed."
-    rows = [
-        (record.key, record.title, record.status, f"{record.seconds:.0f} s", f"{record.share_s:.0f} s")
-        for record in acceptance.parts
-    ]
-    titles = {part.key: part.title for part in parts}
-    rows += [(key, titles[key], f"not run: {reason}", "", "") for key, reason in acceptance.not_run.items()]
-    table = Table("Parts", ("", "part", "status", "took", "was given"), sorted(rows))
+    conclusions = [f"- {part}: {line}" for part, report in reports.items() for line in report.conclusions]
+    rows = [(job.name, job.part, job.status, f"{job.seconds:.0f} s", job.error) for job in acceptance.ended]
+    rows += [(name, "", "not run", "", reason) for name, reason in acceptance.not_run.items()]
     return [
+        "## Targets",
+        "",
+        targets.table(targets.verdicts(acceptance.ended)),
+        "",
         "## Result",
         "",
         f"**{what}; {found}**",
         "",
-        *([*failures, ""] if failures else []),
+        *([*(f"- {line}" for line in failures), ""] if failures else []),
         *([*conclusions, ""] if conclusions else []),
-        table.markdown(),
+        "### Jobs",
+        "",
+        Table("Jobs", ("job", "part", "", "took", "why"), rows).markdown(),
     ]
 
 
-def _section(record: PartRecord, module: str) -> list[str]:
-    """Returns the lines of one part. An error in its own text must not cost the page."""
-    lines = []
-    if record.status != DONE:
-        lines += [f"**{record.status}**: {record.error}", "", "```text", *record.log_tail, "```", ""]
-        if not record.results:
-            return lines
-        lines += ["Partial results:", ""]
-    try:
-        lines += import_module(module).section(record.results)
-    except Exception as error:
-        lines.append(f"The section cannot be written ({type(error).__name__}: {error}); accept.json has the results.")
-    if failures := record.results.get("failures"):
-        lines += ["", "Did not work:", "", *(f"- {line}" for line in failures)]
-    return lines
-
-
-def _left_out(acceptance: Acceptance, parts: Sequence[Part]) -> list[str]:
-    titles = {part.key: part.title for part in parts}
-    rows = [(key, titles[key], reason) for key, reason in acceptance.not_run.items()]
-    for record in acceptance.parts:
-        by_reason: dict[str, list[str]] = defaultdict(list)
-        for name, reason in (record.results.get("left_out") or {}).items():
-            by_reason[str(reason)].append(name)
-        rows += [(record.key, "; ".join(names), reason) for reason, names in by_reason.items()]
-    lines = ["", "## Left out", ""]
-    if not rows:
-        return [*lines, "Nothing."]
-    return [*lines, *(f"- {key}: {what}: {reason}" for key, what, reason in rows)]
+def _left_out(acceptance: Acceptance, reports: Mapping[str, PartReport]) -> list[str]:
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for part, report in reports.items():
+        for name, reason in report.left_out.items():
+            by_reason[part, str(reason)].append(name)
+    for part, cases in acceptance.left_out.items():
+        for name, reason in cases.items() if part not in reports else ():
+            by_reason[part, reason].append(name)
+    rows = [f"- {part}: {'; '.join(names)}: {reason}" for (part, reason), names in by_reason.items()]
+    return ["## Left out", "", *(rows or ["Nothing."])]

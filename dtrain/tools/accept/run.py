@@ -1,189 +1,254 @@
-"""Runs the parts one after the other, each in its own process, and keeps one file for each that is finished."""
+"""Runs the jobs of an acceptance until its time is over, and keeps all results on disk at every moment. No torch."""
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import tempfile
+import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
 from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import AcceptConfig
-from dtrain.distributed.launch_env import num_cores
 from dtrain.distributed.logging import logger
-from dtrain.errors import AcceptError, ConfigError, directory_error
+from dtrain.errors import ConfigError, DtrainError, directory_error, nearest
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.metrics import write_atomically, write_json
-from dtrain.tools.accept.page import render
-from dtrain.tools.accept.part import PARTIAL, Part, PartRequest
-from dtrain.tools.accept.processes import run_process
-from dtrain.tools.accept.records import DONE, FAILED, LATE, Acceptance, PartRecord
+from dtrain.tools.accept.archive import use_caches, write_archive, write_caches
+from dtrain.tools.accept.job import DONE, Ended, PartJob, Running, read_json
+from dtrain.tools.accept.page import Acceptance, render
+from dtrain.tools.accept.parts.environment import driver_facts
+from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
+from dtrain.version import version
 
-LONGEST_S = 540.0
-"""Time limit of a part, whatever its share."""
-
-RESULTS_FILE, PAGE_FILE = "accept.json", "accept.md"
-_WORKER, _MACHINE = "dtrain.tools.accept.worker", "dtrain.tools.accept.machine"
-_MACHINE_LIMIT_S = 180.0  # the first import of torch on a fresh machine takes long
-_LEAST_S, _LONGEST_SHARE_S = 5.0, 480.0  # the longest leaves time for start-up and for the case under way
-_GRACE_FACTOR, _GRACE_S = 1.5, 30.0  # start-up, and the case under way when the share is used up
-_JOB_FILE = "job.json"
-
-
-def choose_parts(names: Sequence[str] | None, parts: Sequence[Part]) -> list[Part]:
-    """Returns the parts by letter, in order of value; None: all.
-
-    Raises:
-        ConfigError: a letter that is no part, or none at all.
-    """
-    known = {part.key: part for part in parts}
-    unknown = [name for name in names or () if name not in known]
-    if unknown or names == []:
-        wrong = f"'{unknown[0]}' is no part" if unknown else "names no part"
-        listed = ", ".join(f"{part.key} ({part.title})" for part in parts)
-        raise ConfigError(f"parts=[{','.join(names or ())}]: {wrong}; the parts are {listed}")
-    return [part for part in parts if names is None or part.key in names]
+RESULTS_FILE, PAGE_FILE, CACHES = "accept.json", "accept.md", "caches"
+_POLL_S, _WRITE_S = 0.05, 1.0
+_LEAST_S = {"cuda": 12.0, "cpu": 2.0}  # a job is not begun with less time
+_END_S = 5.0  # for the last page and archives
+_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "torchao")
+_SHOWN = 400  # characters of a line on the console
 
 
-def share_s(parts_left: Sequence[Part], seconds_left: float) -> float:
-    """Returns the seconds of the first of ``parts_left``: its share of what is left, so that saved time is used."""
-    share = seconds_left * parts_left[0].minutes / sum(part.minutes for part in parts_left)
-    return min(_LONGEST_SHARE_S, max(_LEAST_S, share))
+def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Acceptance:
+    """Runs the jobs that are not done in ``folder``; page, results and archive are written after each partial result.
 
-
-def limit_s(share: float) -> float:
-    """Returns the seconds after which a part with this share is killed."""
-    return min(LONGEST_S, _GRACE_FACTOR * share + _GRACE_S)
-
-
-def accept(config: AcceptConfig, command: str, folder: Path, parts: Sequence[Part]) -> Acceptance:
-    """Runs the parts that are not finished in ``folder``; writes the results file and the page after each.
+    Args:
+        config: of the command.
+        command: line for the page.
+        folder: of the results.
+        age_s: seconds since the start of the process, which ``limit_s`` counts too.
 
     Raises:
-        AcceptError: the facts about the machine could not be read.
         ConfigError: a value that cannot be honored.
     """
-    chosen = choose_parts(config.parts, parts)
-    _make_folder(folder)
-    machine = _describe_machine(config, folder)
-    fingerprint = {key: value for key, value in machine.items() if key not in ("host_summary", "peak_tflops")}
-    records = _read_records(folder, parts, fingerprint)
-    finished = {key for key, record in records.items() if record.status == DONE}
-    left = [part for part in chosen if part.key not in finished]
-    for part in chosen:
-        if part not in left:
-            logger.info("%s %s: finished before", part.key, part.title)
-    seconds = 60 * config.minutes * sum(part.minutes for part in left) / sum(part.minutes for part in chosen)
-    deadline = time.monotonic() + seconds
-
-    def write() -> Acceptance:
-        known = [records[part.key] for part in parts if part.key in records]
-        reasons = {
-            part.key: "not started yet" if part in chosen else "not chosen" for part in parts if part.key not in records
-        }
-        date = time.strftime("%Y-%m-%dT%H:%M:%S")
-        acceptance = Acceptance(command, date, config.minutes, machine, known, reasons)
-        write_json(folder / RESULTS_FILE, asdict(acceptance), indent=1)
-        write_atomically(folder / PAGE_FILE, redact_text(render(acceptance, parts)))
-        return acceptance
-
-    acceptance = write()
-    for index, part in enumerate(left):
-        share = share_s(left[index:], deadline - time.monotonic())
-        logger.info("%s %s: up to %.0f s", part.key, part.title, share)
-        records[part.key] = record = _run_part(part, config, machine, folder, share, fingerprint)
-        outcome = record.status if record.status == DONE else f"{record.status}: {record.error}"
-        logger.info("%s %s: %s, %.0f s", part.key, part.title, outcome, record.seconds)
-        acceptance = write()
-    return acceptance
-
-
-def _run_part(
-    part: Part,
-    config: AcceptConfig,
-    machine: Mapping[str, Any],
-    folder: Path,
-    share: float,
-    fingerprint: dict[str, Any],
-) -> PartRecord:
-    own = (folder / part.key).absolute()
-    request = PartRequest(machine["device"], share, machine["small"], str(own), config.keep_trace)
-    job = {"module": part.module, "request": asdict(request)}
-    before = _read_json(own / _JOB_FILE)
-    if before is None or before.get("fingerprint") != fingerprint:  # cases of another machine must not be reused
-        shutil.rmtree(own, ignore_errors=True)
-    own.mkdir(exist_ok=True)
-    write_json(own / _JOB_FILE, {**job, "fingerprint": fingerprint})
-    log = own / "log"
-    log.unlink(missing_ok=True)
-    ended = run_process(_WORKER, json.dumps(job), limit_s=limit_s(share), threads=num_cores(), log=log)
-    if ended.error:
-        status, results = LATE if ended.is_late else FAILED, _read_json(own / PARTIAL) or {}
-    else:
-        status, results = DONE, json.loads(ended.result)
-    date = time.strftime("%Y-%m-%dT%H:%M:%S")
-    record = PartRecord(
-        part.key,
-        part.title,
-        status,
-        ended.seconds,
-        share,
-        date,
-        fingerprint,
-        results,
-        ended.error,
-        ended.tail,
-    )
-    write_json(_record_file(folder, part), asdict(record), indent=1)
-    return record
-
-
-def _make_folder(folder: Path) -> None:
-    """Makes the folder of the results, and caches for compilers if the home directory cannot hold them."""
+    start = time.monotonic() - age_s
+    limit_s = config.limit_s or LIMITS_S[config.goal]
+    check_parts(config.parts)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise directory_error("out", folder, error) from error
-    if not os.access(Path.home(), os.W_OK):
-        for name in ("TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_EXTENSIONS_DIR"):
-            os.environ.setdefault(name, str(Path(tempfile.gettempdir(), f"dtrain-{os.getuid()}-{name.lower()}")))
-
-
-def _describe_machine(config: AcceptConfig, folder: Path) -> dict[str, Any]:
-    job = {"module": _MACHINE, "request": asdict(PartRequest(config.device, 0.0, False, str(folder)))}
-    log = folder / "machine.log"
-    log.unlink(missing_ok=True)
-    ended = run_process(_WORKER, json.dumps(job), limit_s=_MACHINE_LIMIT_S, threads=num_cores(), log=log)
-    if ended.error:
-        raise AcceptError(f"the machine cannot be described: the process {ended.error}; its log is {log}")
-    facts: dict[str, Any] = json.loads(ended.result)
-    return facts
-
-
-def _read_records(folder: Path, parts: Sequence[Part], fingerprint: Mapping[str, Any]) -> dict[str, PartRecord]:
-    """Returns the records in ``folder`` of this machine with these versions."""
-    records = {}
-    for part in parts:
-        content = _read_json(_record_file(folder, part))
-        if content is not None and content.get("fingerprint") == fingerprint:
-            records[part.key] = from_plain(PartRecord, content)
-        elif content is not None:
-            logger.warning("%s %s: measured on another machine or with other versions", part.key, part.title)
-    return records
-
-
-def _record_file(folder: Path, part: Part) -> Path:
-    return folder / f"{part.key}.json"
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
+    caches = Path(config.caches) if config.caches else None
+    use_caches(folder / CACHES, caches)
+    facts = _describe_machine(config.device)
+    machine = Machine(facts["device"], (facts.get("memory_gib") or 79.0) if facts["device"] == "cuda" else 0.0)
+    plan = make_plan(
+        config.goal,
+        machine,
+        limit_s,
+        parts=config.parts,
+        has_caches=caches is not None and caches.exists(),
+        keep_trace=str((folder / "traces").absolute()) if config.keep_trace else None,
+    )
+    if config.keep_trace:
+        (folder / "traces").mkdir(exist_ok=True)
+    empty = Acceptance(command, time.strftime("%Y-%m-%dT%H:%M:%S"), config.goal, limit_s, facts, left_out=plan.left_out)
+    archive = Path(config.archive) if config.archive else None
+    run = Run(empty, plan, folder, start + limit_s - _END_S, archive, machine)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content if isinstance(content, dict) else None
+        run.together(plan.together, start + min(plan.together_s, limit_s - _END_S))
+        if plan.together and caches is not None:
+            write_caches(caches)
+        run.alone(plan.alone)
+        if caches is not None:
+            write_caches(caches)
+    finally:
+        run.stop()
+    return run.write()
+
+
+def check_parts(names: Sequence[str] | None) -> None:
+    """Raises ConfigError if ``names`` has none, or one that is no part."""
+    for name in names or ():
+        if name not in PARTS:
+            raise ConfigError(f"parts: '{name}' is no part{nearest(name, PARTS)}; the parts are {', '.join(PARTS)}")
+    if names is not None and not names:
+        raise ConfigError(f"parts=[] names no part; the parts are {', '.join(PARTS)}")
+
+
+def _describe_machine(device: str) -> dict[str, Any]:
+    """Returns the device and what its driver says, without torch: the import may take a minute on a new machine."""
+    found = driver_facts() if device != "cpu" else {}
+    if device == "cuda" and not found:
+        raise ConfigError("device=cuda, but nvidia-smi shows no GPU: install the driver, or see CUDA_VISIBLE_DEVICES")
+    packages = {"dtrain": version(), "python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            packages[name] = package_version(name)
+        except PackageNotFoundError:
+            continue
+    return {"device": "cuda" if found else "cpu", **found, "packages": packages}
+
+
+class Run:
+    """The jobs under way and those that have ended.
+
+    Args:
+        empty: facts of the acceptance.
+        plan: all jobs; those that ``folder`` has, of the same machine and versions, are not repeated.
+        folder: of the results.
+        deadline: of ``time.monotonic``; nothing runs after it.
+        archive: file that always has what ``folder`` has; None: none.
+        machine: what jobs adapt to.
+    """
+
+    def __init__(
+        self, empty: Acceptance, plan: Plan, folder: Path, deadline: float, archive: Path | None, machine: Machine
+    ) -> None:
+        self._empty, self._folder, self._deadline = empty, folder, deadline
+        self._archive, self._machine, self._least_s = archive, machine, _LEAST_S[machine.device]
+        self._fingerprint = {key: value for key, value in empty.machine.items() if "clock" not in key}
+        self._ended: dict[str, Ended] = {}
+        self._shown: set[str] = set()
+        self._waiting = {job.name: "not begun" for job in plan.jobs}
+        self._running: list[Running] = []
+        self._written = 0.0
+        self._changes: dict[Path, float] = {}
+        for path in sorted((folder / "jobs").glob("*.json")):
+            self._read(path)
+        self.write()
+
+    def _read(self, path: Path) -> None:
+        content = read_json(path)
+        if path.name.endswith(".partial.json") or content.get("status") != DONE:
+            return
+        if content.get("fingerprint") != self._fingerprint:
+            logger.warning("%s: measured on another machine or with other versions", content.get("name"))
+            return
+        try:
+            found = from_plain(Ended, content)
+        except (DtrainError, KeyError, TypeError):
+            return
+        self._ended[found.name] = found
+        if self._waiting.pop(found.name, None):
+            logger.info("%s: done before", found.name)
+
+    def together(self, jobs: Sequence[PartJob], deadline: float) -> None:
+        """Runs the jobs side by side until ``deadline``: engines and tests at once, compilers as places get free."""
+        queue = [job for job in jobs if job.name in self._waiting]
+        places = max(2, 2 * len([job for job in queue if job.part != "compiled"])) if queue else 0
+        if self._machine.device == "cpu":
+            places = 2
+        while queue or self._running:
+            left_s = min(deadline, self._deadline) - time.monotonic()
+            while queue and len(self._running) < places and left_s > self._least_s:
+                self._begin(queue.pop(0), left_s)
+            if queue and left_s <= self._least_s:
+                self._waiting |= {job.name: "no time left" for job in queue}
+                queue = []
+            for running in list(self._running):
+                if (ended := running.poll()) is not None:
+                    self._running.remove(running)
+                    again = self._end(running.job, ended)
+                    queue[:0] = [again] if again is not None else []
+            self._tick()
+
+    def alone(self, jobs: Sequence[PartJob]) -> None:
+        """Runs the jobs one after the other; the process of the next one imports and waits meanwhile."""
+        queue = [job for job in jobs if job.name in self._waiting]
+        ready: Running | None = None
+        while queue:
+            job = queue.pop(0)
+            left_s = self._deadline - time.monotonic()
+            if left_s < self._least_s:
+                self._waiting |= {found.name: "no time left" for found in (job, *queue)}
+                break
+            if ready is None or ready.job.name != job.name:
+                ready = self._start(job)
+            ready.send(left_s)
+            current, ready = ready, self._start(queue[0]) if queue else None
+            while (ended := current.poll()) is None:
+                self._tick()
+            self._running.remove(current)
+            again = self._end(current.job, ended)
+            if again is not None:
+                if ready is not None:
+                    self._running.remove(ready)
+                    ready.kill()
+                    ready = None
+                queue.insert(0, again)
+
+    def _start(self, job: PartJob) -> Running:
+        running = Running(job, self._folder, self._machine.device, small=self._machine.small)
+        self._running.append(running)
+        return running
+
+    def _begin(self, job: PartJob, left_s: float) -> None:
+        self._start(job).send(left_s)
+
+    def _end(self, job: PartJob, ended: Ended) -> PartJob | None:
+        """Keeps and prints what a job has found; returns the job that does what it has left."""
+        ended = replace(ended, fingerprint=self._fingerprint)
+        self._ended[ended.name] = ended
+        self._waiting.pop(ended.name, None)
+        write_json(self._folder / "jobs" / f"{job.file_name}.json", asdict(ended), indent=1)
+        logger.info(
+            "%s: %s, %.0f s%s", ended.name, ended.status, ended.seconds, f": {ended.error}" if ended.error else ""
+        )
+        (self._folder / "jobs" / f"{job.file_name}.partial.json").unlink(missing_ok=True)
+        acceptance = self.write()
+        # all jobs of the part, because a curve needs the reference and a step its baseline; only new lines are shown
+        own = replace(acceptance, ended=[found for found in self._ended.values() if found.part == ended.part])
+        for report in own.reports().values():
+            for line in [*report.conclusions, *(f"FAILED {line}" for line in report.failures)]:
+                if line not in self._shown:
+                    self._shown.add(line)
+                    logger.info("  %s", redact_text(line)[:_SHOWN])
+        return job.again(job, ended) if job.again is not None and ended.status != DONE else None
+
+    def _tick(self) -> None:
+        time.sleep(_POLL_S)
+        if time.monotonic() - self._written > _WRITE_S and self._has_changed():
+            self.write()
+
+    def _has_changed(self) -> bool:
+        changes = {run.output: run.output.stat().st_mtime for run in self._running if run.output.exists()}
+        has_changed = changes != self._changes
+        self._changes = changes
+        return has_changed
+
+    def write(self) -> Acceptance:
+        """Writes results, page and archive, with what the jobs under way have found so far."""
+        under_way = [
+            Ended(run.job.name, run.job.part, "under way", 0.0, results)
+            for run in self._running
+            if run.has_begun and (results := run.results())
+        ]
+        known = {found.name for found in under_way}
+        not_run = {name: reason for name, reason in self._waiting.items() if name not in known}
+        acceptance = replace(self._empty, ended=[*self._ended.values(), *under_way], not_run=not_run)
+        write_json(self._folder / RESULTS_FILE, asdict(acceptance), indent=1)
+        write_atomically(self._folder / PAGE_FILE, redact_text(render(acceptance)))
+        if self._archive is not None:
+            write_archive(self._archive, self._folder, leave_out=CACHES)
+        self._written = time.monotonic()
+        return acceptance
+
+    def stop(self) -> None:
+        """Ends every process."""
+        for running in self._running:
+            running.kill()
+        self._running = []

@@ -30,6 +30,7 @@ class BenchmarkCase:
         recipe: of the FP8 products, if the precision is ``fp8``.
         blocks: recomputation and compilation in dtrain's engine, whose activations are then measured; None: as the
             suite's ``model`` says.
+        reproducible: whether dtrain's engine gives the same bits at any world size.
         offload: ``cpu``: the native engine's masters, optimizer states and main grads lie on the host.
     """
 
@@ -44,6 +45,7 @@ class BenchmarkCase:
     baseline: str | None = None
     recipe: str | None = None
     blocks: Blocks | None = None
+    reproducible: bool = False
     offload: str = "none"
 
     @property

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.precision.hardware import has_compiler
+from dtrain.precision.hardware import has_compiler, triton_problem
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.telemetry.gpu import attention_kernel, cublaslt_version, describe_state, dotted_version, loaded_library
 from dtrain.telemetry.host import describe_host, memory_left
 from dtrain.telemetry.trackers import wandb_mode
 from dtrain.tools.tables import Table
@@ -48,6 +49,8 @@ _INSTRUCTIONS = {
     "FP16 (AMX)": "_is_amx_fp16_supported",
 }
 _SIZES = {"cpu": (256, 512, 1024), "cuda": (1024, 2048, 4096, 8192)}
+_HEADS, _HEAD_DIM = 16, 128  # of the attention whose kernel is shown
+_BLOCKWISE = (12, 9)  # first cuBLASLt with FP8 products that have one scale for each block
 _BUDGET_S = 0.4  # for the products of one size; the next size has eight times the operations
 _REPEATS = 7
 
@@ -72,9 +75,11 @@ def _software() -> list[tuple[str, str, str]]:
     ]
     for name, purpose in _PACKAGES.items():
         try:
-            rows.append((name, package_version(name), purpose))
+            number = package_version(name)
         except PackageNotFoundError:
-            rows.append((name, "not installed", purpose))
+            number = "not installed"
+        problem = triton_problem(number) if name == "triton" else None
+        rows.append((name, number, f"{purpose}; {number} {problem}" if problem else purpose))
     return rows
 
 
@@ -88,10 +93,27 @@ def _machine() -> list[tuple[str, str]]:
         ("memory", f"{host.memory_gib:g} GiB, {memory_left() * host.memory_gib:.1f} GiB free"),
         ("disk of this folder", f"{disk.free / 2**30:.1f} GiB free"),
         ("compiler", _compiler("cpu")),
-        *((f"GPU {index}", _gpu(index)) for index in range(torch.cuda.device_count())),
-        *([("GPU driver", _driver()), ("compiler for GPUs", _compiler("cuda"))] if torch.cuda.is_available() else []),
-        *([] if torch.cuda.is_available() else [("GPU", "none visible to PyTorch")]),
+        *(_gpus() if torch.cuda.is_available() else [("GPU", "none visible to PyTorch")]),
         ("tracker=wandb", _wandb()),
+    ]
+
+
+def _gpus() -> list[tuple[str, str]]:
+    rows = []
+    for index in range(torch.cuda.device_count()):
+        state = describe_state(index)
+        rows += [
+            (f"GPU {index}", _gpu(index)),
+            (f"GPU {index} power and clocks", state.summary()),
+            (f"GPU {index} MIG mode", (state.mig or "none, or unknown").lower()),
+        ]
+    return [
+        *rows,
+        ("GPU driver", _driver()),
+        ("cuDNN", _cudnn()),
+        ("cublasLt", _cublaslt()),
+        (f"attention of {_HEADS} heads of {_HEAD_DIM}", _attention()),
+        ("compiler for GPUs", _compiler("cuda")),
     ]
 
 
@@ -115,6 +137,31 @@ def _driver() -> str:
     file = Path("/proc/driver/nvidia/version")  # the driver's own tool may not be installed in a container
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", file.read_text(encoding="utf-8")) if file.exists() else None
     return found.group() if found else "unknown version"
+
+
+def _cudnn() -> str:
+    try:
+        number = torch.backends.cudnn.version()
+    except RuntimeError as error:  # the loaded library is older than the one that PyTorch was built with
+        return f"no: {str(error).splitlines()[0]}"
+    return "none" if number is None else f"{dotted_version(number)}, {loaded_library('libcudnn.so') or 'unknown file'}"
+
+
+def _cublaslt() -> str:
+    number = cublaslt_version()
+    if number is None:
+        return "unknown version"
+    is_old = tuple(map(int, number.split("."))) < _BLOCKWISE
+    needs = "; FP8 products with blockwise scales need 12.9" if is_old else ""
+    return f"{number}, {loaded_library('libcublasLt.so')}{needs}"
+
+
+def _attention() -> str:
+    """Returns the kernels of a model with as many key heads as query heads, and of one with fewer."""
+    shape = {"batch": 1, "heads": _HEADS, "seq_len": 2048, "head_dim": _HEAD_DIM}
+    device = torch.device("cuda", 0)
+    equal, grouped = (attention_kernel(device, torch.bfloat16, kv_heads=count, **shape) for count in (_HEADS, 4))
+    return f"{equal}; with 4 key heads: {grouped} (BF16, causal, 2,048 tokens)"
 
 
 def _nccl() -> str:

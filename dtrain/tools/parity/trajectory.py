@@ -6,10 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from torch import Tensor
+
+if TYPE_CHECKING:  # the bounds of a comparison are read without it
+    from torch import Tensor
 
 from dtrain.config.dump import from_plain
 

@@ -1,4 +1,4 @@
-"""What a machine needs before code is compiled on it."""
+"""What a machine needs before code is compiled on it, and the versions of Triton that compile wrongly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.precision.hardware import has_compiler
+from dtrain.precision.hardware import has_compiler, triton_problem
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -46,3 +46,12 @@ def test_both_need_the_headers_of_python(tools: set[str], tmp_path: Path) -> Non
     (tmp_path / "Python.h").unlink()
     assert not has_compiler(CPU)
     assert not has_compiler(GPU)
+
+
+@pytest.mark.parametrize(
+    ("version", "is_bad"),
+    [("3.8.0", True), ("3.8.1+git1234", True), ("3.7.0", False), ("3.80.0", False), ("not installed", False)],
+)
+def test_versions_of_triton_known_as_bad_are_named(version: str, is_bad: bool) -> None:
+    assert ("triton issue 11111" in (triton_problem(version) or "")) == is_bad
+    assert triton_problem(None) is None

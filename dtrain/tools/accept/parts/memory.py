@@ -1,133 +1,74 @@
-"""Part f: model states against the formula (G5), memory of a step, the largest micro-batch, and the loss head (G6).
-
-Then what recomputation and offload save, and what they cost.
-"""
+"""Memory: model states against the formula, and what the loss head takes beside its gradients."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+import time
+from collections.abc import Iterator, Mapping
+from statistics import median
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 import dtrain
-from dtrain.config.blocks import Blocks
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.texts import compact
-from dtrain.tools.accept.part import PartRequest, save_partial
-from dtrain.tools.accept.parts import memory_keys
+from dtrain.tools.accept.job import Request
+from dtrain.tools.accept.models import MODELS
 from dtrain.tools.accept.parts.case_model import build_on
-from dtrain.tools.accept.parts.interleaved import (
-    CaseRun,
-    InterleavedRuns,
-    Record,
-    dtrain_case,
-    error_lines,
-    records_of,
-)
-from dtrain.tools.accept.parts.models import MODELS
 from dtrain.tools.ranks import failure_reason
 from dtrain.tools.tables import Column, Table
+from dtrain.tools.timing import time_ms
 
-STATE_TARGET, HEAD_TARGET = 1.02, 0.05
-"""G5: model states over the formula. G6: memory of the loss head beside its gradients over that of full FP32 logits."""
-
-_CASE = "dtrain, eager"
 _PRECISIONS = ("bf16", "fp8", "fp32")
-_ATTEMPTS, _SMALL_ATTEMPTS = 6, 2
-_SEARCHES = 4  # further processes if the predicted micro-batch does not fit
-_STATES_S = 30.0
 _SIZE_OF_STATES = "50M"
-_HEAD_STEP_S = 5.0
-_NOTES = (
-    "At rest: allocated between two steps. Peak: highest in steps after warm-up. Reserved: peak with the free blocks "
-    "of the allocator. Largest micro-batch: predicted from the memory of one sequence, then tried one by one in steps "
-    "until the device is out of memory. The loss head is measured alone at the same shape: output layer, cross "
-    "entropy and their backward by chunks of tokens; its gradients are those of hidden states and weight, in FP32."
+_HEAD_BUDGET_S = 1.0
+_HEAD_NOTE = (
+    "The loss head alone: output layer, cross entropy and their backward by chunks of tokens. Its gradients are those of "
+    "hidden states and weight, in FP32. It runs twice, because cuBLAS takes its workspace in the first run. Full logits: "
+    "the same compiled by `torch.compile`, in one piece."
 )
 
 
-def run(request: PartRequest) -> dict[str, Any]:
-    """Measures a step and the largest micro-batch, the loss head, the states, and the keys that take less memory."""
-    runs = InterleavedRuns(request, (2, 1))
-    results = runs.results
-    name = "tiny" if request.small else "1.2B"
-    runs.run([_step_run(name, 0, small=request.small)])
-    _search_below(runs, name)
+def run(request: Request) -> Iterator[dict[str, Any]]:
+    """Measures ``options["what"]``: ``head``, on a GPU, or ``states``."""
+    results: dict[str, Any] = {"failures": [], "left_out": {}, "states": []}
     device = torch.device(request.device, 0) if request.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    results["failures"] = error_lines(runs.records[:1])
-    micro_batch = runs.micro_batch(name)
-    if device.type == "cpu":
-        results["left_out"]["peaks, fragments, loss head"] = "memory is measured on a GPU"
-    elif micro_batch is not None and runs.seconds_left > _HEAD_STEP_S:
-        results["head"] = _guarded(results, "loss head", lambda: measure_head(MODELS[name], micro_batch, device))
-    save_partial(request, results)
-    _measure_states(request, runs, device)
-    if micro_batch is not None:
-        runs.run(memory_keys.plan(name, small=request.small))
-        saved = memory_keys.of_keys(runs.records)
-        results["failures"] += error_lines(saved) + ([] if request.small else memory_keys.failures(saved, STATE_TARGET))
-    return results | {"conclusions": conclusions(results)}
+    if request.options["what"] == "states":
+        yield from _measure_states(request, device, results)
+    elif device.type == "cpu":
+        yield results | {"left_out": {"loss head": "memory is measured on a GPU"}}
+    else:
+        config = MODELS["50M" if request.small else "1.2B"]
+        measure_head(config, 2, device)
+        results["head"] = measure_head(config, 2, device)
+        yield results
+        yield results | {"head": results["head"] | _head_times(config, 2, device)}
 
 
-def _step_run(name: str, number: int, *, small: bool, attempts: int = 0, first: int | None = None) -> CaseRun:
-    attempts = attempts or (_SMALL_ATTEMPTS if small else _ATTEMPTS)
-    options: dict[str, Any] = {"warmup": 3, "windows": 1, "steps": 3, "attempts": attempts, "first_attempt": first}
-    case = replace(dtrain_case(_CASE), blocks=Blocks())  # whose activations are measured
-    return CaseRun(case, name, number, 8.0 if small else 40.0, options)
-
-
-def _search_below(runs: InterleavedRuns, name: str) -> None:
-    """Tries smaller micro-batches, each in a process of its own, if the predicted largest one does not fit."""
-    for number in range(1, _SEARCHES + 1):
-        last = _step_records(runs.records)[-1].figures
-        if last is None or last["fitted"] or last["failed"] is None or last["failed"] <= last["micro_batch"]:
-            return
-        runs.run([_step_run(name, number, small=False, attempts=1, first=last["failed"] - 1)])
-
-
-def largest_micro_batch(records: Sequence[Record]) -> tuple[int, int | None]:
-    """Returns the largest micro-batch that fits, and the smallest that does not, if any was found."""
-    figures = [record.figures for record in _step_records(records) if record.figures is not None]
-    fitted = [size for values in figures for size in [values["micro_batch"], *values["fitted"]]]
-    failed = [values["failed"] for values in figures if values["failed"] is not None]
-    return max(fitted, default=0), min(failed, default=None)
-
-
-def _step_records(records: Sequence[Record]) -> list[Record]:
-    return [record for record in records if record.name == _CASE]
-
-
-def _measure_states(request: PartRequest, runs: InterleavedRuns, device: torch.device) -> None:
+def _measure_states(request: Request, device: torch.device, results: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Adds ``states``: what engines of each stage and precision hold, against the formula."""
-    results = runs.results
-    config = MODELS["tiny" if request.small else _SIZE_OF_STATES]
-    results["states"] = []
+    deadline = time.monotonic() + request.seconds
+    config = MODELS["tiny" if request.device == "cpu" else _SIZE_OF_STATES]
     for precision in _PRECISIONS:
         for stage in range(4):
             label = f"states, {precision}, stage {stage}"
-            if runs.seconds_left <= 0:
+            if time.monotonic() > deadline:
                 results["left_out"][label] = "no time left"
                 continue
-            found = _guarded(
-                results, label, lambda stage=stage, precision=precision: _states(config, stage, precision, device)
-            )
-            if found is not None:
-                results["states"].append(found)
-                save_partial(request, results)
-    # a small model is mostly padding
-    too_much = [] if request.small else [found for found in results["states"] if found["ratio"] > STATE_TARGET]
-    results["failures"] += [
-        f"{found['precision']}, stage {found['stage']}: model states are {found['ratio']:.3f} of the formula"
-        for found in too_much
-    ]
+            try:
+                results["states"].append(_states(config, stage, precision, device))
+            except Exception as error:  # one case must not cost the others
+                results["failures"].append(f"{label}: {failure_reason(error)}")
+            gc.collect()  # engines and models refer to each other
+            yield results
 
 
 def _states(config: ModelConfig, stage: int, precision: str, device: torch.device) -> dict[str, Any]:
@@ -154,13 +95,7 @@ def _states(config: ModelConfig, stage: int, precision: str, device: torch.devic
 
 def measure_head(config: ModelConfig, micro_batch: int, device: torch.device) -> dict[str, Any]:
     """Returns the highest memory of output layer, loss and their backward, of which gradients, and of FP32 logits."""
-    assert config.vocab_size is not None, config
-    tokens = micro_batch * config.max_seq_len
-    x = torch.randn(micro_batch, config.max_seq_len, config.hidden_dim, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(config.vocab_size, config.hidden_dim, device=device, dtype=torch.bfloat16)
-    targets = torch.randint(config.vocab_size, x.shape[:2], device=device)
-    for tensor in (x, weight):
-        tensor.requires_grad_()
+    x, weight, targets = _head_operands(config, micro_batch, device)
     before = _allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     linear_cross_entropy(x, weight, targets).backward()
@@ -169,22 +104,29 @@ def measure_head(config: ModelConfig, micro_batch: int, device: torch.device) ->
         "micro_batch": micro_batch,
         "peak": torch.cuda.max_memory_allocated(device) - before,
         "gradients": x.nbytes + 4 * weight.numel(),  # the weight's is summed in FP32
-        "full_logits": 4 * tokens * config.vocab_size,
+        "full_logits": 4 * micro_batch * config.max_seq_len * weight.shape[0],
     }
 
 
-def _guarded(results: dict[str, Any], label: str, measure: Any) -> dict[str, Any] | None:
-    """Returns the result of ``measure``; its failure becomes a line of the results."""
-    try:
-        found: dict[str, Any] = measure()
-    except Exception as error:  # one case must not cost the others
-        results["failures"].append(f"{label}: {failure_reason(error)}")
-        return None
-    finally:
-        gc.collect()  # engines and models refer to each other
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
-    return found
+def _head_operands(config: ModelConfig, micro_batch: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    assert config.vocab_size is not None, config
+    options: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+    x = torch.randn(micro_batch, config.max_seq_len, config.hidden_dim, **options)
+    weight = torch.randn(config.vocab_size, config.hidden_dim, **options)
+    return x, weight, torch.randint(config.vocab_size, x.shape[:2], device=device)
+
+
+def _head_times(config: ModelConfig, micro_batch: int, device: torch.device) -> dict[str, list[float]]:
+    x, weight, targets = _head_operands(config, micro_batch, device)
+
+    def full(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(F.linear(x, weight).float().flatten(0, 1), targets.flatten())
+
+    compiled: Any = torch.compile(full)
+    own = time_ms(lambda: linear_cross_entropy(x, weight, targets).backward(), device, budget_s=_HEAD_BUDGET_S)
+    x.grad = weight.grad = None
+    other = time_ms(lambda: compiled(x, weight, targets).backward(), device, budget_s=_HEAD_BUDGET_S)
+    return {"ms": own, "full_ms": other}
 
 
 def _collect(device: torch.device) -> None:
@@ -197,16 +139,8 @@ def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
 def section(results: Mapping[str, Any]) -> list[str]:
-    """Returns the tables of a step and of the states."""
-    records = records_of(results)
-    steps = [record for record in records[:1] if record.figures is not None]
-    lines = [*conclusions(results)]
-    if steps and steps[0].figures is not None and steps[0].figures["available"]:
-        lines += ["", Table("Step", ("memory of a step", "GiB"), _step_rows(steps[0], results)).markdown(), "", _NOTES]
+    """Returns the table of the states, or the figures of the head."""
     columns: list[Column[Mapping[str, Any]]] = [
         ("precision", lambda row: row["precision"]),
         ("stage", lambda row: str(row["stage"])),
@@ -216,59 +150,33 @@ def section(results: Mapping[str, Any]) -> list[str]:
         ("bytes a parameter", lambda row: f"{_held(row) / row['num_parameters']:.2f}"),
         ("allocated MiB", lambda row: _mib(row["allocated"]) if row["allocated"] else "not measured"),
     ]
-    if states := results.get("states"):
+    if states := results["states"]:
         title = f"Model states of {compact(states[0]['num_parameters'])} parameters on one rank:"
-        lines += ["", title, "", Table.of("States", columns, states).markdown()]
-    return lines + memory_keys.section([*records[:1], *memory_keys.of_keys(records)])
+        return [title, "", Table.of("States", columns, states).markdown()]
+    return [*conclusions(results), "", _HEAD_NOTE] if "head" in results else []
 
 
 def conclusions(results: Mapping[str, Any]) -> list[str]:
-    """Returns lines for G5, the largest micro-batch, G6, recomputation and offload."""
-    lines = []
-    if states := results.get("states"):
+    """Returns a line for the states, or one for the head."""
+    if states := results["states"]:
         worst = max(states, key=lambda row: row["ratio"])
-        lines.append(
-            f"G5: model states at most {worst['ratio']:.3f} of the formula, at stage {worst['stage']} in "
-            f"{worst['precision']} (target {STATE_TARGET:g})."
-        )
-    records = records_of(results)
-    if any(record.figures is not None and record.figures["available"] for record in records):
-        largest, failed = largest_micro_batch(records)
-        model, limit = records[0].model, f"{failed} does not" if failed else "more was not tried"
-        tokens = MODELS[model].max_seq_len
-        lines.append(f"Largest micro-batch in BF16, {model}, eager: {largest} sequences of {tokens:,} ({limit}).")
+        where = f"stage {worst['stage']} in {worst['precision']}"
+        return [f"model states at most {worst['ratio']:.3f} of the formula, at {where}"]
     if head := results.get("head"):
-        figures = records[0].figures or {}
-        same = figures.get("micro_batch") == head["micro_batch"] and figures["peak_allocated"]
-        of_peak = f", {head['peak'] / figures['peak_allocated']:.0%} of the peak of a step" if same else ""
-        lines.append(
-            f"G6: the loss head takes {head['peak'] / 2**30:.2f} GiB at {head['micro_batch']} sequences, "
-            f"beside its gradients {(head['peak'] - head['gradients']) / head['full_logits']:.1%} of full FP32 logits "
-            f"(target {HEAD_TARGET:.0%}){of_peak}."
-        )
-    lines += memory_keys.conclusions([*records[:1], *memory_keys.of_keys(records)])
-    return lines or ["G5, G6: not measured."]
+        text = f"the loss head takes {head['peak'] / 2**30:.2f} GiB at {head['micro_batch']} sequences, beside its gradients "
+        text += f"{head_share(head):.1%} of full FP32 logits"
+        return [text + (f", at {head_speed(head):.2f} x the speed of compiled full logits" if "ms" in head else "")]
+    return []
 
 
-def _step_rows(record: Record, results: Mapping[str, Any]) -> list[tuple[str, str]]:
-    figures = record.figures
-    assert figures is not None
-    unused = figures["peak_reserved"] - figures["peak_allocated"]
-    states = sum(size for kind, size in figures["model_states"].items())
-    rows = {
-        f"model states, {compact(figures['num_parameters'])} parameters": states,
-        "at rest": figures["at_rest"],
-        f"peak allocated, micro-batch {figures['micro_batch']}": figures["peak_allocated"],
-        "peak reserved": figures["peak_reserved"],
-        "one sequence": figures["per_sequence"],
-        "available to this process": figures["available"],
-    }
-    if head := results.get("head"):
-        rows |= {"loss head": head["peak"], "full FP32 logits": head["full_logits"]}
-    return [
-        *((name, f"{size / 2**30:.2f}") for name, size in rows.items()),
-        ("reserved but unused at the peak", f"{unused / 2**30:.2f} ({unused / max(1, figures['peak_reserved']):.1%})"),
-    ]
+def head_share(head: Mapping[str, Any]) -> float:
+    """Returns the memory beside the gradients over that of full FP32 logits."""
+    return float((head["peak"] - head["gradients"]) / head["full_logits"])
+
+
+def head_speed(head: Mapping[str, Any]) -> float:
+    """Returns the time of compiled full logits over the head's."""
+    return float(median(head["full_ms"]) / median(head["ms"]))
 
 
 def _held(row: Mapping[str, Any]) -> int:

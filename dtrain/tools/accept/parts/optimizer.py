@@ -1,4 +1,4 @@
-"""Part c: the optimizer phase of the native engine (G3, G4).
+"""The optimizer phase of the native engine (G3, G4).
 
 The phase is ``engine.step()`` after a backward: norm and overflow check, vote, unscale, clip, AdamW and the cast to
 BF16. It is measured from outside, as a training loop calls it.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any, Protocol, cast
 
@@ -19,9 +19,9 @@ import dtrain
 from dtrain.sharding.layout import CHUNK
 from dtrain.telemetry.texts import compact
 from dtrain.telemetry.throughput import device_name
-from dtrain.tools.accept.part import PartRequest, save_partial
+from dtrain.tools.accept.job import Request
+from dtrain.tools.accept.models import MODELS
 from dtrain.tools.accept.parts.case_model import build_on
-from dtrain.tools.accept.parts.models import MODELS
 from dtrain.tools.accept.trace import record_trace
 from dtrain.tools.bench.operations.optimizer import OptimizerPhase
 from dtrain.tools.bench.report.statistics import spread
@@ -30,8 +30,6 @@ from dtrain.tools.tables import Column, Table
 
 COUNTED_BYTES = 30
 """Bytes a parameter of G3: BF16 gradient read twice, master and moments read and written, BF16 weight written."""
-
-TARGETS = {"share": 0.9, "speed_up": 2.0, "launches": 5, "synchronizations": 0}
 
 _TOKENS = 64
 _WARMUP = 3  # rounds
@@ -60,7 +58,7 @@ class _Engine(Protocol):
     def memory(self) -> dict[str, int]: ...
 
 
-def run(request: PartRequest) -> dict[str, Any]:
+def run(request: Request) -> Iterator[dict[str, Any]]:
     """Measures the phase at three sizes, and at a tiny one on a CPU."""
     deadline = time.monotonic() + request.seconds
     device = torch.device(request.device, 0) if request.device == "cuda" else torch.device("cpu")
@@ -84,8 +82,7 @@ def run(request: PartRequest) -> dict[str, Any]:
         except Exception as error:  # one size must not cost the others
             results["failures"].append(f"{name}: {failure_reason(error)}")
         _free(device)
-        save_partial(request, results)
-    return results | {"conclusions": conclusions(results)}
+        yield results
 
 
 def measure(name: str, device: torch.device, rounds: int) -> dict[str, Any]:
@@ -99,7 +96,8 @@ def measure(name: str, device: torch.device, rounds: int) -> dict[str, Any]:
         engine.backward(engine(tokens=tokens, targets=tokens))
         engine.finish_gradients()
 
-    source = torch.zeros(min(_COPY_NUMEL, engine.num_parameters), device=device)
+    # not zeros, which a GPU copies faster than what training moves
+    source = torch.randn(min(_COPY_NUMEL, engine.num_parameters), device=device)
     target = torch.empty_like(source)
     ms: dict[str, list[float]] = {"dtrain": [], "torch": [], "copy": []}
     host_ms: list[float] = []
@@ -225,27 +223,26 @@ def section(results: Mapping[str, Any]) -> list[str]:
 
 
 def conclusions(results: Mapping[str, Any]) -> list[str]:
-    """Returns one line for each of G3 and G4, read at the most parameters."""
+    """Returns lines on bandwidth and launches at the most parameters."""
     if not results.get("cases"):
-        return ["G3, G4: not measured."]
+        return ["optimizer phase: not measured"]
     case = _largest(results["cases"])
     size = compact(case["num_parameters"])
     speed_ups = torch_speed_ups(case)
     against = f"{median(speed_ups):.2f} x torch's sequence" if speed_ups else "torch's sequence not measured"
     lines = [
-        f"G3, {size} parameters: {median(case['ms']['dtrain']):.2f} ms, "
+        f"{size} parameters: {median(case['ms']['dtrain']):.2f} ms, "
         f"{bandwidth_share(case, case['bytes_a_parameter']):.1%} of the copy's bandwidth at "
         f"{case['bytes_a_parameter']:.0f} bytes a parameter, {bandwidth_share(case, COUNTED_BYTES):.1%} at "
-        f"{COUNTED_BYTES} (target {TARGETS['share']:.0%}); {against} (target {TARGETS['speed_up']:g})."
+        f"{COUNTED_BYTES}; {against}"
     ]
     if case["trace"] is None:
-        return [*lines, "G4: not measured, because there is no trace."]
+        return [*lines, "launches: not measured, because there is no trace"]
     is_cpu = "" if results.get("device") != "cpu" else " (operations on a CPU)"
     return [
         *lines,
-        f"G4: {_traced(case, 'num_launches')} kernel launches{is_cpu} (target {TARGETS['launches']}); copies and "
-        f"fills by the driver: {_traced(case, 'num_copies')}; waits of the host: {_waits(case)} (target "
-        f"{TARGETS['synchronizations']}).",
+        f"{_traced(case, 'num_launches')} kernel launches{is_cpu}, {_traced(case, 'num_copies')} copies and fills by the "
+        f"driver; waits of the host: {_waits(case)}",
     ]
 
 

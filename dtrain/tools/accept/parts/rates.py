@@ -1,4 +1,4 @@
-"""Part b: matrix rates by format and shape, and the bandwidth of copies: the denominators of the other parts."""
+"""Matrix rates by format and shape, and the bandwidth of copies: by which the other figures are divided."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 from dtrain.precision.hardware import has_float8_tensor_cores, rate
 from dtrain.telemetry.throughput import device_name
-from dtrain.tools.accept.part import PartRequest, save_partial
-from dtrain.tools.accept.parts.models import MODELS
+from dtrain.tools.accept.job import Request
+from dtrain.tools.accept.models import MODELS
 from dtrain.tools.tables import Table
 from dtrain.tools.timing import time_ms
 
@@ -49,7 +49,7 @@ class Product:
         return f"{self.format} {self.m} x {self.n} x {self.k}"
 
 
-def run(request: PartRequest) -> dict[str, Any]:
+def run(request: Request) -> Iterator[dict[str, Any]]:
     """Measures products and copies in order of value until the time is used up."""
     device = torch.device(request.device, 0) if request.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
@@ -62,17 +62,17 @@ def run(request: PartRequest) -> dict[str, Any]:
     first = [product for product in products if product.format == products[0].format]
     for product in first:
         measurement.measure_product(product)
-    save_partial(request, results)
+    yield results
     for name, make in _copies(device, small=request.small):
         measurement.measure_copy(name, make)
     for product in products[len(first) :]:
-        save_partial(request, results)
+        yield results
         measurement.measure_product(product)
     if device.type == "cpu":
         results["left_out"]["copies between host and device"] = "no GPU"
     elif not has_float8_tensor_cores(device):
         results["left_out"]["fp8"] = f"{results['device']} has no FP8 Tensor Cores"
-    return results | {"conclusions": conclusions(results)}
+    yield results
 
 
 def _raise_clocks(device: torch.device) -> None:

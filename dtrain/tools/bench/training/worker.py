@@ -139,8 +139,10 @@ def run_config(job: RankJob) -> RunConfig:
         model = replace(model, **asdict(case.blocks))
     engine = EngineConfig()
     if case.is_dtrain:
-        offload = {} if case.offload == "none" else {"offload": case.offload}
-        engine = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage, **offload)
+        options: dict[str, Any] = {"reproducible": True} if case.reproducible else {}
+        if case.offload != "none":
+            options["offload"] = case.offload
+        engine = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage, **options)
     return RunConfig(
         seed=values["seed"],
         train=TrainConfig(micro_batch_size=micro_batch_size, global_batch_size=micro_batch_size * case.ranks),

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from torch import Tensor
 from dtrain.__main__ import main
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.tools.doctor.machine import _measure
+from dtrain.telemetry.gpu import GPUState
+from dtrain.tools.doctor import machine
+from dtrain.tools.doctor.machine import _machine, _measure, _software
 
 ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
@@ -65,6 +68,70 @@ def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path) -> None:
         assert re.fullmatch(r"(\d+) x \1", matrices)
     chosen = PrecisionPolicy.named("auto").on(CPU)
     assert cells(output, "`precision=auto`")[1:] == [f"chooses {chosen.name}", f"because {chosen.reason}"]
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretends that the machine has an H100 whose power is limited, with a cublasLt of CUDA 12.8."""
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
+    kernels = {16: "flash", 4: "cudnn"}
+    files = {"libcudnn.so": "/opt/libcudnn.so.9", "libcublasLt.so": "/opt/libcublasLt.so.12"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: properties.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(machine, "describe_state", lambda index: GPUState(500, 700, 700, 1200, 1980, mig="Disabled"))
+    monkeypatch.setattr(machine, "loaded_library", files.get)
+    monkeypatch.setattr(machine, "cublaslt_version", lambda: "12.8.4")
+    monkeypatch.setattr(machine, "attention_kernel", lambda device, dtype, *, kv_heads, **shape: kernels[kv_heads])
+
+
+def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(one_gpu: None) -> None:
+    rows = dict(_machine())
+    assert rows["GPU 0"] == "NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0"
+    assert rows["GPU 0 power and clocks"] == (
+        "power limit 500 W (default 700, at most 700), SM clock 1,200 of 1,980 MHz"
+    )
+    assert rows["GPU 0 MIG mode"] == "disabled"
+    assert rows["cuDNN"] == "9.10.2, /opt/libcudnn.so.9"
+    assert rows["cublasLt"] == "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9"
+    assert rows["attention of 16 heads of 128"] == "flash; with 4 key heads: cudnn (BF16, causal, 2,048 tokens)"
+    assert {"GPU driver", "compiler for GPUs"} <= rows.keys()
+    assert "GPU" not in rows
+
+
+def test_without_a_gpu_no_row_of_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = dict(_machine())
+    assert rows["GPU"] == "none visible to PyTorch"
+    assert not rows.keys() & {"GPU driver", "cuDNN", "cublasLt", "attention of 16 heads of 128"}
+
+
+@pytest.mark.parametrize(("version", "text"), [("12.9.0", "12.9.0, /opt/libcublasLt.so.12"), (None, "unknown version")])
+def test_a_cublaslt_with_blockwise_products_is_not_commented(
+    version: str | None, text: str, one_gpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "cublaslt_version", lambda: version)
+    assert dict(_machine())["cublasLt"] == text
+
+
+def test_a_cudnn_that_pytorch_refuses_is_reported(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10)\nmore")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
+
+
+@pytest.mark.parametrize(("number", "is_bad"), [("3.8.0", True), ("3.7.1", False)])
+def test_a_triton_known_as_bad_is_named(number: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "package_version", lambda name: number)
+    monkeypatch.setattr(platform, "platform", lambda terse: "Linux")  # it may start uname
+    purposes = {name: purpose for name, _, purpose in _software()}
+    assert ("3.8.0 may store garbage" in purposes["triton"]) == is_bad
+    assert purposes["triton"].startswith("kernels on a GPU")
+    assert purposes["numpy"] == "data"
 
 
 @pytest.mark.processes

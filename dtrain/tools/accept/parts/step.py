@@ -1,22 +1,19 @@
-"""One training case in a process of its own: builds it, chooses the micro-batch, times windows of steps.
+"""One run of a training case in a process of its own: builds it, warms up, times windows of steps.
 
-The job is a :class:`CaseJob` as one line of JSON; the result is a :class:`CaseFigures`. A process for each run of a
-case: two models of 3B parameters do not fit one GPU, and an error of one case, such as a failed kernel, cannot reach
-the next.
+A process for each run: two models of 3B parameters do not fit one GPU, and an error of one case, such as a failed
+kernel, cannot reach the next.
 """
 
 from __future__ import annotations
 
-import gc
-import json
 import logging
 import os
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,13 +24,14 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.setup import choose_device
 from dtrain.engine.deepspeed.library import load
 from dtrain.precision.hardware import has_float8_tensor_cores
+from dtrain.telemetry.gpu import GPUState, describe_state
 from dtrain.telemetry.throughput import device_name
+from dtrain.tools.accept.job import Request
+from dtrain.tools.accept.models import count_flops
 from dtrain.tools.accept.parts.case_model import Batches, build_on, compile_blocks
 from dtrain.tools.bench.records import BenchmarkCase, LinearFormat, RankJob
 from dtrain.tools.bench.training.worker import RankTraining, footprint, prepare_training, run_config
-from dtrain.tools.ranks import failure_reason, open_result, read_job
 
-_USABLE = 0.92  # of the memory: what the prediction and the allocator's fragments may miss
 _STEPS_OF_AN_ATTEMPT = 2  # the second meets the allocator as the first has left it
 
 
@@ -43,26 +41,23 @@ class CaseJob:
 
     Attributes:
         rank_job: case and configuration, as in ``dtrain bench``.
-        micro_batches: sequences in a step, in falling order. Of several, the largest is taken that fits by the memory
-            of one sequence, which a step of another engine measures first; only an engine of dtrain can choose.
+        micro_batch: sequences in a step.
         is_compiled: whether the model's blocks are compiled: dtrain's by ``model.compile=blocks``.
         warmup: steps before the first window.
         windows: number of timed windows.
         steps: steps of a window.
         is_text: whether the model trains on text; else on random tokens made on the device.
         attempts: number of further micro-batches to try at the end, each one sequence larger than the one before.
-        first_attempt: the first of them; None: the predicted largest.
     """
 
     rank_job: RankJob
-    micro_batches: list[int]
+    micro_batch: int
     is_compiled: bool = False
     warmup: int = 3
     windows: int = 1
     steps: int = 10
     is_text: bool = False
     attempts: int = 0
-    first_attempt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -80,8 +75,10 @@ class CaseFigures:
         at_rest: allocated between steps.
         peak_allocated: highest in the windows.
         peak_reserved: the same with the allocator's free blocks.
-        per_sequence: memory of one sequence, if it was measured.
         available: memory that this process can have.
+        flops_causal: FLOPs of a token, attention counted by its causal half.
+        flops_full: the same with all of it.
+        state: power limit and clocks while the windows ran; None on a CPU.
         graphs: graphs that were compiled.
         graph_breaks: number of graph breaks.
         warnings: of dtrain, such as the reason of a graph break.
@@ -103,8 +100,10 @@ class CaseFigures:
     at_rest: int
     peak_allocated: int
     peak_reserved: int
-    per_sequence: int
     available: int
+    flops_causal: float
+    flops_full: float
+    state: GPUState | None
     graphs: int
     graph_breaks: int
     warnings: list[str] = field(default_factory=list)
@@ -116,19 +115,9 @@ class CaseFigures:
     emulates_float8: bool = False
 
 
-def main() -> int:
-    job = from_plain(CaseJob, json.loads(read_job()))
-    results = open_result()
-    try:
-        figures = measure(job)
-    except Exception as error:  # a peer may raise anything; the starter reports it and continues with the other cases
-        traceback.print_exc()
-        results.write(failure_reason(error))
-        results.close()
-        return 1
-    json.dump(asdict(figures), results)
-    results.close()
-    return 0
+def run(request: Request) -> Iterator[dict[str, Any]]:
+    """Runs ``options["job"]``, the fields of a :class:`CaseJob`."""
+    yield {"figures": asdict(measure(from_plain(CaseJob, request.options["job"])))}
 
 
 def measure(job: CaseJob) -> CaseFigures:
@@ -139,12 +128,7 @@ def measure(job: CaseJob) -> CaseFigures:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(rank_job.config["bench"]["threads_per_rank"])
-    _connect_peer(case, device, rank_job.store)
-    micro_batch, per_sequence = job.micro_batches[0], 0
-    if case.is_dtrain and len(job.micro_batches) > 1:
-        micro_batch, per_sequence = _choose_micro_batch(job, device)
-        gc.collect()  # engines and models refer to each other
-        _empty_cache(device)
+    _connect_peer(case, device)
     start = time.perf_counter()
     training, batches = _prepare(job, device, is_compiled=job.is_compiled)
     _empty_cache(device)
@@ -152,13 +136,14 @@ def measure(job: CaseJob) -> CaseFigures:
     setup_s = time.perf_counter() - start
     with _kept_warnings() as warnings:
         num_steps = job.warmup + job.windows * job.steps
-        batches.resize(micro_batch, num_steps)
+        batches.resize(job.micro_batch, num_steps)
         losses: list[Callable[[], float]] = []
         first_step_s = _seconds(lambda: losses.append(next(training.losses)), device)
         while len(losses) < job.warmup:
             losses.append(next(training.losses))
         _synchronize(device)
         _reset_peaks(device)
+        state = _state_meanwhile(device)
         window_ms = [_window_ms(training, job.steps, device, losses) for _ in range(job.windows)]
         peaks = _peaks(device)
         at_rest = _allocated(device)
@@ -167,11 +152,12 @@ def measure(job: CaseJob) -> CaseFigures:
         if held.graphs is not None:
             graphs = held.graphs
         values = [loss() for loss in losses]
-        fitted, failed = _attempt(job, batches, training, device, per_sequence)
+        fitted, failed = _attempt(job, batches, training, device)
+    flops = count_flops(run_config(rank_job).model)
     return CaseFigures(
         device=device_name(device),
         num_parameters=held.num_parameters,
-        micro_batch=micro_batch,
+        micro_batch=job.micro_batch,
         model_states=held.state,
         formula=held.formula,
         setup_s=setup_s,
@@ -181,8 +167,10 @@ def measure(job: CaseJob) -> CaseFigures:
         at_rest=at_rest,
         peak_allocated=peaks[0],
         peak_reserved=peaks[1],
-        per_sequence=per_sequence,
         available=_available(device),
+        flops_causal=flops.causal,
+        flops_full=flops.full,
+        state=state.result() if state is not None else None,
         graphs=graphs,
         graph_breaks=breaks,
         warnings=warnings,
@@ -207,16 +195,11 @@ def _prepare(job: CaseJob, device: torch.device, *, is_compiled: bool) -> tuple[
     return prepare_training(rank_job, config, model, iter(batches), device), batches
 
 
-def _choose_micro_batch(job: CaseJob, device: torch.device) -> tuple[int, int]:
-    """Returns the micro-batch, and the memory of one sequence, by an eager step; compiled blocks need no more memory.
-
-    The engine is another one, because compiled code for one sequence would not be that for several.
-    """
-    training, batches = _prepare(job, device, is_compiled=False)
-    batches.resize(1, 1)
-    per_sequence = _memory_of_a_step(training, device)
-    chosen = largest_fitting(job.micro_batches, _allocated(device), per_sequence, _available(device))
-    return chosen, per_sequence
+def _state_meanwhile(device: torch.device) -> Future[GPUState] | None:
+    """Returns what the driver says of the GPU while it computes: an idle one has other clocks."""
+    if device.type != "cuda":
+        return None
+    return ThreadPoolExecutor(1).submit(describe_state, device.index or 0)
 
 
 @contextmanager
@@ -232,32 +215,18 @@ def _kept_warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def _connect_peer(case: BenchmarkCase, device: torch.device, store: str) -> None:
+def _connect_peer(case: BenchmarkCase, device: torch.device) -> None:
     """Makes the process group of one rank that a peer expects, and the environment of its launcher."""
     if case.is_dtrain or case.engine == "plain":
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    file_store = dist.FileStore(store, 1)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=file_store, rank=0, world_size=1)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=0, world_size=1)
     if case.engine.startswith("deepspeed") and device.type == "cpu":
         load(device)  # else DeepSpeed compiles an extension for CPUs, which training does not use
 
 
 # -- measurement -------------------------------------------------------------------------------------------------------
-
-
-def largest_fitting(micro_batches: Sequence[int], at_rest: int, per_sequence: int, available: int) -> int:
-    """Returns the first of ``micro_batches`` whose predicted peak fits, else the last one."""
-    usable = _USABLE * available
-    fitting = (size for size in micro_batches if at_rest + size * per_sequence <= usable)
-    return micro_batches[0] if not available else next(fitting, micro_batches[-1])
-
-
-def _memory_of_a_step(training: RankTraining, device: torch.device) -> int:
-    """Takes one step; returns its highest memory beyond what stays allocated."""
-    _reset_peaks(device)
-    next(training.losses)()
-    return _peaks(device)[0] - _allocated(device)
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -281,18 +250,14 @@ def _window_ms(training: RankTraining, steps: int, device: torch.device, losses:
 
 
 def _attempt(
-    job: CaseJob, batches: Batches, training: RankTraining, device: torch.device, per_sequence: int
+    job: CaseJob, batches: Batches, training: RankTraining, device: torch.device
 ) -> tuple[list[int], int | None]:
     """Tries ``job.attempts`` micro-batches in rising order; returns those that fit, and the first that does not.
 
     An engine may be unusable after an error in its backward, so the first error is the last attempt.
     """
-    if not job.attempts:
-        return [], None
-    predicted = (_available(device) - _allocated(device)) // max(1, per_sequence)
-    first = max(1, predicted) if job.first_attempt is None else job.first_attempt
     fitted: list[int] = []
-    for micro_batch in range(first, first + job.attempts):
+    for micro_batch in range(job.micro_batch + 1, job.micro_batch + 1 + job.attempts):
         _empty_cache(device)
         try:
             batches.resize(micro_batch, 1)
@@ -343,9 +308,3 @@ def _available(device: torch.device) -> int:
     if device.type == "cpu":
         return 0
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stderr.flush()
-    os._exit(code)  # the result is written; a library that hangs at exit must not cost the others' time

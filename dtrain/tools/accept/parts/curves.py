@@ -1,18 +1,15 @@
-"""The process of one engine in part a: trains its cases one after the other and writes each curve as a line of JSON.
+"""The curves of one engine: trains the default model in each case, one after the other, in one process.
 
-A line ``{"begin": ...}`` comes before each case, so that the starter knows which one a crash belongs to.
+The results name the case that has begun, so that the command knows which one a crash belongs to.
 """
 
 from __future__ import annotations
 
 import gc
-import json
-import os
-import sys
 import time
 import traceback
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,69 +22,40 @@ from dtrain.config.precision import LossScale, PrecisionConfig
 from dtrain.config.schedule import Cosine
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.data import Dataset, load_dataset
-from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.setup import choose_device, connect, ensure_process_group
-from dtrain.errors import ConfigError
+from dtrain.errors import AcceptError, ConfigError
 from dtrain.models import build_model
-from dtrain.tools.ranks import failure_reason, open_result, read_job
+from dtrain.tools.accept.curves import STEPS, TrainingCase
+from dtrain.tools.accept.job import Request
+from dtrain.tools.ranks import failure_reason
 from dtrain.train.setup import make_engine, make_loader, torch_settings_restored
 from dtrain.train.validation import to_device
 
-STEPS = 20
 _FP16_SCALE = 1024.0  # constant: a dynamic scale would begin with skipped steps
 
 
-@dataclass(frozen=True)
-class TrainingCase:
-    """One engine in one precision at one stage."""
+def run(request: Request) -> Iterator[dict[str, Any]]:
+    """Trains ``options["cases"]`` in order on ``options["device"]``; the first is begun whatever the time is.
 
-    engine: str
-    zero_stage: int
-    precision: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.engine} {self.precision}, stage {self.zero_stage}"
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """The job of one process: ``cases`` in order, only the first begun after ``seconds``; lines go to ``output``."""
-
-    cases: list[dict[str, Any]]
-    device: str
-    small: bool
-    seconds: float
-    output: str
-
-
-def main() -> int:
-    """Runs the job; the exit code is 1 if the device does not answer any more."""
-    job = from_plain(TrainingJob, json.loads(read_job()))
-    deadline = time.monotonic() + job.seconds
-    open_result().close()
-    configure_logging(0)
-    device = choose_device(job.device, 0)
+    Raises:
+        AcceptError: the device does not answer any more.
+    """
+    deadline = time.monotonic() + request.seconds
+    device = choose_device(request.options["device"], 0)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         ensure_process_group(device)
     datasets: dict[int, Dataset] = {}
-    with Path(job.output).open("a", encoding="utf-8") as output:
-
-        def write(line: dict[str, Any]) -> None:
-            output.write(json.dumps(line) + "\n")
-            output.flush()
-
-        for number, values in enumerate(job.cases):
-            if number and time.monotonic() > deadline:  # the process has started, so one case runs
-                break
-            case = from_plain(TrainingCase, values)
-            write({"begin": asdict(case)})
-            result = _attempt(case, device, datasets, small=job.small)
-            write(asdict(case) | result)
-            if "error" in result and not _answers(device):
-                return 1
-    return 0
+    results: dict[str, Any] = {"rows": [], "begun": None, "planned": list(request.options["cases"])}
+    for number, values in enumerate(request.options["cases"]):
+        if number and time.monotonic() > deadline:
+            break
+        yield results | {"begun": values}
+        found = _attempt(from_plain(TrainingCase, values), device, datasets, small=request.small)
+        results["rows"].append(values | found)
+        yield results
+        if "error" in found and not _answers(device):
+            raise AcceptError(f"the device does not answer after {from_plain(TrainingCase, values).name}")
 
 
 def _attempt(case: TrainingCase, device: torch.device, datasets: dict[int, Dataset], *, small: bool) -> dict[str, Any]:
@@ -108,8 +76,8 @@ def _attempt(case: TrainingCase, device: torch.device, datasets: dict[int, Datas
 
 
 def run_config(case: TrainingCase, *, small: bool) -> RunConfig:
-    """Returns the default model and data; ``small`` takes shorter sequences and fewer of them."""
-    model = replace(ModelConfig(), max_seq_len=64) if small else ModelConfig()
+    """Returns the default model and data; ``small`` takes a narrower model, and fewer and shorter sequences."""
+    model = replace(ModelConfig(), num_layers=2, hidden_dim=128, max_seq_len=64) if small else ModelConfig()
     loss_scale = LossScale("static", init=_FP16_SCALE) if case.precision == "fp16" else LossScale()
     return RunConfig(
         train=TrainConfig(steps=STEPS, micro_batch_size=2, global_batch_size=4 if small else 8),
@@ -146,10 +114,3 @@ def _answers(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)  # a library thread that fails at exit must not look like a failed case

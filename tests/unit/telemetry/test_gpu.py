@@ -1,0 +1,282 @@
+"""Facts about a GPU are what nvidia-smi, the system and PyTorch say. What is missing is no error."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.telemetry import gpu
+from dtrain.telemetry.gpu import (
+    GPUState,
+    attention_kernel,
+    cublaslt_version,
+    describe_state,
+    dotted_version,
+    loaded_library,
+)
+
+H100 = "700.00, 600.00, 710.00, 1755, 1980, 2619, 2620, 41, Disabled\n"
+UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
+BUS = {"pci_domain_id": 0, "pci_bus_id": 0x9B, "pci_device_id": 0}
+CPU = torch.device("cpu")
+Answer = Callable[[str], "tuple[int, str]"]
+
+
+@pytest.fixture
+def smi(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[list[str]]]:
+    """Replaces nvidia-smi by a function of the GPU's name, and returns the list of commands that were started."""
+
+    def replace(answer: Answer) -> list[list[str]]:
+        commands: list[list[str]] = []
+
+        def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+            assert options["timeout"] == 10
+            commands.append(command)
+            return subprocess.CompletedProcess(command, *answer(command[command.index("-i") + 1]), "")
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return commands
+
+    return replace
+
+
+def torch_gpu(monkeypatch: pytest.MonkeyPatch, **properties: object) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(**properties))
+
+
+def test_a_state_has_each_value_under_its_name(
+    smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_gpu(monkeypatch, uuid=UUID, **BUS)
+    commands = smi(lambda name: (0, H100))
+    state = describe_state(0)
+    assert state == GPUState(700, 600, 710, 1755, 1980, 2619, 2620, 41, "Disabled")
+    assert state.summary() == (
+        "power limit 700 W (default 600, at most 710), SM clock 1,755 of 1,980 MHz, "
+        "memory clock 2,619 of 2,620 MHz, 41 °C"
+    )
+    (command,) = commands
+    assert command == [
+        "nvidia-smi",
+        "--query-gpu=power.limit,power.default_limit,power.max_limit,clocks.current.sm,clocks.max.sm,"
+        "clocks.current.memory,clocks.max.memory,temperature.gpu,mig.mode.current",
+        "--format=csv,noheader,nounits",
+        "-i",
+        f"GPU-{UUID}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("properties", "names"),
+    [
+        ({"uuid": UUID, **BUS}, [f"GPU-{UUID}", "00000000:9b:00.0"]),
+        ({"uuid": f"GPU-{UUID}"}, [f"GPU-{UUID}"]),
+        (BUS, ["00000000:9b:00.0"]),
+        ({}, ["3"]),
+    ],
+)
+def test_a_gpu_is_asked_for_by_all_names_until_one_is_known(
+    properties: dict[str, object],
+    names: list[str],
+    smi: Callable[[Answer], list[list[str]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    torch_gpu(monkeypatch, **properties)
+    commands = smi(lambda name: (0, H100) if name == names[-1] else (6, "No devices were found\n"))
+    assert describe_state(3).power_limit_w == 700
+    assert [command[-1] for command in commands] == names
+
+
+def test_an_index_among_visible_gpus_is_no_name(
+    smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    torch_gpu(monkeypatch)
+    commands = smi(lambda name: (0, H100))
+    assert describe_state(0) == GPUState()
+    assert not commands
+
+
+def test_what_the_gpu_does_not_have_is_none(
+    smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_gpu(monkeypatch, uuid=UUID)
+    smi(lambda name: (0, "[N/A], [Not Supported], N/A, 300, [Unknown Error], [N/A], [N/A], [N/A], [N/A]\n"))
+    state = describe_state(0)
+    assert state == GPUState(sm_clock_mhz=300)
+    assert state.summary() == "SM clock 300 MHz"
+
+
+@pytest.mark.parametrize(("status", "output"), [(2, H100), (0, ""), (0, "700.00, Disabled\n"), (0, H100 + H100)])
+def test_a_failed_or_odd_answer_is_no_state(
+    status: int, output: str, smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_gpu(monkeypatch, uuid=UUID)
+    smi(lambda name: (status, output))
+    assert describe_state(0) == GPUState()
+    assert describe_state(0).summary() == "unknown: nvidia-smi does not tell"
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10)])
+def test_an_nvidia_smi_that_is_missing_or_hangs_is_tried_once(
+    error: Exception, smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_gpu(monkeypatch, uuid=UUID, **BUS)
+
+    def fail(name: str) -> tuple[int, str]:
+        raise error
+
+    commands = smi(fail)
+    assert describe_state(0) == GPUState()
+    assert len(commands) == 1
+
+
+def test_without_cuda_nothing_is_asked(
+    smi: Callable[[Answer], list[list[str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(index: int) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    commands = smi(lambda name: (0, H100))
+    assert describe_state(0) == GPUState()
+    assert not commands
+
+
+def test_a_loaded_library_is_found_by_the_start_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    maps = tmp_path / "maps"
+    monkeypatch.setattr(gpu, "_MAPS", maps)
+    assert loaded_library("libcudnn.so") is None
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 fe:00 1                 /libcudnn.so.1/other.so\n"
+        "7f01-7f02 rw-p 00000000 00:00 0\n"
+        "7f02-7f03 r--p 00000000 fe:00 2                 /opt/lib/libcudnn_ops.so.9\n"
+        "7f03-7f04 r--p 00000000 fe:00 3                 /opt/my libs/libcudnn.so.9 (deleted)\n"
+        "7f04-7f05 r-xp 00001000 fe:00 4                 /usr/lib/libcudnn.so.9\n",
+        encoding="utf-8",
+    )
+    assert loaded_library("libcudnn.so") == "/opt/my libs/libcudnn.so.9"
+    assert loaded_library("libcublasLt.so") is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists a process's libraries in /proc")
+def test_libraries_of_this_process_are_found() -> None:
+    file = loaded_library("libtorch_cpu.so")
+    assert file is not None
+    assert Path(file).samefile(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
+
+
+@pytest.mark.parametrize(("number", "text"), [(120804, "12.8.4"), (130100, "13.1.0"), (91002, "9.10.2")])
+def test_the_version_of_cublaslt_is_asked_of_the_loaded_file(
+    number: int, text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Function:
+        restype: object = ctypes.c_int
+
+        def __call__(self) -> int:
+            assert self.restype is ctypes.c_size_t
+            return number
+
+    libraries = {"/opt/libcublasLt.so.13": SimpleNamespace(cublasLtGetVersion=Function())}
+    monkeypatch.setattr(gpu, "loaded_library", lambda stem: "/opt/libcublasLt.so.13" if "cublasLt" in stem else None)
+    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
+    assert cublaslt_version() == dotted_version(number) == text
+
+
+def test_a_cublaslt_that_is_not_loaded_or_not_readable_has_no_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    broken = tmp_path / "libcublasLt.so.12"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(gpu, "loaded_library", lambda stem: str(broken))
+    assert cublaslt_version() is None
+    monkeypatch.setattr(gpu, "loaded_library", lambda stem: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda file: pytest.fail(f"opened {file}"))
+    assert cublaslt_version() is None
+
+
+class Recorder(TorchDispatchMode):
+    """Names of the operations that ran."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("backend", "kernel"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
+@pytest.mark.parametrize("kv_heads", [8, 2])
+def test_the_named_kernel_is_the_one_that_runs(backend: SDPBackend, kernel: str, kv_heads: int) -> None:
+    queries, keys = (torch.zeros(2, count, 16, 32, dtype=torch.bfloat16) for count in (8, kv_heads))
+    shape = {"batch": 2, "heads": 8, "kv_heads": kv_heads, "seq_len": 16, "head_dim": 32}
+    with sdpa_kernel(backend):
+        found = attention_kernel(CPU, torch.bfloat16, **shape)
+        with Recorder() as recorder:
+            F.scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=kv_heads != 8)
+    assert found == kernel
+    assert ("aten._scaled_dot_product_flash_attention_for_cpu.default" in recorder.names) == (kernel == "flash")
+
+
+@pytest.mark.parametrize(
+    ("choice", "kernel"),
+    [
+        (0, "math"),
+        (1, "flash"),
+        (2, "efficient"),
+        (3, "cudnn"),
+        (-1, "unknown: PyTorch chose -1, which names no kernel"),
+        (99, "unknown: PyTorch chose 99, which names no kernel"),
+    ],
+)
+def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(
+    choice: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Tensor, ...]] = []
+
+    def choose(*operands: Tensor, is_causal: bool, enable_gqa: bool) -> int:
+        assert is_causal
+        assert enable_gqa
+        assert torch.is_grad_enabled()
+        asked.append(operands)
+        return choice
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    with torch.no_grad():
+        found = attention_kernel(CPU, torch.float16, batch=2, heads=8, kv_heads=4, seq_len=16, head_dim=32)
+    assert found == kernel
+    ((queries, keys, values),) = asked
+    assert queries.shape == (2, 8, 16, 32)
+    assert keys.shape == values.shape == (2, 4, 16, 32)
+    assert {(x.dtype, x.requires_grad, x.stride(1)) for x in (queries, keys, values)} == {(torch.float16, True, 32)}
+
+
+def test_a_choice_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*operands: Tensor, **options: object) -> int:
+        raise RuntimeError("no such device\nmore")
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", fail)
+    shape = {"batch": 1, "heads": 1, "kv_heads": 1, "seq_len": 1, "head_dim": 1}
+    assert attention_kernel(CPU, torch.float32, **shape) == "unknown: no such device"
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert attention_kernel(CPU, torch.float32, **shape).startswith("unknown: module 'torch' has no attribute")
+
+
+@pytest.mark.processes
+def test_importing_the_module_does_not_import_torch() -> None:
+    code = "import sys, dtrain.telemetry.gpu; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
