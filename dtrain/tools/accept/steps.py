@@ -65,8 +65,8 @@ ORDER = (  # (model, case, run), in order of value; pairs alternate
 SMALL_ORDER = tuple(
     ("tiny", name, number)
     for name, number in (
-        (DTRAIN, 0), (FSDP2, 0), (TENSORWISE, 0), (CHUNKED, 0), (DTRAIN, 1), (TENSORWISE, 1), (REPRODUCIBLE, 0), (EAGER, 0),
-        (SELECTIVE, 0), (DEEPSPEED, 0), (PLAIN, 0), (FULL, 0), (OFFLOAD, 0), (ROWWISE, 0),
+        (DTRAIN, 0), (FSDP2, 0), (TENSORWISE, 0), (CHUNKED, 0), (DTRAIN, 1), (TENSORWISE, 1), (REPRODUCIBLE, 0),
+        (EAGER, 0), (SELECTIVE, 0), (DEEPSPEED, 0), (PLAIN, 0), (FULL, 0), (OFFLOAD, 0), (ROWWISE, 0),
     )
 )  # fmt: skip
 GRAPHS = (DTRAIN, TENSORWISE, FSDP2, CHUNKED)
@@ -83,14 +83,14 @@ _LIMIT_S, _PEER_LIMIT_S, _LEAST_S = 70.0, 90.0, 15.0
 _MAX_THREADS = 8
 _LR = 3e-4
 _OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")
-_OUTSIDE_NOTE = (
+_NOTE = (
     "Each run is a process of its own, alone on the device: warm-up, then windows of steps timed by events, without a "
-    "read of the loss. Run 1 is on random tokens, further runs on text, so that their losses mean something. ms: median "
-    "(least to most) over the windows. Blocks are compiled unless the name says eager, or a key that takes less memory: "
-    "dtrain's by `model.compile=blocks`, a peer's by `torch.compile`; the loss is eager, in full or by chunks "
-    "(`model.loss_chunk=auto`). MFU: model FLOPs over the published dense BF16 peak of the exact device, attention "
-    "counted by its causal half or in full. Speed: tokens/s over those of the baseline's run of the same number: dtrain, "
-    "or its eager case for the keys that take less memory. W and MHz: power limit, and the clock while the windows ran."
+    "read of the loss. Run 1 is on random tokens, further runs on text, so that their losses mean something. ms: "
+    "median (least to most) over the windows. Blocks are compiled, dtrain's by `model.compile=blocks` and a peer's by "
+    "`torch.compile`, unless the case is eager or has a key that takes less memory. The loss is eager, in full or by "
+    "chunks (`model.loss_chunk=auto`). MFU: model FLOPs over the published dense BF16 peak of the exact device, "
+    "attention counted by its causal half or in full. Speed: tokens/s over those of the baseline's run of the same "
+    "number: dtrain, or its eager case for the keys that take less memory. W, MHz: power limit, and clock meanwhile."
 )
 
 
@@ -325,7 +325,7 @@ def _section(groups: Groups, records: Sequence[Record]) -> list[str]:
     ]
     if not groups:
         return ["No run has figures."]
-    lines = [Table.of("Steps", columns, list(groups.items())).markdown(), "", _OUTSIDE_NOTE, *_largest(groups)]
+    lines = [Table.of("Steps", columns, list(groups.items())).markdown(), "", _NOTE, *_largest(groups)]
     warned = {
         f"- {record.name}, {record.model}: {text}": None
         for record in records

@@ -279,7 +279,7 @@ def section(results: Mapping[str, Any]) -> list[str]:
 
 
 def driver_facts() -> dict[str, Any]:
-    """Returns name, memory, driver, power limit and clock of the first visible GPU, by nvidia-smi; empty without one."""
+    """Returns name, memory, driver, power limit and clock of the first visible GPU by nvidia-smi; empty without one."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
     if not visible or visible == "-1":
         return {}

@@ -29,9 +29,9 @@ _PRECISIONS = ("bf16", "fp8", "fp32")
 _SIZE_OF_STATES = "50M"
 _HEAD_BUDGET_S = 1.0
 _HEAD_NOTE = (
-    "The loss head alone: output layer, cross entropy and their backward by chunks of tokens. Its gradients are those of "
-    "hidden states and weight, in FP32. It runs twice, because cuBLAS takes its workspace in the first run. Full logits: "
-    "the same compiled by `torch.compile`, in one piece."
+    "The loss head alone: output layer, cross entropy and their backward by chunks of tokens. Its gradients are those "
+    "of hidden states and weight, in FP32. It runs twice, because cuBLAS takes its workspace in the first run. Full "
+    "logits: the same compiled by `torch.compile`, in one piece."
 )
 
 
@@ -163,8 +163,8 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
         where = f"stage {worst['stage']} in {worst['precision']}"
         return [f"model states at most {worst['ratio']:.3f} of the formula, at {where}"]
     if head := results.get("head"):
-        text = f"the loss head takes {head['peak'] / 2**30:.2f} GiB at {head['micro_batch']} sequences, beside its gradients "
-        text += f"{head_share(head):.1%} of full FP32 logits"
+        text = f"the loss head takes {head['peak'] / 2**30:.2f} GiB at {head['micro_batch']} sequences, beside its "
+        text += f"gradients {head_share(head):.1%} of full FP32 logits"
         return [text + (f", at {head_speed(head):.2f} x the speed of compiled full logits" if "ms" in head else "")]
     return []
 

@@ -241,8 +241,8 @@ def conclusions(results: Mapping[str, Any]) -> list[str]:
     is_cpu = "" if results.get("device") != "cpu" else " (operations on a CPU)"
     return [
         *lines,
-        f"{_traced(case, 'num_launches')} kernel launches{is_cpu}, {_traced(case, 'num_copies')} copies and fills by the "
-        f"driver; waits of the host: {_waits(case)}",
+        f"{_traced(case, 'num_launches')} kernel launches{is_cpu}, {_traced(case, 'num_copies')} copies and fills by "
+        f"the driver; waits of the host: {_waits(case)}",
     ]
 
 
