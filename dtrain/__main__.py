@@ -45,7 +45,7 @@ VERBS = {  # its meaning and an example
     "probe": ("try the number formats on your model, and advise", "model.factory=my_model:build steps=20"),
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
     "watch": ("show a running or finished run", "runs/mine"),
-    "accept": ("check and measure a new GPU machine in 25 minutes", "minutes=25 out=runs/accept"),
+    "accept": ("what works on a new GPU machine, and how fast", "goal=facts limit_s=340 out=runs/accept"),
     "checkpoint": ("list, verify, compare, prune, export, import", "verify runs/mine"),
     "data": ("text to token shards; check them; train a tokenizer", "tokenize --help"),
     "report": ("one HTML page of a run, or of several", "runs/mine"),

@@ -33,6 +33,18 @@ def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
     return flops_per_s / (teraflops * 1e12) if teraflops is not None else None
 
 
+def mfu_text(utilization: float | None) -> str:
+    """Formats an MFU of this process's GPU with its power limit and clock, without which it says little."""
+    if utilization is None:
+        return "unknown"
+    from dtrain.telemetry.gpu import describe_state
+
+    state = describe_state(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    limit = "unknown" if state.power_limit_w is None else f"{state.power_limit_w:,.0f} W"
+    clock = "unknown" if state.sm_clock_mhz is None else f"{state.sm_clock_mhz:,.0f} MHz"
+    return f"{100 * utilization:.1f} % (power limit {limit}, SM clock {clock})"
+
+
 @dataclass(frozen=True)
 class StepTiming:
     """Sums over some steps.

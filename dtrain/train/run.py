@@ -50,7 +50,7 @@ from dtrain.telemetry.metrics import (
 )
 from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.texts import compact, rate
-from dtrain.telemetry.throughput import device_name, mfu
+from dtrain.telemetry.throughput import device_name, mfu, mfu_text
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
 from dtrain.train.flops import flops_between, flops_by_seq_len
@@ -389,7 +389,7 @@ def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals, unit: str
     parts = [f"{name} {loss:.4f}" for name, loss in (losses | dict(summary.val_metrics)).items() if loss is not None]
     if summary.tokens_per_s is not None:
         parts.append(rate(summary.tokens_per_s, unit))
-        parts.append(f"mfu {100 * summary.mfu:.1f} %" if summary.mfu is not None else "mfu unknown")
+        parts.append(f"mfu {mfu_text(summary.mfu)}")
     parts.append(f"{summary.skipped_steps} skipped")
     logger.info("done: %d steps  %s", summary.steps, "  ".join(parts))
     logger.info("results in %s", run_dir.path)

@@ -19,8 +19,9 @@ from dtrain.config.dump import config_to_dict
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.errors import RankError
 from dtrain.tools.accept import run as accept_run
-from dtrain.tools.accept.part import PARTS
-from dtrain.tools.accept.processes import Ended, run_process
+from dtrain.tools.accept.job import PartJob
+from dtrain.tools.accept.page import summary
+from dtrain.tools.accept.plan import Plan
 from dtrain.tools.bench.records import FailedCase, TrainingResults, run_header
 from dtrain.tools.bench.training import suites
 from dtrain.tools.command import command_text
@@ -157,19 +158,25 @@ def test_bench_leaves_no_secret(
     assert leaked == []
 
 
-def test_accept_leaves_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultCounts) -> None:
+@pytest.mark.processes
+def test_accept_leaves_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faults: FaultCounts
+) -> None:
+    """A job fails with secrets in its results, its log and its reason; page, results, archive and console have none."""
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
-    machine = {"device": "cpu", "host_summary": "a host", "small": True, "peak_tflops": {}, "packages": {}, "name": "x"}
-
-    def run(module: str, job: str, **_: Any) -> Ended:
-        if module.endswith("machine") or "accept.machine" in job:
-            return Ended(json.dumps(machine), 1.0)
-        return Ended("", 1.0, FAILURE, False, [FAILURE])
-
-    monkeypatch.setattr(accept_run, "run_process", run)
+    lines = [f"yield {{'first': {FAILURE!r}}}", f"print({FAILURE!r})", f"sys.exit({FAILURE!r})"]
+    text = "import sys\ndef run(request):\n" + "".join(f"    {line}\n" for line in lines)
+    (tmp_path / "leaky_package").mkdir()
+    (tmp_path / "leaky_package" / "leaky.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    job = PartJob("leaky", "rates", "leaky_package.leaky", 5.0, 60.0)
+    monkeypatch.setattr(accept_run, "make_plan", lambda *_, **__: Plan([], 0.0, [job]))
     command = command_text("accept", ["out=https://me:c4nary-url1@x.org", "+token=PWD-c4nary"])
-    accept_run.accept(AcceptConfig(parts=["b"]), command, tmp_path / "a", PARTS)
-    leaked = _planted(tmp_path, "")
+    out = tmp_path / "a"
+    acceptance = accept_run.accept(AcceptConfig(device="cpu"), command, out, 0.0)
+    assert acceptance.ended[0].error.startswith("ended with exit code 1: ")
+    print(summary(acceptance))
+    leaked = _planted(out, "".join(capsys.readouterr()))
     faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
     assert leaked == []
 
@@ -181,8 +188,7 @@ def test_logs_and_reasons_of_ranks_hold_no_secret(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
     with pytest.raises(RankError) as failure:
         run_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
-    ended = run_process("leaky", "{}", limit_s=60, threads=1, log=tmp_path / "logs" / "log")
-    assert _planted(tmp_path / "logs", f"{failure.value} {ended.error} {ended.tail}") == []
+    assert _planted(tmp_path / "logs", str(failure.value)) == []
 
 
 def test_a_traceback_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:

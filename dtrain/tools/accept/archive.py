@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 import tarfile
 import tempfile
+import time
+from collections.abc import Collection
 from pathlib import Path
 
 from dtrain.distributed.logging import logger
@@ -15,17 +18,35 @@ _CACHE_MIB = 15.0  # of a file of caches: small ones go first, and what exceeds 
 _GUESSED_RATIO = 0.5  # of compressed to plain size
 
 
-def write_archive(path: Path, folder: Path, *, leave_out: str) -> None:
-    """Replaces ``path`` by a compressed archive of ``folder`` without the entry ``leave_out``."""
+def write_archive(path: Path, folder: Path, *, leave_out: Collection[str]) -> None:
+    """Replaces ``path`` by a compressed archive of ``folder``.
 
-    def kept(entry: tarfile.TarInfo) -> tarfile.TarInfo | None:
-        is_left_out = entry.name.split("/")[1:2] == [leave_out] or entry.name.endswith(".tmp")
-        return None if is_left_out else entry
-
+    Args:
+        path: the archive.
+        folder: what it has.
+        leave_out: files and folders in ``folder``, by their relative paths, that it has not.
+    """
     temporary = _beside(path)
     with tarfile.open(temporary, "w:gz", compresslevel=3) as tar:
-        tar.add(folder, folder.name, filter=kept)
+        for root, folders, names in os.walk(folder):
+            inside = Path(root).relative_to(folder)
+            folders[:] = sorted(name for name in folders if str(inside / name) not in leave_out)
+            for name in sorted(names):
+                if not name.endswith(".tmp") and str(inside / name) not in leave_out:
+                    _add_if_there(tar, Path(root, name), str(folder.name / inside / name))
     temporary.replace(path)
+
+
+def _add_if_there(tar: tarfile.TarFile, file: Path, name: str) -> None:
+    """Adds what the file has now. ``tar.add`` raises if a job replaces or removes it meanwhile."""
+    try:
+        content = file.read_bytes() if file.is_file() else None
+    except OSError:
+        return
+    if content is not None:
+        entry = tarfile.TarInfo(name)
+        entry.size, entry.mtime = len(content), int(time.time())
+        tar.addfile(entry, io.BytesIO(content))
 
 
 def use_caches(folder: Path, archive: Path | None) -> None:

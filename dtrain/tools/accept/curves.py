@@ -125,11 +125,16 @@ def compare(case: TrainingCase, line: Mapping[str, Any], reference: Sequence[flo
 
 def report(ended: Sequence[Ended], left_out: Mapping[str, str]) -> PartReport:
     """Compares the curves of all jobs that have ended."""
-    reference = next((found.results["rows"][0].get("losses") or [] for found in ended if _is_reference(found)), [])
+    losses = next((found.results["rows"][0].get("losses") or [] for found in ended if _is_reference(found)), [])
+    reference = [] if None in losses else losses
     rows: list[dict[str, Any]] = []
+    failures: list[str] = []
     missing = dict(left_out)
     for found in ended:
         if found.name == REFERENCE_JOB:
+            for line in found.results.get("rows", []):
+                if error := line.get("error") or line.get("unsupported") or (losses and not reference and "not finite"):
+                    failures.append(f"{found.name}: {error}")
             continue
         for line in found.results.get("rows", []):
             case = TrainingCase(line["engine"], line["zero_stage"], line["precision"])
@@ -144,7 +149,7 @@ def report(ended: Sequence[Ended], left_out: Mapping[str, str]) -> PartReport:
     planned = [TrainingCase(**values).name for found in ended for values in found.results.get("planned", [])]
     missing |= {name: "no time left, or its process failed before" for name in planned if name not in known}
     wrong = [row for row in rows if row["status"] in ("failed", "deviates")]
-    failures = [f"{_name(row)} {row['status']}: {row['reason']}" for row in wrong]
+    failures += [f"{_name(row)} {row['status']}: {row['reason']}" for row in wrong]
     # a job that ended with a case under way is that case's failure; one without results failed as a whole
     failures += [line for found in ended if not found.results.get("begun") for line in found.failures]
     return PartReport(_conclusions(rows), failures, missing, _section(rows, reference))

@@ -102,7 +102,7 @@ class Ended:
     def failures(self) -> list[str]:
         """Returns what does not hold, one line each."""
         found = [str(line) for line in self.results.get("failures") or []]
-        return found if self.status in (DONE, CUT) else [f"{self.name} {self.status}: {self.error}", *found]
+        return [f"{self.name} {self.status}: {self.error}", *found] if self.status in (FAILED, LATE) else found
 
 
 class Running:

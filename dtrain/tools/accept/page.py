@@ -112,7 +112,7 @@ def _result(acceptance: Acceptance, reports: Mapping[str, PartReport]) -> list[s
     return [
         "## Targets",
         "",
-        targets.table(targets.verdicts(acceptance.ended)),
+        targets.table(targets.check_targets(acceptance.ended)),
         "",
         "## Result",
         "",

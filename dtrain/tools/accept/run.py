@@ -27,7 +27,7 @@ from dtrain.version import version
 RESULTS_FILE, PAGE_FILE, CACHES = "accept.json", "accept.md", "caches"
 _POLL_S, _WRITE_S = 0.05, 1.0
 _LEAST_S = {"cuda": 12.0, "cpu": 2.0}  # a job is not begun with less time
-_END_S = 5.0  # for the last page and archives
+_END_S = {"cuda": 8.0, "cpu": 4.0}  # for the last page and archives
 _PACKAGES = ("torch", "triton", "deepspeed", "transformers", "torchao")
 _SHOWN = 400  # characters of a line on the console
 
@@ -67,17 +67,17 @@ def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Ac
         (folder / "traces").mkdir(exist_ok=True)
     empty = Acceptance(command, time.strftime("%Y-%m-%dT%H:%M:%S"), config.goal, limit_s, facts, left_out=plan.left_out)
     archive = Path(config.archive) if config.archive else None
-    run = Run(empty, plan, folder, start + limit_s - _END_S, archive, machine)
+    runner = JobRunner(empty, plan, folder, start + limit_s - _END_S[machine.device], archive, machine)
     try:
-        run.together(plan.together, start + min(plan.together_s, limit_s - _END_S))
+        runner.together(plan.together, start + plan.together_s)
         if plan.together and caches is not None:
             write_caches(caches)
-        run.alone(plan.alone)
+        runner.alone(plan.alone)
         if caches is not None:
             write_caches(caches)
     finally:
-        run.stop()
-    return run.write()
+        runner.stop()
+    return runner.write()
 
 
 def check_parts(names: Sequence[str] | None) -> None:
@@ -103,7 +103,7 @@ def _describe_machine(device: str) -> dict[str, Any]:
     return {"device": "cuda" if found else "cpu", **found, "packages": packages}
 
 
-class Run:
+class JobRunner:
     """The jobs under way and those that have ended.
 
     Args:
@@ -149,9 +149,7 @@ class Run:
     def together(self, jobs: Sequence[PartJob], deadline: float) -> None:
         """Runs the jobs side by side until ``deadline``: engines and tests at once, compilers as places get free."""
         queue = [job for job in jobs if job.name in self._waiting]
-        places = max(2, 2 * len([job for job in queue if job.part != "compiled"])) if queue else 0
-        if self._machine.device == "cpu":
-            places = 2
+        places = 2 if self._machine.device == "cpu" else max(1, sum(job.part != "compiled" for job in queue))
         while queue or self._running:
             left_s = min(deadline, self._deadline) - time.monotonic()
             while queue and len(self._running) < places and left_s > self._least_s:
@@ -179,7 +177,8 @@ class Run:
             if ready is None or ready.job.name != job.name:
                 ready = self._start(job)
             ready.send(left_s)
-            current, ready = ready, self._start(queue[0]) if queue else None
+            # what measures the host's time has the host for itself
+            current, ready = ready, self._start(queue[0]) if queue and job.part != "streams" else None
             while (ended := current.poll()) is None:
                 self._tick()
             self._running.remove(current)
@@ -243,7 +242,9 @@ class Run:
         write_json(self._folder / RESULTS_FILE, asdict(acceptance), indent=1)
         write_atomically(self._folder / PAGE_FILE, redact_text(render(acceptance)))
         if self._archive is not None:
-            write_archive(self._archive, self._folder, leave_out=CACHES)
+            # secrets are removed from a log when its job has ended
+            logs = {str(run.log.relative_to(self._folder)) for run in self._running}
+            write_archive(self._archive, self._folder, leave_out={CACHES, "scratch", "traces", *logs})
         self._written = time.monotonic()
         return acceptance
 

@@ -22,7 +22,7 @@ _MEASURE = "`dtrain accept goal=figures`"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TargetResult:
     """One target.
 
     Attributes:
@@ -45,8 +45,8 @@ class Verdict:
         return self.key, self.what, self.figure, self.target, status, todo
 
 
-def verdicts(ended: Sequence[Ended]) -> list[Verdict]:
-    """Returns a verdict for every target, whether it was measured or not."""
+def check_targets(ended: Sequence[Ended]) -> list[TargetResult]:
+    """Returns a result for every target, whether it was measured or not."""
     results = {found.name: found.results for found in ended}
     groups = steps.by_case(steps.records_of([found for found in ended if found.part == "steps"]))
     return [
@@ -59,46 +59,46 @@ def verdicts(ended: Sequence[Ended]) -> list[Verdict]:
     ]
 
 
-def table(found: Sequence[Verdict]) -> str:
-    """Returns the verdicts as Markdown."""
+def table(found: Sequence[TargetResult]) -> str:
+    """Returns the results as Markdown."""
     columns = ("", "what", "figure", "target", "", "next")
-    return Table("Targets", columns, [verdict.row for verdict in found]).markdown()
+    return Table("Targets", columns, [result.row for result in found]).markdown()
 
 
-def _training(groups: steps.Groups, slowest: str) -> list[Verdict]:
+def _training(groups: steps.Groups, slowest: str) -> list[TargetResult]:
     found = []
     for model, target in MFU.items():
         cases = [groups[model, name] for name in (steps.DTRAIN, steps.CHUNKED) if (model, name) in groups]
         own = max((steps.median_record(records) for records in cases), key=lambda r: r.tokens_per_s, default=None)
         what, text = f"MFU in BF16, {model}", f"{target:.0%} with causal FLOPs"
         if own is None or own.utilization is None:
-            found.append(Verdict("G1", what, text))
+            found.append(TargetResult("G1", what, text))
             continue
         causal, full = own.utilization
         figure = f"{causal:.1%} causal, {full:.1%} full ({own.name}, {steps._state(own)})"
-        found.append(Verdict("G1", what, text, figure, causal >= target, slowest))
+        found.append(TargetResult("G1", what, text, figure, causal >= target, slowest))
     for model in MFU:
         for peer, target in PEERS.items():
             ratio = steps.speed_up(groups, model, steps.DTRAIN, peer)
             what, text = f"speed over {peer}, {model}", f"{target:.2f}"
-            verdict = Verdict("G1", what, text)
+            result = TargetResult("G1", what, text)
             if ratio is not None:
-                verdict = Verdict("G1", what, text, f"{ratio:.3f}", ratio >= target, slowest)
+                result = TargetResult("G1", what, text, f"{ratio:.3f}", ratio >= target, slowest)
             if ratio is not None or model == "1.2B":
-                found.append(verdict)
+                found.append(result)
     return found
 
 
-def _float8(groups: steps.Groups, slowest: str) -> list[Verdict]:
+def _float8(groups: steps.Groups, slowest: str) -> list[TargetResult]:
     found = []
     for model, target in FLOAT8.items():
         ratio = steps.speed_up(groups, model, steps.TENSORWISE, steps.DTRAIN)
         what = f"FP8 over BF16, {model}"
         if ratio is None:
-            found.append(Verdict("G2", what, f"{target:.2f}"))
+            found.append(TargetResult("G2", what, f"{target:.2f}"))
             continue
         todo = slowest or "read the choice for each Linear, and profile fp8"
-        found.append(Verdict("G2", what, f"{target:.2f}", f"{ratio:.3f}", ratio >= target, todo))
+        found.append(TargetResult("G2", what, f"{target:.2f}", f"{ratio:.3f}", ratio >= target, todo))
     differences = {
         model: value
         for model in FLOAT8
@@ -111,17 +111,17 @@ def _float8(groups: steps.Groups, slowest: str) -> list[Verdict]:
     }
     what, text = "loss of FP8 against BF16", f"within {FLOAT8_LOSS:.2%}"
     if not differences:
-        return [*found, Verdict("G2", what, text)]
+        return [*found, TargetResult("G2", what, text)]
     figure = ", ".join(f"{value:+.3%} at {model}" for model, value in differences.items())
     is_met = all(abs(value) <= FLOAT8_LOSS for value in differences.values())
-    return [*found, Verdict("G2", what, text, figure, is_met, "`dtrain probe` names the sensitive modules")]
+    return [*found, TargetResult("G2", what, text, figure, is_met, "`dtrain probe` names the sensitive modules")]
 
 
-def _optimizer(results: Mapping[str, Any]) -> list[Verdict]:
+def _optimizer(results: Mapping[str, Any]) -> list[TargetResult]:
     text = f"{SHARE_OF_COPY:.0%} at {COUNTED_BYTES} bytes a parameter"
-    bandwidth = Verdict("G3", "optimizer phase, of the copy's bandwidth", text)
-    launches = Verdict("G4", "launches of the optimizer phase", f"at most {LAUNCHES}")
-    waits = Verdict("G4", "waits of the host in it", "0")
+    bandwidth = TargetResult("G3", "optimizer phase, of the copy's bandwidth", text)
+    launches = TargetResult("G4", "launches of the optimizer phase", f"at most {LAUNCHES}")
+    waits = TargetResult("G4", "waits of the host in it", "0")
     cases = results.get("cases", [])
     if not cases or results.get("device") == "cpu":
         return [bandwidth, launches, waits]
@@ -130,7 +130,7 @@ def _optimizer(results: Mapping[str, Any]) -> list[Verdict]:
     share = speed / (case["copy_bytes"] / median(case["ms"]["copy"]))
     trace = case["trace"]
     slow = f"look at `{trace['top'][0]['name'][:60]}`, its slowest kernel" if trace and trace["top"] else "trace it"
-    bandwidth = Verdict("G3", bandwidth.what, text, f"{share:.1%}", share >= SHARE_OF_COPY, slow)
+    bandwidth = TargetResult("G3", bandwidth.what, text, f"{share:.1%}", share >= SHARE_OF_COPY, slow)
     if trace is None:
         return [bandwidth, launches, waits]
     names = ", ".join(f"{row['calls']} `{row['name'][:40]}`" for row in trace["top"][:8])
@@ -138,12 +138,12 @@ def _optimizer(results: Mapping[str, Any]) -> list[Verdict]:
     where = ", ".join(f"{number} {name}" for name, number in calls.items())
     return [
         bandwidth,
-        Verdict("G4", launches.what, launches.target, str(count), count <= LAUNCHES, f"join them: {names}"),
-        Verdict("G4", waits.what, "0", where or "0", not calls, f"find what calls {where}"),
+        TargetResult("G4", launches.what, launches.target, str(count), count <= LAUNCHES, f"join them: {names}"),
+        TargetResult("G4", waits.what, "0", where or "0", not calls, f"find what calls {where}"),
     ]
 
 
-def _states(groups: steps.Groups, results: Mapping[str, Any]) -> Verdict:
+def _states(groups: steps.Groups, results: Mapping[str, Any]) -> TargetResult:
     what, text = "model states over the formula", f"{STATES:g}"
     ratios = {}
     for (model, name), records in groups.items():
@@ -154,35 +154,35 @@ def _states(groups: steps.Groups, results: Mapping[str, Any]) -> Verdict:
     if results.get("states") and results["states"][0]["num_parameters"] > 10**7:  # a smaller model is mostly padding
         ratios |= {f"{row['precision']}, stage {row['stage']}": row["ratio"] for row in results["states"]}
     if not ratios:
-        return Verdict("G5", what, text)
+        return TargetResult("G5", what, text)
     worst = max(ratios, key=lambda name: ratios[name])
     todo = f"compare memory and formula by kind: {worst}"
-    return Verdict("G5", what, text, f"{ratios[worst]:.4f} ({worst})", ratios[worst] <= STATES, todo)
+    return TargetResult("G5", what, text, f"{ratios[worst]:.4f} ({worst})", ratios[worst] <= STATES, todo)
 
 
-def _head(results: Mapping[str, Any]) -> list[Verdict]:
+def _head(results: Mapping[str, Any]) -> list[TargetResult]:
     what, text = "loss head beside its gradients, of full FP32 logits", f"{HEAD:.0%}"
     speed = "loss head, speed over compiled full logits"
     head = results.get("head")
     if not head:
-        return [Verdict("G6", what, text), Verdict("G6", speed, f"{HEAD_SPEED:g}")]
+        return [TargetResult("G6", what, text), TargetResult("G6", speed, f"{HEAD_SPEED:g}")]
     share = (head["peak"] - head["gradients"]) / head["full_logits"]
-    found = [Verdict("G6", what, text, f"{share:.1%}", share <= HEAD, "set model.loss_chunk to fewer tokens")]
+    found = [TargetResult("G6", what, text, f"{share:.1%}", share <= HEAD, "set model.loss_chunk to fewer tokens")]
     if "ms" not in head:
-        return [*found, Verdict("G6", speed, f"{HEAD_SPEED:g}")]
+        return [*found, TargetResult("G6", speed, f"{HEAD_SPEED:g}")]
     ratio = median(head["full_ms"]) / median(head["ms"])
     todo = "set model.loss_chunk to more tokens, or fuse its passes"
-    return [*found, Verdict("G6", speed, f"{HEAD_SPEED:g}", f"{ratio:.2f}", ratio >= HEAD_SPEED, todo)]
+    return [*found, TargetResult("G6", speed, f"{HEAD_SPEED:g}", f"{ratio:.2f}", ratio >= HEAD_SPEED, todo)]
 
 
-def _reproducible(groups: steps.Groups) -> Verdict:
+def _reproducible(groups: steps.Groups) -> TargetResult:
     what, text = "`reproducible=true`, 1.2B", f"at most {REPRODUCIBLE:.0%} slower"
     ratio = steps.speed_up(groups, "1.2B", steps.REPRODUCIBLE, steps.DTRAIN)
     if ratio is None:
-        return Verdict("G7", what, text)
+        return TargetResult("G7", what, text)
     slower = 1 / ratio - 1
     todo = "compare the profiles; torch's deterministic attention backward is the usual cost"
-    return Verdict("G7", what, text, f"{slower:+.1%}", slower <= REPRODUCIBLE, todo)
+    return TargetResult("G7", what, text, f"{slower:+.1%}", slower <= REPRODUCIBLE, todo)
 
 
 def _slowest_class(results: Mapping[str, Mapping[str, Any]], precision: str) -> str:

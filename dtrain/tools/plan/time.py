@@ -12,6 +12,7 @@ from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.launch_env import num_cores
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
+from dtrain.telemetry.throughput import mfu_text
 from dtrain.tools.plan.amdahl import Item, expected, limit
 from dtrain.tools.plan.roofline import show_roofline
 from dtrain.tools.plan.time_rank import RankTime, TimedRank
@@ -119,7 +120,7 @@ def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]
     if run.compiles_blocks:
         lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
     if times.mfu is not None:
-        lines.append(f"MFU {times.mfu:.1%}")
+        lines.append(f"MFU {mfu_text(times.mfu)}")
     if run.num_ranks > 1:
         lines.append(_communication(times, run, network))
     return lines

@@ -70,6 +70,7 @@ def run(request: Request) -> Iterator[dict[str, Any]]:
         steps = {
             "CUDA context": lambda: torch.zeros(1, device=device).item(),
             "device": first_uses.describe,
+            "compiler for kernels": first_uses.compiler,
             "cuBLAS product": lambda: first_uses.ones(64, 64).mm(first_uses.ones(64, 64)).sum().item(),
             "Triton kernel": first_uses.triton_kernel,
             "scaled_mm, one scale": lambda: first_uses.scaled_mm(rowwise=False),
@@ -140,7 +141,7 @@ class _FirstUses:
     def describe(self) -> dict[str, Any]:
         import torch
 
-        from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores, rate
+        from dtrain.precision.hardware import has_float8_tensor_cores, rate
         from dtrain.telemetry.gpu import cublaslt_version, describe_state, loaded_library
 
         found = torch.cuda.get_device_properties(self._device)
@@ -153,10 +154,16 @@ class _FirstUses:
             "cuDNN": torch.backends.cudnn.version(),
             "cuDNN from": loaded_library("libcudnn.so"),
             "cublasLt": cublaslt_version(),
-            "finds a compiler": has_compiler(self._device),
             "FP8 Tensor Cores": has_float8_tensor_cores(self._device),
             "published BF16 TFLOP/s": rate(found.name, "bf16"),
         }
+
+    def compiler(self) -> str:
+        from dtrain.precision.hardware import has_compiler
+
+        if not has_compiler(self._device):
+            raise RuntimeError("no C compiler, Triton or Python headers: dtrain's kernels are off; install gcc")
+        return "found"
 
     def triton_kernel(self) -> str:
         import triton

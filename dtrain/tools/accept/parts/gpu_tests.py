@@ -88,7 +88,7 @@ def find_tests(root: str | None = None) -> tuple[Path | None, str]:
 def _command(request: Request) -> list[str]:
     # without the options of the project's configuration, some of which need plugins
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", "-p", "no:cacheprovider", "-q", "--tb=short"]
-    command += ["--color=no", "-p", "dtrain.tools.accept.recorder"]
+    command += ["--color=no", "--continue-on-collection-errors", "-p", "dtrain.tools.accept.recorder"]
     if find_spec("pytest_timeout") is not None:  # a hang ends one process, not the time of all
         command += [f"--timeout={_TEST_S}", "--timeout-method=thread"]
     workers = request.options.get("workers", 1)
@@ -129,7 +129,7 @@ def _summary(results: dict[str, Any], records: Path, *, has_ended: bool) -> dict
 
 def _failure(line: Mapping[str, Any]) -> str:
     errors = [text for text in line["text"].splitlines() if text.startswith("E ")]
-    text = (errors[-1][1:] if errors else line["text"][-200:]).strip()
+    text = (errors[0][1:] if errors else line["text"][-200:]).strip()
     dead = f"; the device does not answer after it: {line['dead']}" if line.get("dead") else ""
     return f"{'' if line['when'] == 'call' else line['when'] + ': '}{text[:300]}{dead}"
 

@@ -31,7 +31,7 @@ _HEAD_BUDGET_S = 1.0
 _HEAD_NOTE = (
     "The loss head alone: output layer, cross entropy and their backward by chunks of tokens. Its gradients are those "
     "of hidden states and weight, in FP32. It runs twice, because cuBLAS takes its workspace in the first run. Full "
-    "logits: the same compiled by `torch.compile`, in one piece."
+    "logits: the same compiled by `torch.compile`, all tokens at once."
 )
 
 
@@ -69,6 +69,7 @@ def _measure_states(request: Request, device: torch.device, results: dict[str, A
                 results["failures"].append(f"{label}: {failure_reason(error)}")
             gc.collect()  # engines and models refer to each other
             yield results
+    yield results  # with what was left out
 
 
 def _states(config: ModelConfig, stage: int, precision: str, device: torch.device) -> dict[str, Any]:

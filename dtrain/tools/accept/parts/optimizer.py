@@ -83,6 +83,7 @@ def run(request: Request) -> Iterator[dict[str, Any]]:
             results["failures"].append(f"{name}: {failure_reason(error)}")
         _free(device)
         yield results
+    yield results  # with what was left out
 
 
 def measure(name: str, device: torch.device, rounds: int) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,45 +13,46 @@ import pytest
 from dtrain.__main__ import main
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.tools.accept import cli
-from dtrain.tools.accept.records import Acceptance, PartRecord
+from dtrain.tools.accept.cli import process_age_s
+from dtrain.tools.accept.job import FAILED, Ended
+from dtrain.tools.accept.page import Acceptance
 
 
 @pytest.fixture
 def accepted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AcceptConfig, Path]]:
-    """The runs that the command requests; each finds one thing wrong if its page is in a folder named ``wrong``."""
+    """The runs that the command requests; one job fails if the folder is named ``wrong``."""
     seen: list[tuple[AcceptConfig, Path]] = []
 
-    def accept(config: AcceptConfig, command: str, folder: Path, parts: Any) -> Acceptance:
+    def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Acceptance:
+        assert 0 <= age_s < 3600
         seen.append((config, folder))
-        folder.mkdir()
-        (folder / "accept.md").write_text(f"# Title\n\n`{command}`\n\n## Result\n\nAll.\n\n## a. Rest\n")
-        wrong = ["a matmul"] if folder.name == "wrong" else []
-        record = PartRecord("a", "Rest", "done", 1.0, 1.0, "now", {}, {"failures": wrong})
-        return Acceptance(command, "now", config.minutes, {}, [record], {})
+        ended = [Ended("rates", "rates", FAILED, 1.0, {}, "no kernel")] if folder.name == "wrong" else []
+        return Acceptance(command, "now", config.goal, 1.0, {"device": "cpu", "packages": {}}, ended)
 
     monkeypatch.setattr(cli, "accept", accept)
     return seen
 
 
-@pytest.mark.parametrize("given", ["a,c", "[a,c]"])
+@pytest.mark.parametrize("given", ["rates,steps", "[rates,steps]"])
 def test_keys(given: str, accepted: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert main(["accept", "minutes=3", f"parts={given}", f"out={out}", "device=cpu"]) == 0
-    assert accepted == [(AcceptConfig(3.0, ["a", "c"], str(out), "cpu"), out)]
+    words = ["goal=facts", "limit_s=90", f"parts={given}", f"out={out}", "archive=a.tar.gz", "caches=c.tar.gz"]
+    assert main(["accept", *words, "device=cpu"]) == 0
+    assert accepted == [(AcceptConfig("facts", 90.0, "a.tar.gz", "c.tar.gz", str(out), ["rates", "steps"], "cpu"), out)]
     shown = capsys.readouterr().out
-    assert shown.startswith("# Title\n\n`dtrain accept minutes=3 ")
-    assert "All." in shown
-    assert "Rest" not in shown  # the page has the rest
+    assert shown.startswith("# Acceptance of a CPU\n\n`dtrain accept goal=facts limit_s=90 ")
+    assert "| G7 | " in shown
+    assert "### Jobs" not in shown  # the page has the rest
 
 
 def test_defaults_and_the_exit_code_if_something_does_not_work(
     accepted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "runs").mkdir()
     monkeypatch.chdir(tmp_path)
     assert main(["accept", "parts=null"]) == 0
     ((config, folder),) = accepted
     assert config == AcceptConfig()
+    assert config.goal == "all"
     assert str(folder).startswith("runs/accept-2")
     assert main(["accept", "out=wrong"]) == 1
 
@@ -56,11 +60,14 @@ def test_defaults_and_the_exit_code_if_something_does_not_work(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("part=a", "unknown key 'part'; did you mean 'parts'?"),
-        ("parts=a,h", "parts=[a,h]: 'h' is no part; the parts are a (Training"),
-        ("parts=[]", "parts=[]: names no part"),
-        ("minutes=0", "minutes=0.0 is too small; it must be above 0"),
+        ("part=rates", "unknown key 'part'; did you mean 'parts'?"),
+        ("minutes=25", "unknown key 'minutes'"),
+        ("parts=rates,h", "parts: 'h' is no part"),
+        ("parts=[]", "parts=[] names no part"),
+        ("goal=fact", "goal=fact is not one of all, facts, figures"),
+        ("limit_s=10", "limit_s=10.0 is too small; it must be above 30"),
         ("out=", "out is empty"),
+        ("archive=", "archive is empty"),
         ("device=gpu", "device=gpu is not one of auto, cpu, cuda"),
     ],
 )
@@ -70,6 +77,27 @@ def test_mistakes_are_named(
     assert main(["accept", argument]) == 2
     assert message in capsys.readouterr().err
     assert accepted == []
+
+
+@pytest.mark.processes
+def test_the_limit_holds_if_the_command_itself_hangs(tmp_path: Path) -> None:
+    """Imports before the command count too."""
+    code = (
+        "import time; time.sleep(1.5)\n"
+        "from dtrain.tools.accept import cli\n"
+        "cli.LIMITS_S['all'] = cli.process_age_s() + 1.0\n"
+        "cli.accept = lambda *_: time.sleep(600)\n"
+        "from dtrain.__main__ import main\n"
+        "main(['accept', 'out=x'])\n"
+    )
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120, capture_output=True)
+    assert done.returncode == 124
+    assert time.monotonic() - begin < 60
+    code = "import time; time.sleep(1)\nfrom dtrain.tools.accept.cli import process_age_s\nprint(process_age_s())"
+    age = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert float(age.stdout) >= 1.0
+    assert process_age_s() > 0
 
 
 def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,203 @@
+"""The command with real processes: jobs that exit, hang, crash or raise, its time limit, a kill, and starting again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.config.tool_schema import AcceptConfig
+from dtrain.errors import ConfigError
+from dtrain.tools.accept import run as accept_run
+from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
+from dtrain.tools.accept.page import Acceptance
+from dtrain.tools.accept.run import accept
+from tests.unit.tools.accept.planted import EXCEPTION, EXIT, FAULT, GOOD, HANG, MISSING, make_jobs, plan_of
+
+pytestmark = pytest.mark.processes
+
+COMMAND = """
+import sys
+from pathlib import Path
+from dtrain.config.tool_schema import AcceptConfig
+from dtrain.tools.accept import run
+from dtrain.tools.accept.job import PartJob
+from dtrain.tools.accept.plan import Plan
+jobs = [PartJob(name, "environment", f"planted_jobs.{name}", 5.0, 600.0) for name in ("good", sys.argv[1])]
+run.make_plan = lambda *_, **__: Plan([], 0.0, jobs)
+run.accept(AcceptConfig(device="cpu", archive="a.tar.gz"), "dtrain accept", Path("out"), 0.0)
+"""
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def is_gone(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def names_in(archive: Path) -> list[str]:
+    with tarfile.open(archive) as tar:
+        return tar.getnames()
+
+
+def run(folder: Path, age_s: float = 0.0, **options: Any) -> Acceptance:
+    return accept(AcceptConfig(device="cpu", **options), "dtrain accept", folder, age_s)
+
+
+def by_name(acceptance: Acceptance) -> dict[str, Ended]:
+    return {found.name: found for found in acceptance.ended}
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_what_is_planted_in_one_job_costs_no_other(
+    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    sources = {"exit": EXIT, "hang": HANG, "fault": FAULT, "raises": EXCEPTION, "missing": MISSING, "good": GOOD}
+    jobs = [
+        replace(job, limit_s=3.0) if job.name == "hang" else job for job in make_jobs(tmp_path, monkeypatch, **sources)
+    ]
+    plan_of(monkeypatch, jobs if side_by_side else [], [] if side_by_side else jobs, 300.0)
+    archive = tmp_path / "a.tar.gz"
+    with caplog.at_level(logging.INFO):
+        acceptance = run(tmp_path / "out", archive=str(archive))
+    found = by_name(acceptance)
+    statuses = {"exit": FAILED, "hang": LATE, "fault": FAILED, "raises": FAILED, "missing": FAILED, "good": DONE}
+    assert {name: ended.status for name, ended in found.items()} == statuses
+    assert found["exit"].error.startswith("ended with exit code 7")
+    assert found["fault"].error.startswith("was ended by SIGSEGV")
+    assert found["raises"].error == "ended with exit code 1: ValueError: no such kernel"
+    assert "this is its limit" in found["hang"].error
+    assert "No module named 'no_such_library'" in found["missing"].error
+    for name in ("exit", "hang", "fault", "raises"):
+        assert found[name].results["first"] == 1.0, "partial results stay"
+    assert any("ValueError: no such" in line for line in found["raises"].tail)
+    assert len(acceptance.failures) == 5
+    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))
+    assert "  fast within 5 s" in caplog.messages
+    assert any("FAILED fault failed: was ended by SIGSEGV" in line for line in caplog.messages)
+    page = (tmp_path / "out/accept.md").read_text()
+    assert "**1 of 6 jobs done; 5 things did not work:**" in page
+    assert "section of good" in page
+    assert "- environment: a peer: not installed" in page
+    inside = names_in(archive)
+    assert {f"out/jobs/{name}.json" for name in sources} | {"out/accept.md", "out/accept.json"} <= set(inside)
+    assert not [name for name in inside if "caches" in name or name.endswith(".tmp")]
+
+
+def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_jobs(tmp_path, monkeypatch, good=GOOD, hang=HANG, quick=GOOD)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(__file__).parents[4])])}
+
+    def start(second: str) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", COMMAND, second], cwd=tmp_path, env=environment)
+
+    command = start("hang")
+    archive, partial = tmp_path / "a.tar.gz", "out/jobs/hang.partial.json"
+    wait_for(lambda: archive.exists() and partial in names_in(archive))
+    command.send_signal(signal.SIGKILL)
+    command.wait()
+    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))  # what the job had started ends too
+    with tarfile.open(archive) as tar:
+        file = tar.extractfile("out/accept.json")
+        assert file is not None
+        content = json.load(file)
+    assert [(found["name"], found["status"]) for found in content["ended"]] == [("good", DONE), ("hang", "under way")]
+    assert content["ended"][1]["results"] == {"first": 1.0}
+    first = (tmp_path / "out/jobs/good.json").read_text()
+    assert start("quick").wait() == 0
+    content = json.loads((tmp_path / "out/accept.json").read_text())
+    assert [(found["name"], found["status"]) for found in content["ended"]] == [("good", DONE), ("quick", DONE)]
+    assert (tmp_path / "out/jobs/good.json").read_text() == first
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_nothing_outlives_the_limit_and_what_it_cuts_is_no_failure(
+    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hang, good = make_jobs(tmp_path, monkeypatch, hang=HANG, good=GOOD)
+    plan_of(monkeypatch, [hang] if side_by_side else [], [good] if side_by_side else [hang, good], 1000.0)
+    monkeypatch.setattr(accept_run, "LIMITS_S", {"all": 112.0})
+    begin = time.monotonic()
+    acceptance = run(tmp_path / "out", age_s=100.0)  # imports took long
+    assert time.monotonic() - begin < 12.0
+    (ended,) = acceptance.ended
+    assert (ended.status, ended.results) == (CUT, {"first": 1.0})
+    assert "no time was left" in ended.error
+    assert acceptance.failures == []
+    assert acceptance.not_run == {"good": "no time left"}
+    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))
+
+
+@pytest.mark.parametrize("side_by_side", [True, False])
+def test_what_a_failed_job_has_left_is_done_by_another(
+    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, smaller, last = make_jobs(tmp_path, monkeypatch, first=FAULT, smaller=GOOD, last=GOOD)
+    seen: list[Ended] = []
+
+    def again(job: PartJob, ended: Ended) -> PartJob:
+        seen.append(ended)
+        return replace(smaller, name="first")
+
+    jobs = [replace(first, again=again), last]
+    plan_of(monkeypatch, jobs if side_by_side else [], [] if side_by_side else jobs, 300.0)
+    acceptance = run(tmp_path / "out")
+    assert [ended.status for ended in seen] == [FAILED]
+    assert {name: ended.status for name, ended in by_name(acceptance).items()} == {"first": DONE, "last": DONE}
+
+
+def test_the_next_process_imports_while_one_runs_but_not_beside_what_measures_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = GOOD.replace("    yield", "    time.sleep(3)\n    yield")
+    one, two, three = make_jobs(tmp_path, monkeypatch, one=slow, two=slow, three=GOOD)
+    plan_of(monkeypatch, [], [one, replace(two, part="streams"), three], 0.0)
+    found = by_name(run(tmp_path / "out"))
+    ends = {name: found[name].results["began"] + 3.0 for name in ("one", "two")}
+    assert found["two"].results["imported"] < ends["one"]
+    assert found["three"].results["imported"] > ends["two"]
+
+
+def test_results_of_another_machine_or_version_are_not_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    jobs = make_jobs(tmp_path, monkeypatch, good=GOOD)
+    plan_of(monkeypatch, [], jobs, 0.0)
+    began = [by_name(run(tmp_path / "out"))["good"].results["began"] for _ in range(2)]
+    assert began[0] == began[1]
+    monkeypatch.setattr(accept_run, "version", lambda: "9.9")
+    assert by_name(run(tmp_path / "out"))["good"].results["began"] > began[1]
+    assert "good: measured on another machine or with other versions" in caplog.messages
+
+
+def test_what_cannot_be_honored_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan_of(monkeypatch, [], [], 0.0)
+    (tmp_path / "file").write_text("no archive")
+    with pytest.raises(ConfigError, match=r"out=.*file/out cannot be created: Not a directory"):
+        run(tmp_path / "file/out")
+    with pytest.raises(ConfigError, match=r"caches=.*file is not an archive of caches"):
+        run(tmp_path / "out", caches=str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="parts: 'rate' is no part; did you mean 'rates'"):
+        run(tmp_path / "out", parts=["rate"])
+    monkeypatch.setattr(accept_run, "driver_facts", dict)
+    with pytest.raises(ConfigError, match="nvidia-smi shows no GPU"):
+        accept(AcceptConfig(device="cuda"), "dtrain accept", tmp_path / "out", 0.0)
