@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import os
 import tarfile
 import tempfile
 import time
+import zlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -72,7 +74,7 @@ def use_caches(folder: Path, archive: Path | None) -> None:
                 if kind in by_name and rest and entry.isfile():
                     entry.name = rest
                     tar.extract(entry, by_name[kind], filter="data")
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError) as error:
         raise ConfigError(f"caches={archive} is not an archive of caches: {error}; remove it") from error
 
 

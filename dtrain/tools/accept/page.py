@@ -69,8 +69,11 @@ def compiled_report(ended: Sequence[Ended]) -> PartReport:
                 f"{found.name}: {plural(figures['graphs'], 'graph')}, {plural(figures['graph_breaks'], 'break')}, "
                 f"first step {figures['first_step_s']:.1f} s{warned}"
             )
-    others = report_of_jobs(ended)
-    return PartReport(lines, others.failures, others.left_out, [*(f"- {line}" for line in lines), *others.section])
+    peers = {found.name: found.error for found in ended if found.error and not steps.is_dtrain(found.name)}
+    others = report_of_jobs([found for found in ended if found.name not in peers])
+    return PartReport(
+        lines, others.failures, {**others.left_out, **peers}, [*(f"- {line}" for line in lines), *others.section]
+    )
 
 
 def render(acceptance: Acceptance) -> str:

@@ -7,6 +7,7 @@ peers, for FP8, for recomputation and for reproducible sums.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from statistics import mean, median
 from typing import Any
@@ -138,9 +139,14 @@ def _smaller(job: PartJob, ended: Ended) -> PartJob | None:
     size = job.options["job"]["micro_batch"]
     if size == 1 or not any(text in " ".join([ended.error, *ended.tail]) for text in _OUT_OF_MEMORY):
         return None
-    own = {**job.options["job"], "micro_batch": size // 2}
+    own = deepcopy({**job.options["job"], "micro_batch": size // 2})
     own["rank_job"]["config"]["bench"]["micro_batch_size"] = size // 2
     return replace(job, options={"job": own})
+
+
+def is_dtrain(job: str) -> bool:
+    """Whether a job of compiled blocks is dtrain's; a peer may fail."""
+    return _CASES[job.removeprefix("compiled, ")].is_dtrain
 
 
 def missing_package(name: str) -> str:
@@ -281,7 +287,7 @@ def _conclusions(groups: Groups) -> list[str]:
         parts = [f"{record.step_ms:.1f} ms a step of {record.micro_batch}, {compact(record.tokens_per_s)} tokens/s"]
         if record.utilization is not None:
             causal, full = record.utilization
-            parts.append(f"MFU {causal:.1%} causal, {full:.1%} full at {_state(record)}")
+            parts.append(f"MFU {causal:.1%} causal, {full:.1%} full at {power_and_clock(record)}")
         baseline = baseline_of(name)
         if name != baseline and (ratio := speed_up(groups, model, name, baseline)) is not None:
             parts.append(f"{ratio:.3f} x {baseline}")
@@ -298,7 +304,7 @@ def _emulated(record: Record) -> str:
     return ", emulated in FP32, so the time means nothing" if (record.figures or {})["emulates_float8"] else ""
 
 
-def _state(record: Record) -> str:
+def power_and_clock(record: Record) -> str:
     """Returns power limit and clock during the windows, without which a rate says little."""
     state = (record.figures or {}).get("state") or {}
     watts, clock = state.get("power_limit_w"), state.get("sm_clock_mhz")
@@ -313,7 +319,7 @@ def _section(groups: Groups, records: Sequence[Record]) -> list[str]:
         ("ms a step", lambda row: spread([ms for found in _figures(row[1], "window_ms") for ms in found], 1)),
         ("tokens/s", lambda row: compact(median(record.tokens_per_s for record in row[1]))),
         ("MFU causal, full", lambda row: _utilization(median_record(row[1]))),
-        ("W, MHz", lambda row: _state(row[1][-1])),
+        ("W, MHz", lambda row: power_and_clock(row[1][-1])),
         ("speed", lambda row: _speed(groups, *row[0])),
         ("loss", lambda row: _loss(row[1][-1])),
         ("peak GiB", lambda row: _gib(row[1], "peak_allocated")),

@@ -75,7 +75,7 @@ def _training(groups: steps.Groups, slowest: str) -> list[TargetResult]:
             found.append(TargetResult("G1", what, text))
             continue
         causal, full = own.utilization
-        figure = f"{causal:.1%} causal, {full:.1%} full ({own.name}, {steps._state(own)})"
+        figure = f"{causal:.1%} causal, {full:.1%} full ({own.name}, {steps.power_and_clock(own)})"
         found.append(TargetResult("G1", what, text, figure, causal >= target, slowest))
     for model in MFU:
         for peer, target in PEERS.items():

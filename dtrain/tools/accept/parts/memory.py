@@ -75,7 +75,7 @@ def _measure_states(request: Request, device: torch.device, results: dict[str, A
 def _states(config: ModelConfig, stage: int, precision: str, device: torch.device) -> dict[str, Any]:
     before = _allocated(device)
     model = build_on(device, config, seed=0)
-    # not timed: which products are fast is part e's question
+    # not timed: which products are fast is a question of the steps
     float8 = Float8(choice="all")
     policy = PrecisionPolicy.named(precision, float8=float8) if precision == "fp8" else precision
     engine = dtrain.initialize(model, precision=policy, zero_stage=stage, seed=0)

@@ -16,7 +16,7 @@ from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, make_plan
 
 pytestmark = pytest.mark.processes
 
-LIMIT_S = 55.0
+LIMIT_S = 40.0
 FINISHED = {"facts": {"environment"}, "figures": {"optimizer", "rates"}}
 """Jobs that end on any machine; a busy one has no time for the rest, which must then be named."""
 

@@ -60,6 +60,15 @@ def test_a_product_without_memory_or_time_is_left_out(monkeypatch: pytest.Monkey
     assert late.results["left_out"] == {"fp8 8 x 8 x 8": "no time left"}
 
 
+def test_a_rate_counts_two_flops_and_a_copy_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "time_ms", lambda operation, device, *, budget_s: [9.0, 2.0, 1.0])
+    measurement = rates.Measurement(CPU, float("inf"), 0.01)
+    measurement.measure_product(Product("bf16", "square", 100, 200, 300))
+    measurement.measure_copy("copy", lambda: (lambda: None, 6_000_000))
+    assert measurement.results["matmuls"][0]["tflops"] == pytest.approx(0.006)  # 12 million in 2 ms
+    assert measurement.results["copies"][0]["gb_per_s"] == pytest.approx(3.0)
+
+
 def test_what_the_page_says() -> None:
     results = {
         "device": "NVIDIA H100 80GB HBM3",
