@@ -47,13 +47,13 @@ def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Ac
     start = time.monotonic() - age_s
     limit_s = config.limit_s or LIMITS_S[config.goal]
     check_parts(config.parts)
+    facts = _describe_machine(config.device)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise directory_error("out", folder, error) from error
     caches = Path(config.caches) if config.caches else None
     use_caches(folder / CACHES, caches)
-    facts = _describe_machine(config.device)
     machine = Machine(facts["device"], (facts.get("memory_gib") or 79.0) if facts["device"] == "cuda" else 0.0)
     plan = make_plan(
         config.goal,
@@ -84,7 +84,7 @@ def check_parts(names: Sequence[str] | None) -> None:
     """Raises ConfigError if ``names`` has none, or one that is no part."""
     for name in names or ():
         if name not in PARTS:
-            raise ConfigError(f"parts: '{name}' is no part{nearest(name, PARTS)}; the parts are {', '.join(PARTS)}")
+            raise ConfigError(f"parts: '{name}' is none of {', '.join(PARTS)}{nearest(name, PARTS)}")
     if names is not None and not names:
         raise ConfigError(f"parts=[] names no part; the parts are {', '.join(PARTS)}")
 

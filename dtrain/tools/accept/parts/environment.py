@@ -197,10 +197,10 @@ class _FirstUses:
         import torch
         import torch.nn.functional as F
 
-        scaling: Any = getattr(F, "ScalingType", None) or import_module("torch.nn.functional").ScalingType
+        scaling: Any = F.ScalingType
         a, b = (torch.randn(256, 256, device=self._device).to(torch.float8_e4m3fn) for _ in range(2))
         by_row = self.ones(2, 256).t()  # [M, K / 128] with stride (1, M)
-        by_block = self.ones(2, 4).t()[:2]  # [K / 128, N / 128], padded to 4
+        by_block = self.ones(2, 4).t()  # [K / 128 padded to 4, N / 128] with stride (1, 4)
         scaled_mm: Any = F.scaled_mm
         kinds = scaling.BlockWise1x128, scaling.BlockWise128x128
         product = scaled_mm(a, b.t(), by_row, kinds[0], by_block, kinds[1], output_dtype=torch.bfloat16)

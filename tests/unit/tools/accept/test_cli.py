@@ -62,7 +62,7 @@ def test_defaults_and_the_exit_code_if_something_does_not_work(
     [
         ("part=rates", "unknown key 'part'; did you mean 'parts'?"),
         ("minutes=25", "unknown key 'minutes'"),
-        ("parts=rates,h", "parts: 'h' is no part"),
+        ("parts=rates,h", "parts: 'h' is none of environment, casts, "),
         ("parts=[]", "parts=[] names no part"),
         ("goal=fact", "goal=fact is not one of all, facts, figures"),
         ("limit_s=10", "limit_s=10.0 is too small; it must be above 30"),

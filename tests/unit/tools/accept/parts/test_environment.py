@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dtrain.tools.accept.parts import environment
@@ -132,3 +133,12 @@ def test_a_value_that_the_driver_does_not_tell_is_none(commands: list[list[str]]
 def test_without_a_driver_there_are_no_facts(commands: list[list[str]]) -> None:
     assert driver_facts() == {}
     assert len(commands) == 1
+
+
+@pytest.mark.parametrize("what", ["scaled_mm_blocks", "scaled_mm"])
+def test_the_scales_of_products_have_the_shapes_that_torch_requires(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """On the meta device torch checks the operands as on a GPU."""
+    monkeypatch.setattr(environment, "_error", lambda got, want: 0.0 if got.shape == want.shape else 1.0)
+    uses = environment._FirstUses(torch.device("meta"))
+    for options in [{"rowwise": False}, {"rowwise": True}] if what == "scaled_mm" else [{}]:
+        assert getattr(uses, what)(**options)
