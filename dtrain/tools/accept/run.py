@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError, DtrainError, directory_error, nearest
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.metrics import write_atomically, write_json
 from dtrain.tools.accept.archive import use_caches, write_archive, write_caches
-from dtrain.tools.accept.job import DONE, Ended, PartJob, Running, read_json
+from dtrain.tools.accept.job import DONE, FAILED, Ended, PartJob, Running, read_json
 from dtrain.tools.accept.page import Acceptance, render
 from dtrain.tools.accept.parts.environment import driver_facts
 from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
@@ -183,12 +183,20 @@ class JobRunner:
                 self._tick()
             self._running.remove(current)
             again = self._end(current.job, ended)
-            if again is not None:
-                if ready is not None:
-                    self._running.remove(ready)
-                    ready.kill()
-                    ready = None
-                queue.insert(0, again)
+            queue[:0] = [again] if again is not None else []
+            if ended.status == FAILED and again is None:
+                queue = self._without_further_runs(ended.name, queue)
+            if ready is not None and (not queue or queue[0].name != ready.job.name or again is not None):
+                self._running.remove(ready)
+                ready.kill()
+                ready = None
+
+    def _without_further_runs(self, name: str, queue: Sequence[PartJob]) -> list[PartJob]:
+        """Returns ``queue`` without the further runs of a case that failed: they would fail again."""
+        case, is_run, _ = name.rpartition(", run ")
+        further = [job.name for job in queue if is_run and job.name.startswith(f"{case}, run ")]
+        self._waiting |= dict.fromkeys(further, f"{name} failed")
+        return [job for job in queue if job.name not in further]
 
     def _start(self, job: PartJob) -> Running:
         running = Running(job, self._folder, self._machine.device, small=self._machine.small)

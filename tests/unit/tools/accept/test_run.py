@@ -165,6 +165,16 @@ def test_what_a_failed_job_has_left_is_done_by_another(
     assert {name: ended.status for name, ended in by_name(acceptance).items()} == {"first": DONE, "last": DONE}
 
 
+def test_a_case_that_failed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second, other = make_jobs(tmp_path, monkeypatch, first=EXCEPTION, second=GOOD, other=GOOD)
+    names = ("3B, dtrain, run 1", "3B, dtrain, run 2", "3B, dtrain, eager, run 1")
+    jobs = [replace(job, name=name) for job, name in zip((first, second, other), names, strict=True)]
+    plan_of(monkeypatch, [], jobs, 0.0)
+    acceptance = run(tmp_path / "out")
+    assert {name: ended.status for name, ended in by_name(acceptance).items()} == {names[0]: FAILED, names[2]: DONE}
+    assert acceptance.not_run == {names[1]: "3B, dtrain, run 1 failed"}
+
+
 def test_the_next_process_imports_while_one_runs_but_not_beside_what_measures_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
