@@ -114,7 +114,8 @@ def test_metrics_have_the_same_digits_on_any_number_of_ranks() -> None:
 # -- running statistics ------------------------------------------------------------------------------------------------
 
 CONVNET = (
-    *("experiment=glyphs", "data.characters=digits", "data.size=12", "model.hidden_dim=4", "precision=fp32"),
+    # not 4 channels: with them the backward of torch 2.13 corrupts memory on a CPU that has AVX2 and no AVX-512
+    *("experiment=glyphs", "data.characters=digits", "data.size=12", "model.hidden_dim=8", "precision=fp32"),
     *("train.steps=6", "train.micro_batch_size=4", "train.global_batch_size=16", "train.eval_every=3"),
     *("train.save_every=0", "train.eval_batches=5", "train.log_every=1", "train.sample_tokens=0"),
     *("schedule=constant", "optim.compile=false", "checkpoint.asynchronous=false", "report=false"),

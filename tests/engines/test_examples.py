@@ -105,11 +105,11 @@ def test_own_loop_under_torchrun_then_on_one_rank(tmp_path: Path) -> None:
 
 
 def test_gan_covers_all_modes(tmp_path: Path) -> None:
-    (output,) = run_ranks(1, run_one, tmp_path, "gan.py --steps 600")
+    (output,) = run_ranks(1, run_one, tmp_path, "gan.py --steps 900")
     found = re.findall(r"step (\d+): covers (\d) of 8 modes; (\d+)% of samples near one", output)
     (_, before, _), *_, (last, covered, near) = [tuple(map(int, numbers)) for numbers in found]
     assert before < 2
-    assert (last, covered) == (600, 8)
+    assert (last, covered) == (900, 8)  # after 600 the eighth mode may be missing, by the rounding of the CPU
     assert near > 50
 
 
