@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError, DtrainError, directory_error, nearest
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.metrics import write_atomically, write_json
 from dtrain.tools.accept.archive import use_caches, write_archive, write_caches
-from dtrain.tools.accept.job import DONE, FAILED, Ended, PartJob, Running, read_json
+from dtrain.tools.accept.job import DONE, FAILED, LATE, Ended, PartJob, Running, read_json
 from dtrain.tools.accept.page import Acceptance, render
 from dtrain.tools.accept.parts.environment import driver_facts
 from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
@@ -224,7 +224,7 @@ class JobRunner:
                 if line not in self._shown:
                     self._shown.add(line)
                     logger.info("  %s", redact_text(line)[:_SHOWN])
-        return job.again(job, ended) if job.again is not None and ended.status != DONE else None
+        return job.again(job, ended) if job.again is not None and ended.status in (FAILED, LATE) else None
 
     def _tick(self) -> None:
         time.sleep(_POLL_S)

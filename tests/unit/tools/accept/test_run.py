@@ -134,6 +134,7 @@ def test_nothing_outlives_the_limit_and_what_it_cuts_is_no_failure(
     side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hang, good = make_jobs(tmp_path, monkeypatch, hang=HANG, good=GOOD)
+    hang = replace(hang, again=lambda job, ended: replace(job, name="again"))
     plan_of(monkeypatch, [hang] if side_by_side else [], [good] if side_by_side else [hang, good], 1000.0)
     monkeypatch.setattr(accept_run, "LIMITS_S", {"all": 112.0})
     begin = time.monotonic()
