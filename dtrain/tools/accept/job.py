@@ -27,14 +27,14 @@ from dtrain.tools.ranks import describe_exit, kill_group, send_line, start_rank
 
 WORKER = "dtrain.tools.accept.worker"
 DONE, FAILED, LATE, CUT = "done", "failed", "late", "cut short"
-"""How a job ended: by itself; with an error; killed at its own limit; killed because the command has no time left."""
+"""Statuses of a job: it ended by itself, with an error, at its own limit, or because the command had no time left."""
 
 _TAIL_LINES = 15
 
 
 @dataclass(frozen=True)
 class Request:
-    """What a job's process gets.
+    """The order that a job's process gets.
 
     Attributes:
         device: ``cuda`` or ``cpu``.
@@ -81,7 +81,7 @@ class PartJob:
 
 @dataclass(frozen=True)
 class Ended:
-    """How a job ended; a file of the results directory holds it.
+    """The end of a job, as a file of the results directory holds it.
 
     Attributes:
         status: :data:`DONE`; with any other, ``results`` are those that it had written.

@@ -1,4 +1,4 @@
-"""What an acceptance does: the parts of its page, and the jobs of each goal in order of value. No torch."""
+"""The plan of an acceptance: the parts of its page, and the jobs of each goal in order of value. No torch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _TEST_WORKERS = 9
 
 @dataclass(frozen=True)
 class Machine:
-    """What the plan depends on; ``gib`` is the memory of the GPU, 0 on a CPU."""
+    """The machine that a plan is made for; ``gib`` is the memory of its GPU, 0 on a CPU."""
 
     device: str
     gib: float = 0.0

@@ -1,4 +1,4 @@
-"""What the page and the console say of one part, from the jobs that belong to it."""
+"""The lines of one part on the page and the console, from the jobs that belong to it."""
 
 from __future__ import annotations
 

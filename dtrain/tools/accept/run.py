@@ -153,7 +153,7 @@ class JobRunner:
         while queue or self._running:
             left_s = min(deadline, self._deadline) - time.monotonic()
             while queue and len(self._running) < places and left_s > self._least_s:
-                self._begin(queue.pop(0), left_s)
+                self._start(queue.pop(0)).send(left_s)
             if queue and left_s <= self._least_s:
                 self._waiting |= {job.name: "no time left" for job in queue}
                 queue = []
@@ -202,9 +202,6 @@ class JobRunner:
         running = Running(job, self._folder, self._machine.device, small=self._machine.small)
         self._running.append(running)
         return running
-
-    def _begin(self, job: PartJob, left_s: float) -> None:
-        self._start(job).send(left_s)
 
     def _end(self, job: PartJob, ended: Ended) -> PartJob | None:
         """Keeps and prints what a job has found; returns the job that does what it has left."""

@@ -1,4 +1,4 @@
-"""What the machine has, and what each first use costs or why it fails: imports, products, kernels, NCCL, compiler.
+"""First uses on a machine, each with its time or its error: imports, products, kernels, NCCL, compiler.
 
 It imports torch as its first step, because a cold import is one of the costs.
 """

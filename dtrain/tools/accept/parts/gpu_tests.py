@@ -34,7 +34,7 @@ ALONE = ("tests/gpu/test_streams.py", "tests/gpu/test_float8.py::test_what_is_ti
 """These measure times of the host or the device, so nothing runs beside them."""
 
 QUICK = "infinity_on or skip_names or resume_is or linalg"
-"""Of the tests with the device replaced by the CPU: some that take seconds."""
+"""Selects tests that take seconds when the CPU replaces the device."""
 
 RECORDS, BEGUN = "DTRAIN_RECORDS", "DTRAIN_BEGUN"
 """Variables of the environment that tell the plugin where to write, and which tests to leave out."""

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, by class of kernel, so that the next work is chosen from facts."""
+"""Profile of a training step: its time by class of kernel, so that the next work is chosen from facts."""
 
 from __future__ import annotations
 
