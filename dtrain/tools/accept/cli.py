@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from dtrain.cli.resolve import read_suite
@@ -34,21 +36,30 @@ def main(argv: Sequence[str]) -> int:
     if LaunchEnv.read().launched:
         raise ConfigError("dtrain accept starts its own processes; start it once, without a launcher")
     configure_logging(0)
-    age_s = process_age_s()
     limit_s = config.limit_s or LIMITS_S[config.goal]
-    # the jobs end with this process, whatever it waits for, such as a disk
-    watchdog = threading.Timer(max(0.0, limit_s - age_s), os._exit, (_NOT_ENDED,))
-    watchdog.daemon = True
-    watchdog.start()
     folder = Path(config.out or time.strftime("runs/accept-%Y-%m-%d_%H-%M-%S"))
     logger.info(
         "goal=%s, %.0f s; results in %s; the same command with out=%s resumes", config.goal, limit_s, folder, folder
     )
-    acceptance = accept(config, command_text("accept", argv), folder, age_s)
-    watchdog.cancel()
+    is_command = sys.argv[2:] == list(argv)  # else a program calls this, and goes on afterwards
+    age_s = process_age_s() if is_command else 0.0
+    with _ended_after(limit_s - age_s) if is_command else nullcontext():
+        acceptance = accept(config, command_text("accept", argv), folder, age_s)
     print(summary(acceptance))
     logger.info("the page is %s", folder / PAGE_FILE)
     return 1 if acceptance.failures else 0
+
+
+@contextmanager
+def _ended_after(seconds: float) -> Iterator[None]:
+    """Ends the process ``seconds`` later, whatever it waits for, such as a disk; its jobs end with it."""
+    watchdog = threading.Timer(max(0.0, seconds), os._exit, (_NOT_ENDED,))
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.cancel()
 
 
 def process_age_s() -> float:

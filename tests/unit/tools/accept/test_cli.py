@@ -88,16 +88,27 @@ def test_the_limit_holds_if_the_command_itself_hangs(tmp_path: Path) -> None:
         "cli.LIMITS_S['all'] = cli.process_age_s() + 1.0\n"
         "cli.accept = lambda *_: time.sleep(600)\n"
         "from dtrain.__main__ import main\n"
-        "main(['accept', 'out=x'])\n"
+        "main()\n"
     )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, timeout=120, capture_output=True)
+    command = [sys.executable, "-c", code, "accept", "out=x"]
+    done = subprocess.run(command, cwd=tmp_path, timeout=120, capture_output=True)
     assert done.returncode == 124
     assert time.monotonic() - begin < 60
     code = "import time; time.sleep(1)\nfrom dtrain.tools.accept.cli import process_age_s\nprint(process_age_s())"
     age = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(age.stdout) >= 1.0
     assert process_age_s() > 0
+
+
+def test_a_program_that_calls_the_command_is_not_ended(
+    accepted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be older than the limit, and goes on after the call."""
+    for name in ("process_age_s", "_ended_after"):
+        monkeypatch.setattr(cli, name, lambda *_: pytest.fail("this process is not the command"))
+    assert main(["accept", "limit_s=31", f"out={tmp_path}/out"]) == 0
+    assert len(accepted) == 1
 
 
 def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
