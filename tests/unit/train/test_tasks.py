@@ -69,9 +69,14 @@ EXPERIMENTS = {
         has_report=True,
     ),
     "vit": Experiment(
-        (*_DIGITS, "train.steps=40", "model.args={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"),
+        (
+            *_DIGITS,
+            "train.steps=60",
+            "seed=2",
+            "model.args={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}",
+        ),
         "val_accuracy",
-        0.15,
+        0.2,  # 0.31 or so, by the CPU
         "of 160 validation samples right",
     ),
     "regression": Experiment(
@@ -157,7 +162,8 @@ def _write_photos(folder: Path) -> str:
 
 
 _PHOTOS = (
-    *("model=convnet", "model.num_layers=1", "model.hidden_dim=4"),
+    # on a CPU without AVX-512, torch 2.13 crashes in the backward of a convolution of 4 channels
+    *("model=convnet", "model.num_layers=1", "model.hidden_dim=8"),
     *("data=images", "data.size=8", "data.augment=crop_flip", "data.validation_percent=20", "data.workers=1"),
     *("train.micro_batch_size=4", "train.global_batch_size=8", "train.eval_every=3", "report=false"),
     "train.steps=9",  # of 29 images or so: more than two epochs

@@ -159,7 +159,9 @@ def test_transformers_loads_its_models(runs: dict[str, Path], tmp_path: Path) ->
         out = export(runs["vit"], tmp_path / weights, weights=weights)
         theirs = AutoModelForImageClassification.from_pretrained(out, local_files_only=True).eval()
         with torch.no_grad():
-            assert torch.equal(theirs(inputs).logits, predictions(engine, batch, ema=weights == "ema"))
+            logits = theirs(inputs).logits
+        # the weights lie at other addresses, by which a CPU's product takes another order of its sums
+        torch.testing.assert_close(logits, predictions(engine, batch, ema=weights == "ema"), rtol=1e-5, atol=1e-5)
         assert isinstance(own.model, HFImageModel)
         assert theirs.config.id2label == dict(enumerate("0123456789"))
         assert theirs.config.label2id == {str(digit): digit for digit in range(10)}
