@@ -18,7 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _RUN = "import os, sys; os.login_tty(int(sys.argv.pop(1))); from dtrain.__main__ import main; sys.exit(main())"
 _CODE = re.compile(r"\x1b\[([?\d;]*)([A-Za-z])")
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
+_QUIET_S = 0.2  # views are drawn twice a second
 
 
 class Screen:
@@ -84,9 +85,12 @@ class Terminal:
         self._undecoded = b""
 
     def wait_until(self, condition: Callable[[list[str]], bool]) -> None:
-        """Reads until the lines of the screen fulfill the condition."""
+        """Reads until the lines of the screen fulfill the condition, and then no more comes for a moment.
+
+        Else the view may be half drawn, and ``^C``, which the terminal echoes, would stand in its middle.
+        """
         deadline = time.monotonic() + PATIENCE_S
-        while not condition(self.screen.lines):
+        while not condition(self.screen.lines) or self._is_ready(_QUIET_S):
             is_read = self._read()
             assert is_read, "it ended or shows nothing new:\n" + "\n".join(self.screen.lines)
             assert time.monotonic() < deadline, "\n".join(self.screen.lines)
@@ -104,10 +108,12 @@ class Terminal:
             assert time.monotonic() < deadline, "it does not end:\n" + "\n".join(self.screen.lines)
         return self._process.wait(PATIENCE_S)
 
+    def _is_ready(self, timeout: float) -> bool:
+        return select.select([self._master], [], [], timeout)[0] != []
+
     def _read(self) -> bool:
-        ready, _, _ = select.select([self._master], [], [], PATIENCE_S)
         try:
-            data = os.read(self._master, 65536) if ready else b""
+            data = os.read(self._master, 65536) if self._is_ready(PATIENCE_S) else b""
         except OSError:  # the other end is closed (EIO)
             data = b""
         self._undecoded += data
