@@ -158,6 +158,9 @@ def test_transformers_loads_its_models(runs: dict[str, Path], tmp_path: Path) ->
     for weights in ("master", "ema"):
         out = export(runs["vit"], tmp_path / weights, weights=weights)
         theirs = AutoModelForImageClassification.from_pretrained(out, local_files_only=True).eval()
+        loaded, exported = theirs.state_dict(), load_file(out / "model.safetensors")
+        assert loaded.keys() == exported.keys()
+        assert all(torch.equal(loaded[name], value) for name, value in exported.items())
         with torch.no_grad():
             logits = theirs(inputs).logits
         # the weights lie at other addresses, by which a CPU's product takes another order of its sums
