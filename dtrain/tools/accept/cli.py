@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     logger.info(
         "goal=%s, %.0f s; results in %s; the same command with out=%s resumes", config.goal, limit_s, folder, folder
     )
-    is_command = sys.argv[2:] == list(argv)  # else a program calls this, and goes on afterwards
+    is_command = sys.argv[2:] == list(argv)  # False in a program that calls this function: it must not be ended
     age_s = process_age_s() if is_command else 0.0
     with _ended_after(limit_s - age_s) if is_command else nullcontext():
         acceptance = accept(config, command_text("accept", argv), folder, age_s)

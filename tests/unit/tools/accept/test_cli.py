@@ -104,7 +104,7 @@ def test_the_limit_holds_if_the_command_itself_hangs(tmp_path: Path) -> None:
 def test_a_program_that_calls_the_command_is_not_ended(
     accepted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be older than the limit, and goes on after the call."""
+    """Its process may be older than the limit."""
     for name in ("process_age_s", "_ended_after"):
         monkeypatch.setattr(cli, name, lambda *_: pytest.fail("this process is not the command"))
     assert main(["accept", "limit_s=31", f"out={tmp_path}/out"]) == 0
