@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import multiprocessing.process
 import os
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -24,11 +25,22 @@ if not torch.cuda.is_available():
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of about 200 processes would compile dtrain again
 torch.set_num_threads(1)  # the workers of pytest-xdist share the cores; waiting threads would spin on them
 
+try:  # tests/gpu runs without it
+    import hypothesis
+except ImportError:
+    pass
+else:
+    hypothesis.settings.register_profile(
+        "busy-machine", hypothesis.settings(), deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("busy-machine")
+
 # -- which tests run ---------------------------------------------------------------------------------------------------
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the options of the fault suite."""
+    """Adds the options of the fault suite, and a random order."""
+    parser.addoption("--random-order", type=int, metavar="SEED", help="run the tests in an order drawn with SEED")
     group = parser.getgroup("faults")
     group.addoption("--fault-counts", choices=("ci", "full"), default="ci", help="how many faults tests/faults tries")
     group.addoption("--fault-results", type=Path, metavar="DIR", help="where each of these tests writes what it found")
@@ -36,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks tests by folder and by name; deselects ``soak``, and under ``-m`` also ``gpu``, unless ``-m`` names it."""
+    """Marks tests by folder and by name; what only ``-m`` selects is left out, and under any ``-m`` also ``gpu``."""
     for item in items:
         folder = item.path.relative_to(_TESTS).parts[0]
         if folder == "faults" or "faults" in getattr(item, "fixturenames", ()):
@@ -52,9 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # files that start processes take longest; the short ones at the end keep all workers busy until the last
     slow = {item.path for item in items if any(item.get_closest_marker(name) for name in _MARKERS_OF_PROCESSES)}
     items.sort(key=lambda item: item.path not in slow)
+    if (seed := config.getoption("random_order")) is not None:
+        random.Random(seed).shuffle(items)
     expression = config.getoption("markexpr")
     named = set(re.findall(r"\w+", expression))
-    unnamed = ({"soak", "gpu"} if expression else {"soak"}) - named
+    unnamed = ({"exhaustive", "gpu"} if expression else {"exhaustive"}) - named
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in unnamed)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)

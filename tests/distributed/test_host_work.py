@@ -9,8 +9,8 @@ import torch
 
 import dtrain
 from dtrain.models import build_model
-from tests.distributed.measure_host_time import CONFIG, VOCAB, engine_step, operations_of, plain_step
 from tests.helpers.ranks import run_ranks
+from tests.measure.host_time import CONFIG, VOCAB, engine_step, operations_of, plain_step
 
 WARMUP = 8  # steps; by then each slot of the ring has been used
 

@@ -195,7 +195,9 @@ def ranks_of_attempt(job: Job, number: int) -> list[int]:
     return [pid for pid, env in job.processes() if found.items() <= env.items()]
 
 
-@pytest.mark.parametrize("repetition", [0, *(pytest.param(number, marks=pytest.mark.soak) for number in range(1, 10))])
+@pytest.mark.parametrize(
+    "repetition", [0, *(pytest.param(number, marks=pytest.mark.exhaustive) for number in range(1, 10))]
+)
 def test_torchrun_restarts_after_a_rank_was_killed(tmp_path: Path, data: str, repetition: int) -> None:
     """Twice: in a step, and while the next attempt starts. The bits are those of an uninterrupted run."""
     rng, run_dir = random.Random(repetition), tmp_path / "run"

@@ -1,6 +1,6 @@
 """The plan of memory against what ranks really take, on configurations that it was not tuned on.
 
-The resident set is measured by :mod:`tests.distributed.measure_memory_plan`.
+The resident set is measured by :mod:`tests.measure.memory_plan`.
 """
 
 from __future__ import annotations

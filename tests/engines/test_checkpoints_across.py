@@ -1,7 +1,7 @@
 """Save under any engine on any number of ranks, load under any other: equal bits, and the same loss curve afterwards.
 
-``pytest -m soak tests/engines`` takes every engine on 1, 2 and 3 ranks with every engine on 1, 2, 3 and 4. Without it
-each pair of engines comes once, and each number of ranks as source and as target.
+``pytest -m exhaustive tests/engines`` takes every engine on 1, 2 and 3 ranks with every engine on 1, 2, 3 and 4. Without
+it, each pair of engines comes once, and each number of ranks as source and as target.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def test_any_engine_loads_what_any_other_saved(tmp_path: Path) -> None:
     check_loads(tmp_path, states, loads)
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_the_whole_matrix(tmp_path: Path, precision: str) -> None:

@@ -15,11 +15,11 @@ import dtrain
 from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CorruptionError, UsageError
-from tests.distributed.measure_host_time import operations_of
 from tests.engines.helpers import STAGES
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
+from tests.measure.host_time import operations_of
 
 processes = pytest.mark.processes
 DIM = 4

@@ -45,7 +45,7 @@ def lowered() -> list[Lowered]:
     # in a process of its own: the tests of values have switched Triton to its interpreter in this one
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     requests = [f"{capability}:{','.join(sorted(names))}" for capability, (names, _) in CAPABILITIES.items()]
-    command = [sys.executable, "-m", "tests.fake.lowering", *requests, "90:spilling"]
+    command = [sys.executable, "-m", "tests.measure.lowering", *requests, "90:spilling"]
     root = Path(__file__).parents[2]
     done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -11,7 +11,7 @@ import torch
 import dtrain
 from tests.fake.harness import CONFIG, fake_engine
 from tests.fake.launches import HAS_TRITON
-from tests.fake.operations import Counts, count_phases
+from tests.measure.fake_operations import Counts, count_phases
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 

@@ -220,7 +220,7 @@ def test_damage_is_refused_by_name_and_the_previous_one_used(tmp_path: Path, tem
     assert re.fullmatch(r"bad-step-00000200-[a-z0-9-]+", left[0])  # renamed, never deleted
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.sampled_from([R0, R1, MANIFEST]), st.floats(0, 1), st.integers(0, 7))
 def test_any_flipped_bit_is_refused(template: Path, tmp_path: Path, file: str, where: float, bit: int) -> None:
     path = tmp_path / "step-00000200"

@@ -196,7 +196,7 @@ def train(
     config = _composed(overrides)  # here: it takes as long as a short training
     config = replace(config, run_dir=str(run_dir), report=False, supervise=UNWATCHED)
     try:
-        return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm)
+        return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm, fresh=True)
     except RankFailure as failure:
         if "the process died without a result" not in str(failure):
             raise
@@ -205,7 +205,7 @@ def train(
 
 def command_line(log: Path, *argv: str, env: Mapping[str, str] | None = None) -> int:
     """The exit code of ``dtrain train ARGV`` in a forked process, whose standard error is appended to ``log``."""
-    codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0)
+    codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0, fresh=True)
     return codes[0]
 
 

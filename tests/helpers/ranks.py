@@ -1,19 +1,30 @@
-"""Runs a function on several real ranks: gloo over a FileStore, processes forked from a server with torch preloaded."""
+"""Runs a function on real ranks: resident processes, forked once from a server with torch preloaded; gloo, no port.
+
+A job gets a process group of its own. A rank that raised, died, or still holds something of its job afterwards
+(a replaced attribute, a thread, a process, a signal handler) is replaced before the next job.
+"""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import multiprocessing
 import os
 import pickle
+import random
+import signal
+import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from types import FunctionType, ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -22,28 +33,142 @@ _ENGINES = [f"dtrain.engine.{name}" for name in ("native", "fsdp2", "ddp", "deep
 _context.set_forkserver_preload(
     ["tests.helpers.preload", "dtrain.train.run", *_ENGINES, "tests.helpers.ranks", "tests.helpers.launch"]
 )
+_POOL = 4
+"""Number of ranks that stay between jobs."""
 
 
 class RankFailure(AssertionError):
     """One or more ranks raised; the message holds every traceback."""
 
 
-def _main(rank: int, world: int, store: str, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # a collection that visits what the server has imported would copy those pages, at a second of CPU per rank
-    gc.freeze()
+# -- in a rank ---------------------------------------------------------------------------------------------------------
+
+
+class _State:
+    """What a job may change in its process. What can be put back is put back; the rest costs the process its place."""
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._folder = os.getcwd()
+        self._streams = [os.dup(number) for number in range(3)]
+        self._handlers = self._signal_handlers()
+        self._threads = threading.active_count()
+        self._attributes = self._attributes_now()
+
+    @staticmethod
+    def _signal_handlers() -> dict[int, Any]:
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    @staticmethod
+    def _attributes_now() -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        for name, module in list(sys.modules.items()):
+            if name.partition(".")[0] in ("dtrain", "tests", "deepspeed") and isinstance(module, ModuleType):
+                own = vars(module)
+                found[name] = {key: id(value) for key, value in own.items() if not isinstance(value, ModuleType)}
+                for key, value in list(own.items()):
+                    if isinstance(value, type) and value.__module__ == name:
+                        found[f"{name}:{key}"] = {
+                            attribute: id(held)
+                            for attribute, held in vars(value).items()
+                            if isinstance(held, FunctionType | property | staticmethod | classmethod | int | str)
+                        }
+        return found
+
+    def is_restored(self) -> bool:
+        """Puts back the environment, the folder and the streams; returns whether all else is as it was or new."""
+        for number, stream in enumerate(self._streams):
+            os.dup2(stream, number)
+        os.chdir(self._folder)
+        if os.environ != self._environ:
+            os.environ.clear()
+            os.environ.update(self._environ)
+        now = self._attributes_now()
+        replaced = any(
+            now.get(owner, {}).get(key) != value
+            for owner, held in self._attributes.items()
+            for key, value in held.items()
+        )
+        self._attributes = now  # with those of the modules that were imported
+        return not (
+            replaced
+            or threading.active_count() > self._threads
+            or multiprocessing.active_children()
+            or self._signal_handlers() != self._handlers
+            or torch.get_default_dtype() != torch.float32
+        )
+
+
+def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, bytes]:
+    from dtrain.train.setup import torch_settings_restored
+
     torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
         if world > 1:
             dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world)
             dist.barrier()  # a rank that leaves while another one still connects would make that one fail
-        # plain pickle copies tensors; the pipe's own would share their memory, which dies with this process
-        pipe.send_bytes(pickle.dumps((True, fn(rank, world, *args))))
+        with torch_settings_restored():
+            # plain pickle copies tensors; the pipe's own would share their memory, which dies with this process
+            return True, pickle.dumps(fn(rank, world, *args))
     except BaseException:
-        pipe.send_bytes(pickle.dumps((False, traceback.format_exc())))
+        return False, pickle.dumps(traceback.format_exc())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _serve(pipe: Connection) -> None:
+    """Takes jobs until one has damaged this process, or the pipe is closed."""
+    gc.freeze()  # a collection that visits what the server has imported would copy those pages, at a second of CPU
+    state = _State()
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            return
+        ok, result = _run(*job)
+        del job
+        gc.collect()
+        stays = ok and state.is_restored()
+        pipe.send_bytes(pickle.dumps((stays, ok, result)))
+        if not stays:
+            return
+
+
+# -- in the tests ------------------------------------------------------------------------------------------------------
+
+
+class _Rank:
+    """A process that waits for jobs."""
+
+    def __init__(self) -> None:
+        self.pipe, theirs = _context.Pipe()
+        self.process = _context.Process(target=_serve, args=(theirs,))
+        self.process.start()
+        theirs.close()
+        self.stays = False
+
+    def end(self, patience: float = 0.5) -> None:
+        self.pipe.close()
+        self.process.join(timeout=patience)
+        if self.process.is_alive():
+            self.process.kill()
+            self.process.join()
+
+
+_ranks: list[_Rank] = []
+
+
+@atexit.register
+def _end_all() -> None:
+    for rank in _ranks:
+        rank.process.kill()
+        rank.end()
+    _ranks.clear()
 
 
 def fork(fn: Callable[..., Any], *args: Any) -> ForkServerProcess:
@@ -53,51 +178,61 @@ def fork(fn: Callable[..., Any], *args: Any) -> ForkServerProcess:
     return process
 
 
-def run_ranks(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, grace: float = 2.0) -> list[Any]:
+def run_ranks(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, grace: float = 2.0, fresh: bool = False
+) -> list[Any]:
     """Calls ``fn(rank, world, *args)`` on ``world`` processes and returns their results in rank order.
 
-    ``fn`` is a module-level function; it finds a gloo process group (none at world 1) and one thread. Once a rank has
-    failed, each of the others has ``grace`` seconds to return or raise; then it is killed.
+    Args:
+        world: the number of ranks.
+        fn: a module-level function; it finds a gloo process group (none at world 1) and one thread.
+        args: its arguments.
+        timeout: seconds for all.
+        grace: once a rank has failed, each of the others has these seconds to return or raise; then it is killed.
+        fresh: in new processes, whose memory and compiled code are nobody else's.
+
+    Raises:
+        RankFailure: a rank raised or died, or the time is over.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(world):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_main, args=(rank, world, f"{folder}/store", theirs, fn, args))
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        try:
-            return _collect(pipes, timeout, grace)
-        finally:
-            for process in processes:
-                process.join(timeout=0.5)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    sys.audit("tests.Process.start", f"{world} ranks")  # they may be there already, and still need the marker
+    ranks = [] if fresh else [_ranks.pop(0) for _ in range(min(world, len(_ranks)))]
+    ranks += [_Rank() for _ in range(world - len(ranks))]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, rank in enumerate(ranks):
+                rank.stays = False
+                rank.pipe.send((number, world, f"{folder}/store", fn, args))
+            return _collect(ranks, timeout, grace)
+    finally:
+        for rank in ranks:
+            if rank.stays and not fresh and len(_ranks) < _POOL:
+                _ranks.append(rank)
+            else:
+                rank.end()
 
 
-def _collect(pipes: list[Connection], timeout: float, grace: float) -> list[Any]:
+def _collect(ranks: list[_Rank], timeout: float, grace: float) -> list[Any]:
     results: dict[int, Any] = {}
     failures: dict[int, str] = {}
+    numbers = {id(rank.pipe): number for number, rank in enumerate(ranks)}
     deadline = time.monotonic() + timeout
-    while len(results) + len(failures) < len(pipes):
-        pending = [p for i, p in enumerate(pipes) if i not in results and i not in failures]
+    while len(results) + len(failures) < len(ranks):
+        pending = [rank.pipe for number, rank in enumerate(ranks) if number not in results and number not in failures]
         remaining = min(deadline - time.monotonic(), grace if failures else timeout)  # others may wait for it forever
         ready = wait(pending, timeout=max(remaining, 0))
         if not ready:
             break
         for pipe in ready:
-            index = pipes.index(pipe)  # type: ignore[arg-type]
+            number = numbers[id(pipe)]
             try:
-                ok, value = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
-            except EOFError:
+                ranks[number].stays, ok, result = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                value = pickle.loads(result)
+            except (EOFError, ConnectionResetError):
                 ok, value = False, "the process died without a result"
-            (results if ok else failures)[index] = value
+            (results if ok else failures)[number] = value
     if failures:
-        raise RankFailure("\n".join(f"--- rank {rank}:\n{text}" for rank, text in sorted(failures.items())))
-    if len(results) < len(pipes):
-        missing = sorted(set(range(len(pipes))) - set(results))
+        raise RankFailure("\n".join(f"--- rank {number}:\n{text}" for number, text in sorted(failures.items())))
+    if len(results) < len(ranks):
+        missing = sorted(set(range(len(ranks))) - set(results))
         raise RankFailure(f"ranks {missing} did not finish within {timeout:g} s")
-    return [results[rank] for rank in range(len(pipes))]
+    return [results[number] for number in range(len(ranks))]

@@ -37,7 +37,7 @@ def test_pinned_memory_is_little_more_than_the_shards(name: str) -> None:
     assert sum(nbytes) <= count * block < 1.15 * sum(nbytes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(0, 5000), max_size=60))
 def test_no_two_shards_share_a_byte(nbytes: list[int]) -> None:
     block = _pinned_block(nbytes)

@@ -113,7 +113,7 @@ def test_read_targets_outside_the_tensors_are_refused(tmp_path: Path) -> None:
 WORLDS = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 40), max_size=3).map(sorted)), max_size=4)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(WORLDS)
 def test_fingerprints_are_unchanged_by_resharding(chain: list[tuple[int, list[int]]]) -> None:
     """Saved by 1 rank, then loaded and saved by other numbers of ranks, each with its own intervals."""

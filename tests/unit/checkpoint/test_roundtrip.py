@@ -58,7 +58,7 @@ def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int)
         assert_holds(reader, tensors)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(st.integers(0, 35), min_size=0, max_size=4).map(sorted),
     st.lists(st.tuples(st.integers(0, 35), st.integers(0, 35)).map(sorted), min_size=1, max_size=6),

@@ -55,7 +55,7 @@ def test_options_carry_their_own_name() -> None:
         assert type(getattr(RunConfig(), group)) in options.values()
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.sampled_from(BOUNDED), st.one_of(st.sampled_from([0.0, 1.0]), st.floats(min_value=-1e6, max_value=1e6)))
 def test_a_value_passes_exactly_inside_its_range(bounded: tuple[Any, Any], value: float) -> None:
     record, item = bounded
@@ -146,7 +146,6 @@ def test_hyper_parameters_go_without_the_keys_beside_them() -> None:
     assert OptimConfig(lr=0.5, max_grad_norm=None).optimizer == AdamW(lr=0.5)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 100_000), st.sampled_from([Cosine(), Linear(), Constant()]))
 def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: ScheduleConfig) -> None:
     config = replace(RunConfig(), train=TrainConfig(steps=steps), schedule=schedule)
@@ -156,7 +155,7 @@ def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: Schedu
     assert factors.warmup_steps == (20 if steps >= 200 else steps // 10)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 2000))
 def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro: int, world: int, batch: int) -> None:
     config = replace(RunConfig(), train=TrainConfig(micro_batch_size=micro, global_batch_size=batch))

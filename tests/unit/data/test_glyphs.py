@@ -47,7 +47,7 @@ def test_what_is_learned_from_the_training_fonts_reads_the_fonts_of_validation(d
     assert float((distances.argmin(1) == validation["targets"]).float().mean()) > 0.25
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     seed=st.integers(0, 2**63 - 1),
     start=st.integers(0, 10**9),

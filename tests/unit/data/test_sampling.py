@@ -22,7 +22,7 @@ from dtrain.data import (
 )
 from dtrain.data.sampling import Indices
 
-quick = settings(deadline=None, max_examples=40)
+quick = settings(max_examples=40)
 
 
 class Numbers(SampleSource):

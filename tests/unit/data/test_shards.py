@@ -19,7 +19,7 @@ from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
 from tests.helpers.token_files import rewrite_manifest, write_shards
 
-quick = settings(deadline=None, max_examples=30)
+quick = settings(max_examples=30)
 MIB = 1 << 20
 
 

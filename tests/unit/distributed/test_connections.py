@@ -80,7 +80,7 @@ def payload(rank: int, number: int, size: int) -> bytes:
     return random.Random(100 * number + rank).randbytes(size)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     st.sampled_from(KINDS),
     st.integers(2, 4),

@@ -23,7 +23,7 @@ from dtrain.distributed.schedule import CollectiveSchedule
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes, st.integers(0, 3), st.integers(1, 120))
 def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -> None:
     num_last = min(num_last, len(sizes))
@@ -40,7 +40,7 @@ def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -
         assert slot.free_after < number
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(sizes, st.integers(0, 3), st.integers(1, 120))
 def test_a_gradient_that_is_opened_in_order_finds_its_slot(sizes: list[int], num_last: int, limit: int) -> None:
     """A send finishes what frees the slot of the next gradient; the last ones are opened early and may not."""
@@ -210,7 +210,7 @@ def simulate(
     interleaving.run([program(rank) for rank in range(world)])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=6),
     st.integers(0, 2),

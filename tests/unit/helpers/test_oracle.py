@@ -73,7 +73,7 @@ def torch_reference(
     return {name: p.detach() for name, p in model.named_parameters()}, norms
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     lr=st.floats(1e-4, 0.1),
     beta1=st.floats(0.0, 0.99),

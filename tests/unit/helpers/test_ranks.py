@@ -1,14 +1,19 @@
-"""The ranks of the tests: their environment, and the report of a rank that fails."""
+"""The ranks of the tests: they stay between jobs unless a job has damaged them, and a failure is quoted."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+from dtrain.distributed.communicator import Communicator
 from tests.helpers.ranks import RankFailure, run_ranks
 
 pytestmark = pytest.mark.processes
@@ -19,10 +24,58 @@ def look_around(rank: int, world: int) -> tuple[int, bool, bool]:
 
 
 def test_what_is_preloaded_starts_no_thread_and_leaves_no_trace() -> None:
-    ((threads, has_deepspeed, chooses_device),) = run_ranks(1, look_around)
+    ((threads, has_deepspeed, chooses_device),) = run_ranks(1, look_around, fresh=True)
     assert threads == 1  # a fork has only the thread that forks: what others held would stay locked
     assert has_deepspeed or torch.backends.cuda.is_built()
     assert not chooses_device
+
+
+def who(rank: int, world: int) -> tuple[int, bool, str, str | None]:
+    return os.getpid(), torch.are_deterministic_algorithms_enabled(), os.getcwd(), os.environ.get("PLANTED")
+
+
+def change_what_is_put_back(rank: int, world: int) -> None:
+    torch.use_deterministic_algorithms(True)
+    os.environ["PLANTED"] = "yes"
+    os.chdir("/")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+
+
+def test_ranks_stay_between_jobs() -> None:
+    first = run_ranks(2, who)
+    run_ranks(2, change_what_is_put_back)
+    assert sorted(run_ranks(2, who)) == sorted(first)
+    assert not {pid for pid, *_ in run_ranks(2, who, fresh=True)} & {pid for pid, *_ in first}
+
+
+def replace_a_method(rank: int, world: int) -> None:
+    Communicator.barrier = lambda self: None  # type: ignore[method-assign]
+
+
+def leave_a_thread(rank: int, world: int) -> None:
+    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+
+
+def leave_a_handler(rank: int, world: int) -> None:
+    signal.signal(signal.SIGUSR1, lambda *_: None)
+
+
+def die(rank: int, world: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fail(rank: int, world: int) -> None:
+    raise ValueError("planted")
+
+
+@pytest.mark.parametrize("job", [replace_a_method, leave_a_thread, leave_a_handler, die, fail])
+def test_a_damaged_rank_is_replaced(job: Callable[..., Any]) -> None:
+    before = {pid for pid, *_ in run_ranks(2, who)}
+    try:
+        run_ranks(2, job)
+    except RankFailure:
+        assert job in (die, fail)
+    assert not {pid for pid, *_ in run_ranks(2, who)} & before
 
 
 def fail_or_wait(rank: int, world: int) -> None:

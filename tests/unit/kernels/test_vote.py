@@ -37,7 +37,7 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
     assert mine == pytest.approx(other, rel=1e-12, nan_ok=True)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=10, unique_by=lambda e: e[0]),
     st.lists(st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])), min_size=1, max_size=5),
@@ -86,7 +86,7 @@ def table(rows: list[RankRecords]) -> torch.Tensor:
     return table_of(rows, DEVICE)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(records, min_size=1, max_size=5), st.booleans())
 def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], agrees: bool) -> None:
     if agrees:  # else hardly any list is free of a veto

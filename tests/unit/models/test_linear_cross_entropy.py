@@ -50,7 +50,7 @@ def gradients(loss: Tensor, of: Sequence[Tensor | None], scale: float = 1.0) -> 
     return list(torch.autograd.grad(loss * scale, [value for value in of if value is not None]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     num_tokens=st.integers(1, 40),
     vocab_size=st.integers(1, 90),

@@ -56,7 +56,7 @@ class Arena:
         return [tensor.clone() for tensor in (self.master, self.state, self.replica)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.sets(st.integers(0, CHUNKS)), st.integers(1, CHUNKS))
 def test_any_cut_at_chunks_gives_the_same_bits(cuts: set[int], block: int) -> None:
     whole, cut = Arena(), Arena()

@@ -35,7 +35,7 @@ def cost(shape: tuple[int, int]) -> float:
 SHAPES = st.tuples(st.integers(1, 40), st.integers(1, 40))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(SHAPES, min_size=1, max_size=12), st.integers(1, 5), st.randoms())
 def test_owners_are_balanced_and_depend_on_the_shapes_alone(
     shapes: list[tuple[int, int]], world: int, rng: Any
@@ -228,7 +228,7 @@ def checked_updates(comm: ThreadCommunicator, chosen: list[Weight], lr_factor: f
     return ranks.num_received, sum(buffer.numel() for buffer in update.buffers)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.data(), st.integers(1, 4), st.integers(1, 7))
 def test_any_tiling_gives_the_update_of_whole_matrices(data: st.DataObject, world: int, block: int) -> None:
     chosen = data.draw(weights(world))

@@ -184,7 +184,7 @@ def test_blocks_give_the_same_bits(record: Any, monkeypatch: pytest.MonkeyPatch)
     assert same_bits(Arena(record, classes).steps(), want)
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(
     st.lists(st.sampled_from(CLASSES), min_size=1, max_size=8).flatmap(
         lambda classes: st.tuples(st.just(classes), st.sets(st.integers(0, len(classes))))
@@ -201,7 +201,7 @@ def test_any_cut_at_chunks_gives_the_same_bits(
     assert same_bits(cut.steps(cut.optimizer(sorted(cuts)), divisor=divisor), whole.steps(divisor=divisor))
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(st.integers(1, 8), st.integers(0, 2**31))
 @kernels(EVERY)
 def test_shards_in_separate_memory_give_the_same_bits(record: Any, size: int, seed: int) -> None:

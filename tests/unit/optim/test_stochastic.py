@@ -90,7 +90,6 @@ def test_the_mean_is_the_value(value: float) -> None:
     assert abs(found.mean() - exact) < 4 * sigma
 
 
-@settings(deadline=None)
 @given(st.lists(st.floats(width=32), min_size=1, max_size=64), st.integers(0, 0xFFFF))
 def test_a_value_becomes_one_of_its_neighbors(numbers: list[float], bits: int) -> None:
     values = torch.tensor(numbers)
@@ -135,7 +134,7 @@ def test_the_master_moves_by_the_moments_before_they_are_rounded() -> None:
         assert not torch.equal(arena.states[name], state.bfloat16()), "rounded to the nearest"
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 3000), st.integers(0, 3000))
 def test_any_cut_of_a_tensor_gives_the_same_bits(numel: int, cut: int) -> None:
     """Also where a part is no multiple of anything; each part is told where it starts."""

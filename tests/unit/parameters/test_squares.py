@@ -26,7 +26,7 @@ def values(pairs: list[tuple[int, int]]) -> torch.Tensor:
 RTOL = 64 * 2.0**-24  # a lane of 16 adds 64 of the 1,024 squares one after the other, each with an error of 2^-24
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(exponents, exponents), min_size=1, max_size=5))
 def test_any_magnitudes(pairs: list[tuple[int, int]]) -> None:
     chunks = values(pairs)

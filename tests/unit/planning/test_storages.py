@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.planning.heap import LIMIT, Heap
@@ -48,7 +48,6 @@ def test_heaps_take_what_is_counted() -> None:
     assert tracker.largest == LIMIT
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 200), st.booleans()), max_size=30))
 def test_the_peak_is_the_largest_sum(steps: list[tuple[int, bool]]) -> None:
     held: list[torch.Tensor] = []

@@ -131,14 +131,14 @@ def test_fp8_between_all_neighbors(floats: FloatFormat) -> None:
 fp32_bits = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(number=st.one_of(fp32_bits, st.floats(width=32, min_value=-7e4, max_value=7e4)))
 def test_rounding_is_pytorchs_cast(number: float) -> None:
     for floats in DTYPES:
         assert same(floats.rounded(number).value, cast(number, floats)), floats.name
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(bits=st.integers(0, 2**32 - 1))
 def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
     """Nearest even by integer arithmetic: a half and the last bit that stays are added, the rest is masked."""

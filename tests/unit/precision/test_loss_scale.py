@@ -132,7 +132,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_any_sequence_of_steps_and_restores() -> None:
-    run_state_machine_as_test(Machine, settings=settings(deadline=None, max_examples=60, stateful_step_count=30))
+    run_state_machine_as_test(Machine, settings=settings(max_examples=60, stateful_step_count=30))
 
 
 # -- calibrated --------------------------------------------------------------------------------------------------------

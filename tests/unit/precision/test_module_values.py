@@ -19,7 +19,7 @@ from dtrain.precision.module_values import Measured, ModuleRecorder, named_tenso
 SPECIAL = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45, 3e38, -65504.0]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     values=st.lists(st.sampled_from(SPECIAL) | st.floats(-(2.0**100), 2.0**100, width=32), min_size=1, max_size=40),
     dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.float16]),

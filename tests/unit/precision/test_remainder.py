@@ -56,7 +56,7 @@ def test_blocks_and_the_search_for_nan_do_not_show(monkeypatch: pytest.MonkeyPat
         assert torch.equal(bits(pair.read()), bits(join(*want)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.data())
 def test_any_numbers_and_any_part(patterns: list[int], data: st.DataObject) -> None:
     values = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)

@@ -55,7 +55,7 @@ def engines() -> dict[tuple[str, int], dtrain.Engine]:
     return built
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(length=lengths, rows=num_rows, seed=seeds, one_sided=one_sided, name=st.sampled_from(sorted(ENGINES)))
 def test_a_linear_under_an_engine(
     engines: dict[tuple[str, int], dtrain.Engine], length: int, rows: int, seed: int, one_sided: bool, name: str
@@ -69,7 +69,7 @@ def test_a_linear_under_an_engine(
     assert share_of_bound(y, x, weight.t(), product_bound(length, operands, output=output)) <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(length=lengths, seed=seeds, one_sided=one_sided)
 def test_tf32_by_rounding_what_enters_the_product(length: int, seed: int, one_sided: bool) -> None:
     """No CPU has it: to the nearest, as tests/unit/precision/test_formats.py holds the format to."""
@@ -82,7 +82,7 @@ def test_tf32_by_rounding_what_enters_the_product(length: int, seed: int, one_si
     assert share_of_bound(rounded(x) @ rounded(y), x, y, product_bound(length, TF32)) <= 1
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.sampled_from((16, 64, 304)),
     rows=st.sampled_from((16, 48)),
@@ -133,7 +133,7 @@ def added_one_by_one(x: Tensor) -> Tensor:
     return total.view(1, 1)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(extra=st.integers(20, 1000))
 @pytest.mark.parametrize("floats", [BF16, FP16, FP8_E4M3], ids=["bf16", "fp16", "e4m3"])
 def test_low_precision_sums_break_it(floats: FloatFormat, extra: int) -> None:

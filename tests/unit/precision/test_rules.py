@@ -272,7 +272,7 @@ def names_above(name: str) -> Iterator[str]:
         unique_by=lambda rule: rule[0],
     )
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_last_rule_that_covers_a_module_decides(rules: list[tuple[str, str]]) -> None:
     """Compares with an independent implementation, on modules that are not FP32 by their class."""
     with torch.device("meta"):

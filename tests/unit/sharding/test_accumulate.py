@@ -16,7 +16,7 @@ from dtrain.sharding import accumulate
 from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK
 
-few = settings(deadline=None, max_examples=60)
+few = settings(max_examples=60)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ONE = Weight(torch.ones(()), is_one=True)

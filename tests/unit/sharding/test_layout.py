@@ -33,7 +33,7 @@ dtypes = st.sampled_from([torch.float32, REDUCED, torch.float16, torch.float8_e4
 many_specs = st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), max_size=8).map(
     lambda rows: [ParamSpec(f"p{i}", shape, dtype, number) for i, (shape, dtype, number) in enumerate(rows)]
 )
-few = settings(deadline=None, max_examples=100)
+few = settings(max_examples=100)
 
 
 def tiles(intervals: list[tuple[int, int]], numel: int) -> bool:

@@ -115,7 +115,7 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.integers(1, 7), st.booleans(), st.sampled_from([100, 4000, 1 << 17]), st.integers(0, 2**31))
 def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, block: int, seed: int) -> None:
     weights = weights_of(seed)

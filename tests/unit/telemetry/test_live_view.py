@@ -136,7 +136,7 @@ METRICS = st.builds(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(
     st.lists(METRICS, max_size=12),
     st.none() | st.integers(0, 1 << 60),

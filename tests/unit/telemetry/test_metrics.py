@@ -74,7 +74,7 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     assert replace(STEP, compiled_graphs=2).to_dict()["compiled_graphs"] == 2
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(last=st.integers(0, 12), start=st.integers(0, 12), incomplete=st.booleans())
 def test_a_resumed_run_does_not_repeat_lines(
     tmp_path_factory: pytest.TempPathFactory, last: int, start: int, incomplete: bool

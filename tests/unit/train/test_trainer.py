@@ -520,7 +520,7 @@ def test_a_run_with_no_steps_left_only_evaluates() -> None:
     assert (result.finished, result.train_loss, result.timing.steps) == (True, None, 0)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     steps=st.integers(1, 12), cut=st.integers(1, 12), eval_every=st.integers(0, 5), save_every=st.integers(0, 5),
     log_every=st.integers(1, 5),

@@ -44,7 +44,7 @@ def test_agrees_with_the_definition_beyond_2_to_the_30(start: int) -> None:
     assert fingerprint(data, start) == oracle(data, start)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([1, 7, 40_000]), st.sampled_from([0, 5]), st.integers(0, 2)), max_size=25))
 def test_tensors_that_share_weights_have_the_same_fingerprints(parts: list[tuple[int, int, int]]) -> None:
     dtypes = (torch.float32, torch.int32, torch.bfloat16)
@@ -58,7 +58,7 @@ def test_known_value_of_the_stored_format() -> None:
     assert fingerprint(torch.empty(0)) == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(0, 40_000), max_size=5), st.permutations(range(6)))
 def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -> None:
     data = random_bits(40_000, torch.bfloat16)  # more than one block of weights
@@ -67,7 +67,7 @@ def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -
     assert sum(parts[i] for i in order if i < len(parts)) & MASK == fingerprint(data)
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(DTYPES), st.integers(1, 64), st.integers(0, 2**45), st.data())
 def test_every_single_bit_flip_is_detected(dtype: torch.dtype, count: int, start: int, draw: st.DataObject) -> None:
     data = random_bits(count, torch.uint8).view(torch.uint8) if dtype == torch.bool else random_bits(count, dtype)

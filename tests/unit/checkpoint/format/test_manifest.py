@@ -148,7 +148,7 @@ def header_of(content: bytes) -> dict[str, StoredTensor]:
         os.close(descriptor)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(HEADERS)
 def test_header_round_trips(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     header = encode_header([(f"k{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)])
@@ -159,7 +159,7 @@ def test_header_round_trips(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) 
     assert [span.end - span.begin for span in spans.values()] == sizes
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.binary(max_size=64), st.integers(0, 2**64 - 1) | st.integers(0, 64))
 def test_arbitrary_header_bytes_are_refused_or_tile_the_file(data: bytes, length: int) -> None:
     content = length.to_bytes(8, "little") + data

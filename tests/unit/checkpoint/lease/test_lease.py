@@ -320,9 +320,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
-)
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
 
 
 def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:

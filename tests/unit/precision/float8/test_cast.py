@@ -58,7 +58,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
     return views[draw(st.sampled_from(sorted(views)))]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.floats(0, width=32, exclude_min=True, allow_infinity=False, allow_nan=False), dtypes)
 def test_a_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torch.dtype) -> None:
     scale = scale_of(torch.tensor(amax), dtype)
@@ -78,7 +78,7 @@ def test_scales_of_zero_and_of_non_finite_values(dtype: torch.dtype) -> None:
     assert scale_of(values, dtype).isnan().all()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(matrices(), dtypes, st.booleans())
 def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     matrix = quantize(x, dtype, rowwise=rowwise)
@@ -90,7 +90,7 @@ def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, roww
     assert (error <= torch.maximum(x.double().abs() * HALF_ULP[dtype], scale * HALF_SPACING[dtype])).all()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(matrices(), dtypes, st.booleans())
 def test_quantize_both_equals_two_quantizations(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     rows, columns = quantize_both(x, dtype, rowwise=rowwise)
@@ -99,7 +99,7 @@ def test_quantize_both_equals_two_quantizations(x: Tensor, dtype: torch.dtype, r
     assert columns.values.is_contiguous()
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(matrices(), dtypes, st.booleans())
 def test_dequantize_then_quantize_is_lossless(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     """A copy of an FP8 module computes with the numbers of the original."""
@@ -107,7 +107,7 @@ def test_dequantize_then_quantize_is_lossless(x: Tensor, dtype: torch.dtype, row
     assert torch.equal(dequantize(quantize(once, dtype, rowwise=rowwise)), once)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(matrices(), dtypes, st.booleans(), non_finite, st.data())
 def test_a_non_finite_value_makes_its_scale_nan(
     x: Tensor, dtype: torch.dtype, rowwise: bool, bad: float, data: st.DataObject

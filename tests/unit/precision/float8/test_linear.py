@@ -172,7 +172,7 @@ def test_no_noisier_than_torchao() -> None:
 non_finite = st.sampled_from([math.inf, -math.inf, math.nan])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(RECIPES)), st.sampled_from(["x", "weight", "grad"]), non_finite, st.data())
 def test_non_finite_values_reach_every_result_that_uses_them(
     name: str, place: str, bad: float, data: st.DataObject

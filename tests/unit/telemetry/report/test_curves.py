@@ -6,7 +6,7 @@ import math
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.telemetry.report.curves import Curve, chart, number, thin
@@ -14,7 +14,6 @@ from dtrain.telemetry.report.curves import Curve, chart, number, thin
 numbers = st.floats(-1e6, 1e6)
 
 
-@settings(deadline=None)
 @given(st.lists(numbers, min_size=1, max_size=400), st.integers(1, 40))
 def test_the_extremes_of_each_column_remain(values: list[float], columns: int) -> None:
     steps = [float(step) for step in range(len(values))]
@@ -26,7 +25,6 @@ def test_the_extremes_of_each_column_remain(values: list[float], columns: int) -
     assert {min(values), max(values)} <= {value for _, value in kept}
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.integers(0, 10**6), numbers, min_size=1, max_size=50), st.booleans())
 def test_any_finite_curve_is_drawn(values: dict[int, float], log: bool) -> None:
     points = sorted(values.items())

@@ -29,7 +29,7 @@ numbers = st.floats(min_value=0.001, max_value=1e6)
 timed_steps = st.builds(TimedSteps, st.lists(numbers), st.lists(st.none() | numbers), numbers, st.lists(numbers))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.lists(timed_steps, min_size=1, max_size=3), st.none() | st.integers(0, 2), st.none() | st.integers(0, 2**40))
 def test_results_survive_json(drawn: list[TimedSteps], stage: int | None, device: int | None) -> None:
     footprint = Footprint(7, {"master": 1}, None if stage is None else {"master": 2}, 3, device, "cpu")

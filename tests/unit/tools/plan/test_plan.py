@@ -183,7 +183,7 @@ def test_memory_of_replicas_of_fewer_ranks_than_all(capsys: pytest.CaptureFixtur
     }
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_8g_parameters_are_planned_in_little_time_and_memory() -> None:
     words = ["plan", "memory", "model=llama-8b", "device=h100-80gb", "ranks=64", "engine.zero_stage=3"]

@@ -8,8 +8,8 @@ from typing import Any
 
 from dtrain.planning.fabric import find_fabric
 from dtrain.planning.timeline import Transfer
-from tests.distributed.compare_scaling import COMPARED, RESULTS, compare, read_series, table
 from tests.helpers.launch import ROOT
+from tests.measure.compare_scaling import COMPARED, RESULTS, compare, read_series, table
 
 
 def recorded() -> list[dict[str, Any]]:

@@ -229,7 +229,7 @@ def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.Cap
     assert error.count("\n") == 1
 
 
-@pytest.mark.soak
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_1024_ranks_in_a_minute_and_4_gb() -> None:
     words = ["simulate", "model=llama-8b", "precision=bf16", "engine.zero_stage=3", "train.micro_batch_size=1"]

@@ -1,6 +1,6 @@
 """Measures what the engine adds to a model's own forward and backward, where kernels take no time, and writes JSON.
 
-``python -m tests.distributed.measure_host_time OUT.json`` takes some two minutes. The model has 24 blocks and is so
+``python -m tests.measure.host_time OUT.json`` takes some two minutes. The model has 24 blocks and is so
 narrow that nearly all time is the host's: Python, and torch's way to a kernel. The plain loop of the same model and the
 engine's step run in turn in one process; times are of the processor, for one thread, so that other processes and waits
 for other ranks count little. Calls and operations do not depend on the machine.

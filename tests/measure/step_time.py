@@ -1,6 +1,6 @@
 """Measures the steps of real runs beside their planned time, and writes both as JSON.
 
-``python -m tests.distributed.measure_step_time OUT.json`` takes some 20 minutes on two quiet cores.
+``python -m tests.measure.step_time OUT.json`` takes some 20 minutes on two quiet cores.
 """
 
 from __future__ import annotations

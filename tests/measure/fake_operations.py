@@ -2,8 +2,8 @@
 
 Run as a script it prints the counts of a model of 24 blocks, and the milliseconds of the host's own work::
 
-    python tests/fake/operations.py              # this checkout's dtrain
-    PYTHONPATH=OTHER python tests/fake/operations.py    # another checkout's
+    python tests/measure/fake_operations.py              # this checkout's dtrain
+    PYTHONPATH=OTHER python tests/measure/fake_operations.py    # another checkout's
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Measures steps of real ranks beside their simulation, and writes both as JSON.
 
-``python -m tests.distributed.measure_simulation OUT.json`` takes 2 to 6 minutes. The simulation has the network from
+``python -m tests.measure.simulation OUT.json`` takes 2 to 6 minutes. The simulation has the network from
 ``dtrain bench collectives`` on as many ranks, and the computation of a rank, which is measured while as many ranks
 compute on the same cores and none of them communicates. Each process takes such a step and a real one in turn, so that
 other work on the machine meets both.

@@ -1,6 +1,6 @@
 """Measures the growth of rank 0's resident set beside its plan, and writes both as JSON.
 
-``python -m tests.distributed.measure_memory_plan OUT.json`` takes some minutes.
+``python -m tests.measure.memory_plan OUT.json`` takes some minutes.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Simulates published scaling tables, and writes published and simulated efficiencies as JSON.
 
-``python -m tests.distributed.compare_scaling OUT.json`` takes some 5 minutes on a quiet core. The efficiency on some
+``python -m tests.measure.compare_scaling OUT.json`` takes some 5 minutes on a quiet core. The efficiency on some
 GPUs is the throughput per GPU over that on the smallest number of the series. The published throughput on that number
 says how fast the GPU computes; nothing else of a series is fitted.
 """

@@ -1,8 +1,8 @@
 """Compiles Triton kernels for a GPU that need not be there: registers, spills, instructions.
 
-``python -m tests.fake.lowering 90`` compiles every kernel that engines launch on the fake device for compute capability
-9.0, in the variants in which they launch them, and prints one line of JSON for each. ``80:adamw,decide 90``
-compiles two kernels for 8.0 and every one for 9.0.
+``python -m tests.measure.lowering 90`` compiles every kernel that engines launch on the fake device for compute
+capability 9.0, in the variants in which they launch them, and prints one line of JSON for each.
+``80:adamw,decide 90`` compiles two kernels for 8.0 and every one for 9.0.
 """
 
 from __future__ import annotations

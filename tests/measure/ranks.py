@@ -1,6 +1,6 @@
 """Measures what the number of ranks costs each rank's host, without those ranks, and writes JSON.
 
-``python -m tests.distributed.measure_ranks OUT.json [NAME=VALUE]...`` takes some five minutes; ``ranks=64,1024`` and
+``python -m tests.measure.ranks OUT.json [NAME=VALUE]...`` takes some five minutes; ``ranks=64,1024`` and
 ``cases=vote,save`` choose. Each case runs in a process of its own, on fake tensors, torch's fake process group, or what
 the other ranks would have sent; no rank is started and nothing is sent. Seconds are of the processor; ``peak_mib``
 is the growth of the resident set.
