@@ -1,45 +1,128 @@
-"""Each engine follows the FP32 oracle at every stage, precision, world size and accumulation, clipped and weighted."""
+"""Each engine follows the FP32 oracle, clipped and weighted: the transformer in each setting, and every odd model."""
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+import dtrain
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Run, assert_follows_the_oracle, train_all
+from tests.helpers.runs import Run, assert_follows_the_oracle, assert_odd_models_follow, start, train_all
+from tests.helpers.zoo import ZOO, make
 
 pytestmark = pytest.mark.processes
 
+PRECISIONS = ("fp32", "bf16", "fp16")
 
-def run(precision: str, *, steps: int, accumulation: int = 2, **options: object) -> Run:
+
+def run(precision: str, *, steps: int = 8, accumulation: int = 2, **options: object) -> Run:
     """A run of the transformer; in FP16 with a static scale, because the dynamic one skips its first steps."""
     options |= {"precision": precision, "loss_scale": 256.0 if precision == "fp16" else "auto"}
     return Run("transformer", steps=steps, accumulation=accumulation, unequal_weights=True, options=options)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_native_follows_the_oracle(world: int) -> None:
-    """Each stage and accumulation in FP32, whose bounds are the tightest, and in one of the formats of 16 bits.
+RUNS = {
+    "native": [
+        *(run("fp32", zero_stage=stage, accumulation=number) for stage, number in ((0, 1), (1, 3), (2, 2), (3, 2))),
+        run("bf16", zero_stage=2),
+        run("fp16", zero_stage=3),
+    ],
+    "ddp": [run(precision, engine="ddp") for precision in PRECISIONS],
+    "fsdp2": [
+        run(precision, engine="fsdp2", zero_stage=stage)
+        for precision, stage in (("fp32", 2), ("fp32", 3), ("bf16", 3), ("fp16", 2))
+    ],
+}
+ALL_RUNS = {
+    "native": [
+        run(precision, zero_stage=stage, steps=20, accumulation=number)
+        for precision in PRECISIONS
+        for stage in range(4)
+        for number in (1, 2, 3)
+    ],
+    "ddp": [run(precision, engine="ddp", steps=20, accumulation=n) for precision in PRECISIONS for n in (1, 2)],
+    "fsdp2": [run(precision, engine="fsdp2", zero_stage=stage) for precision in PRECISIONS for stage in (2, 3)],
+}
 
-    That one alternates over the cases and over the numbers of ranks, so each case meets both.
-    """
-    stages_and_accumulations = [(stage, n) for stage in range(4) for n in ((1, 2, 3) if stage < 3 else (2,))]
+
+@pytest.mark.parametrize("engine", RUNS)
+def test_the_transformer_follows_the_oracle(engine: str) -> None:
+    assert_follows_the_oracle(run_ranks(2, train_all, RUNS[engine]), RUNS[engine])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("engine", "world"), [*((engine, world) for engine in ALL_RUNS for world in (1, 2)), ("native", 4)]
+)
+def test_the_transformer_follows_the_oracle_in_each_setting(engine: str, world: int) -> None:
+    assert_follows_the_oracle(run_ranks(world, train_all, ALL_RUNS[engine]), ALL_RUNS[engine])
+
+
+# -- odd models --------------------------------------------------------------------------------------------------------
+
+SETTINGS: dict[str, list[dict[str, Any]]] = {
+    "native": [{"precision": precision, "zero_stage": stage} for stage in range(4) for precision in PRECISIONS[:2]],
+    "ddp": [{"precision": precision} for precision in PRECISIONS[:2]],
+    "fsdp2": [{"precision": "fp32", "zero_stage": 2}, {"precision": "bf16", "zero_stage": 3}],
+}
+
+
+def odd_run(model: str, engine: str, options: dict[str, Any]) -> Run:
+    return Run(model, steps=3, accumulation=2, unequal_weights=True, options={"engine": engine, **options})
+
+
+@pytest.mark.parametrize("engine", SETTINGS)
+def test_every_model_follows_the_oracle(engine: str) -> None:
+    """Its settings alternate over the models."""
+    settings = SETTINGS[engine]
+    runs = [odd_run(model, engine, settings[number % len(settings)]) for number, model in enumerate(sorted(ZOO))]
+    assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", SETTINGS)
+def test_every_model_follows_the_oracle_in_each_setting(engine: str) -> None:
+    runs = [odd_run(model, engine, options) for model in sorted(ZOO) for options in SETTINGS[engine]]
+    assert_odd_models_follow(run_ranks(2, train_all, runs, timeout=280), runs)
+
+
+def test_fsdp2_shards_of_unequal_size_and_none() -> None:
+    """Rows that three ranks do not divide, and two rows, of which the third rank has none."""
     runs = [
-        run(precision, zero_stage=stage, steps=20, accumulation=n)
-        for number, (stage, n) in enumerate(stages_and_accumulations)
-        for precision in ("fp32", ("bf16", "fp16")[(number + world // 2) % 2])
+        odd_run(model, "fsdp2", options)
+        for model, options in zip(("odd_sizes", "tied", "conv_group_norm"), SETTINGS["fsdp2"] * 2, strict=False)
     ]
-    assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
+    assert_odd_models_follow(run_ranks(3, train_all, runs), runs)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_ddp_follows_the_oracle(world: int) -> None:
-    runs = [run(precision, engine="ddp", steps=10) for precision in ("fp32", "bf16", "fp16")]
-    runs.append(run("bf16", engine="ddp", steps=10, accumulation=1))
-    assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
+def ties_and_buffers(rank: int, world: int) -> dict[str, Any]:
+    """Also starts from other weights and buffers on each rank."""
+    tied = start(Run("tied", options={"precision": "bf16"}))
+    names = [name for name, _ in tied.module.named_parameters(remove_duplicate=False)]
+    unique = [name for name, _ in tied.module.named_parameters()]
+    frozen = start(Run("partly_frozen", options={"precision": "bf16"}))
+    buffers = start(Run("buffers", options={"precision": "bf16"}))
+    model = make("conv_batch_norm").build(rank)
+    for buffer in model.buffers():
+        buffer.add_(rank)
+    engine = dtrain.initialize(model, precision="fp32", seed=0)
+    return {
+        "aliases": len(names) - len(unique),
+        "frozen": [p.dtype for p in frozen.module.parameters() if not p.requires_grad],
+        "buffers": {n: b.dtype for n, b in buffers.module.named_buffers()},
+        "given": {n: t.detach().clone() for n, t in engine.module.state_dict().items()},
+    }
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_fsdp2_follows_the_oracle(world: int) -> None:
-    precisions = ("fp32", "bf16", "fp16")
-    runs = [run(precision, engine="fsdp2", zero_stage=stage, steps=10) for precision in precisions for stage in (2, 3)]
-    assert_follows_the_oracle(run_ranks(world, train_all, runs), runs)
+def test_ties_frozen_parameters_and_buffers_survive_and_rank_0_gives_their_values() -> None:
+    given = make("conv_batch_norm").build(0).state_dict()
+    for found in run_ranks(2, ties_and_buffers):
+        assert found["aliases"] == 1, "the tied head must still be the embedding's Parameter"
+        assert torch.bfloat16 in found["frozen"]
+        own = {n: b.dtype for n, b in make("buffers").build(0).named_buffers()}
+        assert found["buffers"] == own, "buffers keep their own dtype"
+        assert found["given"].keys() == given.keys()
+        for name, tensor in given.items():
+            assert torch.equal(found["given"][name], tensor), name
