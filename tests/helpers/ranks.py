@@ -99,9 +99,13 @@ class _State:
         )
 
 
-def _run(rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, bytes]:
+def _run(
+    test: str, rank: int, world: int, store: str, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[bool, bytes]:
     from dtrain.train.setup import torch_settings_restored
 
+    if (coverage := sys.modules.get("coverage")) is not None and (current := coverage.Coverage.current()) is not None:
+        current.switch_context(test.split("::")[0])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)
@@ -166,8 +170,7 @@ _ranks: list[_Rank] = []
 @atexit.register
 def _end_all() -> None:
     for rank in _ranks:
-        rank.process.kill()
-        rank.end()
+        rank.end(patience=10.0)
     _ranks.clear()
 
 
@@ -195,13 +198,14 @@ def run_ranks(
         RankFailure: a rank raised or died, or the time is over.
     """
     sys.audit("tests.Process.start", f"{world} ranks")  # they may be there already, and still need the marker
+    test = os.environ.get("PYTEST_CURRENT_TEST", "")
     ranks = [] if fresh else [_ranks.pop(0) for _ in range(min(world, len(_ranks)))]
     ranks += [_Rank() for _ in range(world - len(ranks))]
     try:
         with tempfile.TemporaryDirectory() as folder:
             for number, rank in enumerate(ranks):
                 rank.stays = False
-                rank.pipe.send((number, world, f"{folder}/store", fn, args))
+                rank.pipe.send((test, number, world, f"{folder}/store", fn, args))
             return _collect(ranks, timeout, grace)
     finally:
         for rank in ranks:
