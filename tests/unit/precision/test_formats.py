@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import struct
 import subprocess
 import sys
@@ -37,7 +36,6 @@ from dtrain.precision.formats import (
 from dtrain.precision.hardware import GPUS, RATED, rate
 from dtrain.tools.formats.picture import worst_errors
 
-ROOT = Path(__file__).parents[3]
 DTYPES = {
     FP32: torch.float32,
     BF16: torch.bfloat16,
@@ -72,21 +70,13 @@ def same(left: float, right: float) -> bool:
 # -- what follows from the bits ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("floats", DTYPES, ids=names)
-def test_ranges_are_those_of_pytorch(floats: FloatFormat) -> None:
-    info = torch.finfo(DTYPES[floats])
-    assert (floats.bits, floats.max, floats.min_normal, floats.epsilon) == (
-        info.bits,
-        info.max,
-        info.smallest_normal,
-        info.eps,
-    )
-
-
 @pytest.mark.parametrize("floats", LOW, ids=names[1:])
 def test_every_number_is_counted_and_is_exact(floats: FloatFormat) -> None:
     values = all_codes(floats)
     finite = values[values.isfinite()].unique().tolist()  # zero once
+    info = torch.finfo(DTYPES[floats])
+    assert (floats.bits, floats.max, floats.min_normal) == (info.bits, info.max, info.smallest_normal)
+    assert floats.epsilon == info.eps
     assert floats.num_finite == len(finite)
     assert floats.min_subnormal == min(value for value in finite if value > 0)
     assert values.isinf().any() == floats.ieee
@@ -101,6 +91,8 @@ def test_what_only_a_formula_gives() -> None:
     assert [floats.needs_scaling for floats in FORMATS] == [False, False, False, True, True, True]
     assert [floats.binades for floats in (FP16, FP8_E4M3, FP8_E5M2)] == [40, 18, 32]
     assert f"{FP32.decimal_digits:.1f}" == "7.2"
+    info = torch.finfo(torch.float32)
+    assert (FP32.bits, FP32.max, FP32.min_normal, FP32.epsilon) == (32, info.max, info.smallest_normal, info.eps)
 
 
 @pytest.mark.parametrize("floats", LOW, ids=names[1:])
@@ -153,10 +145,8 @@ def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
 @pytest.mark.parametrize(
     ("floats", "number", "value", "event"),
     [
-        (FP16, 0.0, 0.0, EXACT),
         (FP16, 300.0 * 300.0, math.inf, INF),
         (FP16, 65519.99, 65504.0, ROUNDED),
-        (FP16, 65520.0, math.inf, INF),
         (FP16, -65520.0, -math.inf, INF),
         (FP16, 1e-8, 0.0, ZERO),
         (FP16, 2.0**-24, 2.0**-24, EXACT),
@@ -234,24 +224,17 @@ def test_the_table(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"{gpu.source}: {gpu.url}" in output
 
 
-def test_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_number_is_rounded_to_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats", "0.1", "-70000"]) == 0
-    output = capsys.readouterr().out
-    assert re.findall("^## (.*)$", output, re.M) == ["0.1", "-70000"]
-    first, second = (rows(part) for part in output.split("## -70000"))
-    assert first["fp32"] == ["0.100000001", "1.49e-09", "1.49e-08", "rounded"]
+    first, second = (rows(part) for part in capsys.readouterr().out.split("## -70000"))
     assert first["fp8 e4m3"] == ["0.1015625", "0.00156", "0.0156", "rounded"]
-    assert second["bf16"] == ["-70144", "144", "0.00206", "rounded"]
     assert second["fp16"] == ["-inf", "-", "-", "overflow to Inf"]
-    assert second["fp8 e4m3"][3] == "saturated"
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["abc"], "got 'abc'; valid: failures, histogram, picture"),
         (["failure"], "got 'failure'; did you mean 'failures'?"),
-        (["0.1", "1e999999999"], "got '1e999999999'"),
         (["0.1", "1/3"], "got '1/3'"),
         (["failures", "0.1"], "cannot read '0.1' after 'failures'"),
         (["picture", "formats.pdf"], "one file that ends in .png; got 'formats.pdf'"),
@@ -261,33 +244,19 @@ def test_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["formats", *words]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (out, len(err.splitlines())) == ("", 1)
     assert message in err
-    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.processes
 def test_a_number_needs_no_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "dtrain", "formats", "1e-8"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0
+    command = [sys.executable, "-X", "importtime", "-m", "dtrain", "formats", "1e-8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert "flushed to zero" in done.stdout
     assert " torch" not in done.stderr
 
 
-def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "own.png"
-    assert main(["formats", "picture", str(path)]) == 0
-    assert capsys.readouterr().out.strip() == str(path)
-    assert path.read_bytes()[:4] == b"\x89PNG"
-
-
-@pytest.mark.parametrize("floats", [FP16, FP8_E4M3, FP8_E5M2], ids=["fp16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("floats", [FP16, FP8_E4M3], ids=["fp16", "e4m3"])
 def test_the_pictures_curve_is_the_worst_of_each_binade(floats: FloatFormat) -> None:
     exponents = range(floats.min_exponent - floats.mantissa_bits - 2, floats.max_exponent)
     starts, errors = worst_errors(floats, exponents)
@@ -296,3 +265,11 @@ def test_the_pictures_curve_is_the_worst_of_each_binade(floats: FloatFormat) -> 
         quantized = numbers.to(DTYPES[floats]).double()
         worst = ((quantized - numbers.double()) / numbers.double()).abs().max()
         assert float(worst) == pytest.approx(error, rel=2e-3)
+
+
+@pytest.mark.exhaustive
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.png"
+    assert main(["formats", "picture", str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.precision import fp16_products
 from dtrain.precision.fp16_products import FP16Products
+from tests.helpers.op_dtypes import OpDtypes
 
 PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
     "mm": (torch.mm, [(5, 40), (40, 3)]),
@@ -30,17 +29,8 @@ PRODUCTS: dict[str, tuple[Callable[..., Tensor], list[tuple[int, ...]]]] = {
 }
 
 
-class Recorded(TorchDispatchMode):
-    """Records every operation that runs, with the dtypes of its tensors."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, set[torch.dtype]]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-        self.calls.append((func, {tensor.dtype for tensor in tensors}))
-        return func(*args, **(kwargs or {}))
+def names(overloads: Iterable[Any]) -> set[str]:
+    return {overload.overloadpacket.__name__ for overload in overloads}
 
 
 def whole_numbers(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -54,7 +44,7 @@ def test_forward_and_backward_round_the_exact_sum_once(name: str) -> None:
     inputs = [whole_numbers(shape, seed).requires_grad_() for seed, shape in enumerate(shapes)]
     exact = [value.detach().double().requires_grad_() for value in inputs]
     expected = function(*exact)
-    with Recorded() as recorded, FP16Products():
+    with OpDtypes(torch.nn.Module()) as ops, FP16Products():
         result = function(*inputs)
         gradient = whole_numbers(tuple(result.shape), 9)
         result.backward(gradient)
@@ -65,9 +55,9 @@ def test_forward_and_backward_round_the_exact_sum_once(name: str) -> None:
         assert ours.grad is not None
         assert theirs.grad is not None
         assert torch.equal(ours.grad, theirs.grad.half())
-    ran = {func: dtypes for func, dtypes in recorded.calls if func in fp16_products._PRODUCTS}
+    ran = [kernel.inputs for kernel in ops.ran if kernel.op in names(fp16_products._PRODUCTS)]
     assert ran
-    assert all(torch.float16 not in dtypes for dtypes in ran.values())
+    assert all("fp16" not in inputs for inputs in ran)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
@@ -83,11 +73,11 @@ def test_attention_is_that_of_fp32_rounded(dropout: float) -> None:
     gradient = torch.randn(2, 2, 8, 16, generator=generator).half()
     expected = attend(wide)
     expected.backward(gradient.float())
-    with Recorded() as recorded, FP16Products():
+    with OpDtypes(torch.nn.Module()) as ops, FP16Products():
         result = attend(inputs)
         result.backward(gradient)
-    products = fp16_products._PRODUCTS | fp16_products._ATTENTION
-    assert not [func for func, dtypes in recorded.calls if func in products and torch.float16 in dtypes]
+    products = names(fp16_products._PRODUCTS | fp16_products._ATTENTION)
+    assert not [kernel for kernel in ops.ran if kernel.op in products and "fp16" in kernel.inputs]
     # with dropout it is composed of products and a softmax, which stays real FP16
     torch.testing.assert_close(result, expected.half(), rtol=0.0, atol=4e-3 if dropout else 0.0)
     for ours, theirs in zip(inputs, wide, strict=True):
@@ -105,8 +95,7 @@ def test_a_product_above_65504_is_infinite() -> None:
 
 def test_other_operations_and_dtypes_are_left_alone() -> None:
     x = torch.tensor([[2048.0, 1.0]])
-    with Recorded() as recorded, FP16Products():
+    with OpDtypes(torch.nn.Module()) as ops, FP16Products():
         assert (x.half() + 1).tolist() == [[2048.0, 2.0]]  # 2,049 is no FP16 number
         torch.mm(x.bfloat16(), x.bfloat16().t())
-    assert {torch.float16} in [dtypes for func, dtypes in recorded.calls if func is torch.ops.aten.add.Tensor]
-    assert {torch.bfloat16} in [dtypes for func, dtypes in recorded.calls if func is torch.ops.aten.mm.default]
+    assert {("add", ("fp16",)), ("mm", ("bf16",))} <= {(kernel.op, kernel.inputs) for kernel in ops.ran}

@@ -45,6 +45,8 @@ def test_flushed_equals_the_count_of_a_real_cast(floats: FloatFormat, power: int
     direct = int((((x * scale).clamp(-floats.max, floats.max).to(dtype).float() == 0) & (x != 0)).sum())
     assert direct > 2
     assert Histogram.of(x).flushed(floats, scale) == direct
+    with pytest.raises(ValueError, match="power of two"):
+        Histogram.of(x).flushed(floats, 3.0)
 
 
 @pytest.mark.parametrize("floats", FORMATS, ids=lambda f: f.name)
@@ -62,6 +64,7 @@ def test_histograms_add_up_and_survive_json() -> None:
     assert Histogram.of(x) + Histogram.of(y) == whole
     assert Histogram.from_dict(whole.to_dict()) == whole
     assert sum(whole.by_exponent().values()) == whole.num_nonzero - 1  # without the subnormal one
+    assert (share(0, 0), share(1, 4)) == (0.0, 0.25)
 
 
 @pytest.mark.parametrize("power", [-9, 0, 17])
@@ -76,18 +79,15 @@ def test_numbers_scaled_out_of_the_normal_range_are_subnormal_or_infinite() -> N
     assert edges.scaled(4.0) == Histogram.of(torch.tensor([2.0**-124, math.inf, 1e-40]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_any_floating_dtype_is_counted(dtype: torch.dtype) -> None:
-    x = ordinary(3, spread=2.0).to(dtype)
-    assert torch.equal(count_magnitudes(x), count_magnitudes(x.float()))
-
-
-def test_tensors_larger_than_a_chunk_are_counted_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_dtype_layout_and_size_is_counted_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        x = ordinary(3, spread=2.0).to(dtype)
+        assert torch.equal(count_magnitudes(x), count_magnitudes(x.float()))
     x = ordinary(5).view(64, 64).t()  # not contiguous
     whole = count_magnitudes(x)
+    assert whole.shape == (NUM_BINS,)
     monkeypatch.setattr("dtrain.precision.histogram._CHUNK", 100)
     assert torch.equal(count_magnitudes(x), whole)
-    assert whole.shape == (NUM_BINS,)
 
 
 def test_bins_in_lanes_have_the_same_counts() -> None:
@@ -95,13 +95,3 @@ def test_bins_in_lanes_have_the_same_counts() -> None:
     x, counts = ordinary(6)[:1001], torch.ones(NUM_BINS, dtype=torch.int64)
     _add_chunk(counts, x, 128)
     assert torch.equal(counts, count_magnitudes(x) + 1)
-
-
-def test_a_scale_that_is_no_power_of_two_is_refused() -> None:
-    with pytest.raises(ValueError, match="power of two"):
-        Histogram.of(torch.ones(1)).flushed(FP16, 3.0)
-
-
-def test_share_of_nothing_is_zero() -> None:
-    assert share(0, 0) == 0.0
-    assert share(1, 4) == 0.25

@@ -40,25 +40,13 @@ def test_ranges_equal_those_counted_one_by_one(values: list[float], dtype: torch
     assert got.is_finite == (len(finite) == len(items))
 
 
-def test_doubles_beyond_fp32_are_finite() -> None:
-    assert Measured.of(torch.tensor([1e300], dtype=torch.float64)).read("x").is_finite
-
-
 def test_only_minus_infinity_may_be_a_mask() -> None:
     inf, nan = math.inf, math.nan
     cases = [([0.0, -inf], True), ([0.0], False), ([-inf, inf], False), ([-inf, nan], False), ([inf], False)]
     for values, expected in cases:
         assert Measured.of(torch.tensor(values)).read("x").may_be_mask == expected
-
-
-def test_a_range_as_text() -> None:
-    texts = {
-        "x [-1, 2]": [-1.0, 2.0],
-        "x [0, 0] and 1 Inf and 2 NaN": [0.0, math.inf, math.nan, math.nan],
-        "x 1 NaN": [math.nan],
-    }
-    for text, values in texts.items():
-        assert str(Measured.of(torch.tensor(values)).read("x")) == text
+    assert Measured.of(torch.tensor([1e300], dtype=torch.float64)).read("x").is_finite, "beyond FP32"
+    assert str(Measured.of(torch.tensor([0.0, inf, nan, nan])).read("x")) == "x [0, 0] and 1 Inf and 2 NaN"
 
 
 class Pair(NamedTuple):
@@ -78,10 +66,7 @@ def test_tensors_are_found_in_what_modules_take_and_return() -> None:
         (Pair(x, None), ["a.logits"]),
         ({"u": x, "v": [x, (x,)]}, ["a.u", "a.v.0", "a.v.1.0"]),
         (Output([x]), ["a.hidden.0"]),
-        (x.int(), []),
-        (torch.empty(0), []),
-        ("text", []),
-        (3.0, []),
+        ([x.int(), torch.empty(0), "text", 3.0], []),
     ]
     for value, names in cases:
         assert [name for name, _ in named_tensors("a", value)] == names

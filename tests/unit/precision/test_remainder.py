@@ -56,7 +56,7 @@ def test_blocks_and_the_search_for_nan_do_not_show(monkeypatch: pytest.MonkeyPat
         assert torch.equal(bits(pair.read()), bits(join(*want)))
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=40), st.data())
 def test_any_numbers_and_any_part(patterns: list[int], data: st.DataObject) -> None:
     values = torch.tensor(patterns, dtype=torch.int64).to(torch.int32).view(torch.float32)
@@ -70,11 +70,11 @@ def test_any_numbers_and_any_part(patterns: list[int], data: st.DataObject) -> N
     assert torch.equal(bits(pair.read()), bits(values))
 
 
-def test_ten_thousand_updates_lose_nothing() -> None:
+def test_a_thousand_updates_lose_nothing() -> None:
     generator = torch.Generator().manual_seed(3)
     values = torch.randn(256, generator=generator) * torch.logspace(-38, 38, 256)
     pair = pair_of(values)
-    for _ in range(10_000):
+    for _ in range(1_000):
         moved = values + values.abs() * 1e-4 * torch.randn(256, generator=generator)
         pair.write(pair.read() + (moved - values))
         values = values + (moved - values)

@@ -6,8 +6,6 @@ rounded with v. The exact products are those of FP64, whose own error is far bel
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -19,13 +17,12 @@ from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, product_bound
 
-LENGTHS = (1, 2, 17, 64, 300, 1024)
+LENGTHS = (1, 17, 300)
 NUM_OUT = 16
 ENGINES = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "fp16": (FP16, FP16)}
 
 seeds = st.integers(0, 2**32 - 1)
 lengths = st.sampled_from(LENGTHS)
-num_rows = st.sampled_from((1, 3, 16))
 one_sided = st.booleans()
 
 
@@ -56,7 +53,13 @@ def engines() -> dict[tuple[str, int], dtrain.Engine]:
 
 
 @settings(max_examples=60)
-@given(length=lengths, rows=num_rows, seed=seeds, one_sided=one_sided, name=st.sampled_from(sorted(ENGINES)))
+@given(
+    length=lengths,
+    rows=st.sampled_from((1, 16)),
+    seed=seeds,
+    one_sided=one_sided,
+    name=st.sampled_from(sorted(ENGINES)),
+)
 def test_a_linear_under_an_engine(
     engines: dict[tuple[str, int], dtrain.Engine], length: int, rows: int, seed: int, one_sided: bool, name: str
 ) -> None:
@@ -133,29 +136,20 @@ def added_one_by_one(x: Tensor) -> Tensor:
     return total.view(1, 1)
 
 
-@settings(max_examples=10)
-@given(extra=st.integers(20, 1000))
-@pytest.mark.parametrize("floats", [BF16, FP16, FP8_E4M3], ids=["bf16", "fp16", "e4m3"])
-def test_low_precision_sums_break_it(floats: FloatFormat, extra: int) -> None:
+@pytest.mark.parametrize("floats", [BF16, FP16], ids=["bf16", "fp16"])
+def test_low_precision_sums_break_it(floats: FloatFormat) -> None:
     """Sums more ones than the format can count."""
-    length = floats.ones_add_up_to + extra
-    ones = torch.ones(1, length)
-    if floats == FP8_E4M3:  # PyTorch adds no FP8
-        total = 0.0
-        for _ in range(length):
-            total = floats.rounded(total + 1.0).value
-        got = torch.tensor([[total]])
-    else:
-        got = added_one_by_one(ones[0].to(torch.bfloat16 if floats == BF16 else torch.float16))
+    ones = torch.ones(1, floats.ones_add_up_to + 50)
+    got = added_one_by_one(ones[0].to(torch.bfloat16 if floats == BF16 else torch.float16))
     assert float(got) == floats.ones_add_up_to
-    bound = product_bound(length, floats, output=floats)
+    bound = product_bound(ones.numel(), floats, output=floats)
     assert share_of_bound(got, ones, ones.t(), bound) > 1
     assert share_of_bound(ones @ ones.t(), ones, ones.t(), bound) <= 1
 
 
 def test_random_numbers_summed_in_reduced_precision_break_it_too() -> None:
     """And hold it, the same products, summed in FP32."""
-    length = LENGTHS[-1]
+    length = 1024
     x, weight = numbers(1, length, seed=1, one_sided=True), numbers(1, length, seed=2, one_sided=True)
     products = x.bfloat16() * weight.bfloat16()
     bound = product_bound(length, BF16, output=BF16)
@@ -168,12 +162,8 @@ def test_it_is_not_loose(floats: FloatFormat) -> None:
     """A product of the worst numbers of a binade comes near it; of a narrower format it breaks it."""
     worst = 1 + floats.unit_roundoff
     rounded = floats.rounded(worst).value
-    x, rounded_numbers = (
-        torch.full((1, 64), worst, dtype=torch.float64),
-        torch.full((1, 64), rounded, dtype=torch.float64),
-    )
-    product = (rounded_numbers.float() @ rounded_numbers.float().t()).double()
-    share: Callable[[float], float] = lambda bound: share_of_bound(product, x, x.t(), bound)  # noqa: E731
-    assert 0.7 < share(product_bound(64, floats)) <= 1
+    x, operand = (torch.full((1, 64), value, dtype=torch.float64) for value in (worst, rounded))
+    product = (operand.float() @ operand.float().t()).double()
+    assert 0.7 < share_of_bound(product, x, x.t(), product_bound(64, floats)) <= 1
     narrower = FloatFormat("one bit more", 8, floats.mantissa_bits + 1)
-    assert share(product_bound(64, narrower)) > 1
+    assert share_of_bound(product, x, x.t(), product_bound(64, narrower)) > 1

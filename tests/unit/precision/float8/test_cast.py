@@ -10,17 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.precision.float8.cast import (
-    E4M3,
-    E5M2,
-    Quantized,
-    cast,
-    decode,
-    dequantize,
-    quantize,
-    quantize_both,
-    scale_of,
-)
+from dtrain.precision.float8 import cast as casts
+from dtrain.precision.float8.cast import E4M3, E5M2, Quantized, decode, dequantize, quantize, quantize_both, scale_of
 from dtrain.precision.hardware import has_compiler
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -58,7 +49,7 @@ def matrices(draw: st.DrawFn) -> Tensor:
     return views[draw(st.sampled_from(sorted(views)))]
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.floats(0, width=32, exclude_min=True, allow_infinity=False, allow_nan=False), dtypes)
 def test_a_scale_is_the_smallest_power_of_two_that_fits(amax: float, dtype: torch.dtype) -> None:
     scale = scale_of(torch.tensor(amax), dtype)
@@ -78,7 +69,7 @@ def test_scales_of_zero_and_of_non_finite_values(dtype: torch.dtype) -> None:
     assert scale_of(values, dtype).isnan().all()
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(matrices(), dtypes, st.booleans())
 def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     matrix = quantize(x, dtype, rowwise=rowwise)
@@ -90,7 +81,7 @@ def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, roww
     assert (error <= torch.maximum(x.double().abs() * HALF_ULP[dtype], scale * HALF_SPACING[dtype])).all()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(matrices(), dtypes, st.booleans())
 def test_quantize_both_equals_two_quantizations(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     rows, columns = quantize_both(x, dtype, rowwise=rowwise)
@@ -99,7 +90,7 @@ def test_quantize_both_equals_two_quantizations(x: Tensor, dtype: torch.dtype, r
     assert columns.values.is_contiguous()
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(matrices(), dtypes, st.booleans())
 def test_dequantize_then_quantize_is_lossless(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
     """A copy of an FP8 module computes with the numbers of the original."""
@@ -107,7 +98,7 @@ def test_dequantize_then_quantize_is_lossless(x: Tensor, dtype: torch.dtype, row
     assert torch.equal(dequantize(quantize(once, dtype, rowwise=rowwise)), once)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(matrices(), dtypes, st.booleans(), non_finite, st.data())
 def test_a_non_finite_value_makes_its_scale_nan(
     x: Tensor, dtype: torch.dtype, rowwise: bool, bad: float, data: st.DataObject
@@ -126,9 +117,9 @@ def test_a_non_finite_value_makes_its_scale_nan(
 def test_a_cast_with_a_small_scale_saturates(dtype: torch.dtype) -> None:
     """E5M2 has Inf, and must not make it of a finite number."""
     largest = LARGEST[dtype]
-    values = cast(torch.tensor([1.0, 2.5, 1e9, -1e9]) * largest, torch.tensor(2.0), dtype)
+    values = casts.cast(torch.tensor([1.0, 2.5, 1e9, -1e9]) * largest, torch.tensor(2.0), dtype)
     assert values.float().tolist() == [largest / 2, largest, largest, -largest]
-    assert cast(torch.tensor([1.0, math.inf]), torch.tensor(math.nan), dtype).float().isnan().all()
+    assert casts.cast(torch.tensor([1.0, math.inf]), torch.tensor(math.nan), dtype).float().isnan().all()
 
 
 @FORMATS
@@ -136,13 +127,9 @@ def test_every_number_of_a_format_is_decoded_exactly(dtype: torch.dtype) -> None
     values = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     for view in (values, values.t(), values[:0]):
         torch.testing.assert_close(decode(view), view.float(), rtol=0, atol=0, equal_nan=True)
-
-
-@FORMATS
-@pytest.mark.parametrize("shape", [(0, 4), (0, 0)])
-def test_empty_tensors_are_quantized(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    assert quantize(torch.empty(shape), dtype, rowwise=False).scale == 1.0
-    assert quantize(torch.empty(shape), dtype, rowwise=True).scale.shape == (0,)
+    for empty in (torch.empty(0, 4), torch.empty(0, 0)):
+        assert quantize(empty, dtype, rowwise=False).scale == 1.0
+        assert quantize(empty, dtype, rowwise=True).scale.shape == (0,)
 
 
 @pytest.mark.compile

@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -97,18 +98,16 @@ every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @every_recipe
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 @pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
-def test_all_three_matmuls_are_near_double_precision(
-    recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]
-) -> None:
+def test_all_three_matmuls_are_near_double(recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]) -> None:
     needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     rows, in_features, out_features = sizes
     linear = make(replace(recipe, emulate=emulate), in_features, out_features)
     x, grad = normal(3, rows, in_features), normal(3, rows, out_features, seed=2)
     found = products(linear, x, grad)
     bounds = (SQNR[E4M3], SQNR[recipe.grad_dtype], SQNR[recipe.grad_dtype])
-    for value, exact, bound in zip(found, in_double(linear.weight, x, grad), bounds, strict=True):
+    for value, exact, least in zip(found, in_double(linear.weight, x, grad), bounds, strict=True):
         assert value.shape == exact.shape
-        assert decibels(value, exact) > bound
+        assert decibels(value, exact) > least
 
 
 def test_rowwise_keeps_rows_that_a_scale_for_all_would_lose() -> None:
@@ -119,20 +118,6 @@ def test_rowwise_keeps_rows_that_a_scale_for_all_would_lose() -> None:
     exact = in_double(make(TENSORWISE).weight, x, grad)[0][:32]
     assert decibels(quiet["rowwise"], exact) > SQNR[E4M3]
     assert decibels(quiet["tensorwise"], exact) < 10
-
-
-@every_recipe
-@pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
-def test_the_emulation_has_the_bits_of_torch(recipe: Recipe, sizes: tuple[int, int, int]) -> None:
-    needs.row_scales_on_cpu(rowwise=recipe.rowwise)
-    rows, in_features, out_features = sizes
-    x, grad = normal(rows, in_features), normal(rows, out_features, seed=2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        emulated, real = (
-            products(make(replace(recipe, emulate=emulate), in_features, out_features), x, grad)
-            for emulate in (True, False)
-        )
-    assert all(torch.equal(*pair) for pair in zip(emulated, real, strict=True))
 
 
 @both_recipes
@@ -172,7 +157,7 @@ def test_no_noisier_than_torchao() -> None:
 non_finite = st.sampled_from([math.inf, -math.inf, math.nan])
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(st.sampled_from(sorted(RECIPES)), st.sampled_from(["x", "weight", "grad"]), non_finite, st.data())
 def test_non_finite_values_reach_every_result_that_uses_them(
     name: str, place: str, bad: float, data: st.DataObject
@@ -226,23 +211,15 @@ def test_shapes(recipe: Recipe, bias: bool) -> None:
     assert not none[2].any()
 
 
-@pytest.mark.parametrize("sizes", [(80, 48), (50, 20)], ids=["aligned", "padded"])
-@pytest.mark.parametrize("shape", [(16,), (2, 8)])
-def test_the_output_may_be_changed_in_place(sizes: tuple[int, int], shape: tuple[int, ...]) -> None:
-    x = normal(*shape, sizes[0])
-    gradients = []
-    for inplace in (False, True):
-        model = nn.Sequential(make(TENSORWISE, *sizes), nn.ReLU(inplace=inplace))
-        model(x).sum().backward()
-        gradients.append(model[0].weight.grad)
-    assert torch.equal(*gradients)
-
-
-@both_recipes
-def test_zeros_give_zeros(recipe: Recipe) -> None:
-    linear = make(recipe)
-    found = products(linear, torch.zeros(16, 80).bfloat16(), torch.zeros(16, 48).bfloat16())
-    assert not any(product.any() for product in found)
+def test_the_output_may_be_changed_in_place() -> None:
+    for sizes, shape in [((80, 48), (16,)), ((50, 20), (2, 8))]:  # aligned, and padded
+        x = normal(*shape, sizes[0])
+        gradients = []
+        for inplace in (False, True):
+            model = nn.Sequential(make(TENSORWISE, *sizes), nn.ReLU(inplace=inplace))
+            model(x).sum().backward()
+            gradients.append(model[0].weight.grad)
+        assert torch.equal(*gradients)
 
 
 @both_recipes
@@ -255,10 +232,10 @@ def test_strides_change_nothing(recipe: Recipe) -> None:
         assert all(torch.equal(*pair) for pair in zip(products(linear, left, right), dense, strict=True))
 
 
-@pytest.mark.parametrize("x", [torch.zeros(4, 80).double(), torch.zeros(4, 80).int(), torch.zeros(4, 81)])
-def test_unsupported_inputs_are_refused(x: Tensor) -> None:
-    with pytest.raises(ModelError, match=r"an FP8 Linear takes FP32, BF16 or FP16 \[\.\.\., 80\]; got .* \[4, 8[01]\]"):
-        make(TENSORWISE)(x)
+def test_unsupported_inputs_are_refused() -> None:
+    for x in (torch.zeros(4, 80).double(), torch.zeros(4, 80).int(), torch.zeros(4, 81)):
+        with pytest.raises(ModelError, match=r"takes FP32, BF16 or FP16 \[\.\.\., 80\]; got .* \[4, 8[01]\]"):
+            make(TENSORWISE)(x)
 
 
 def test_no_host_synchronization() -> None:
@@ -319,26 +296,22 @@ def test_without_a_graph_the_transpose_is_not_made(monkeypatch: pytest.MonkeyPat
         linear(x)
 
 
-def test_an_uncached_weight_is_saved_as_the_parameter_itself() -> None:
-    """A library that unshards weights knows the parameter, but no FP8 copy of it."""
-    linear = make(TENSORWISE)
-    saved: list[Tensor] = []
-    with saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
-        linear(normal(32, 80).requires_grad_())
-    assert sum(tensor.data_ptr() == linear.weight.data_ptr() for tensor in saved) == 1
-    assert {tensor.dtype for tensor in saved if tensor.dim() == 2} == {torch.float32, E4M3}
-
-
 @both_recipes
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe, use_reentrant: bool) -> None:
+def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe) -> None:
+    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+    ways: list[dict[str, Any]] = [
+        {"use_reentrant": True},
+        {"use_reentrant": False},
+        {"use_reentrant": False, "context_fn": functools.partial(create_selective_checkpoint_contexts, ops)},
+    ]
     linear = make(recipe)
     x, grad = normal(16, 80), normal(16, 48, seed=2)
     want = products(linear, x, grad)
-    inputs = x.clone().requires_grad_()
-    checkpoint(linear, inputs, use_reentrant=use_reentrant).backward(grad)
-    assert torch.equal(inputs.grad, want[1])
-    assert torch.equal(linear.weight.grad, want[2])
+    for way in ways:
+        inputs, linear.weight.grad = x.clone().requires_grad_(), None
+        checkpoint(linear, inputs, **way).backward(grad)
+        assert torch.equal(inputs.grad, want[1])
+        assert torch.equal(linear.weight.grad, want[2])
 
 
 @both_recipes
@@ -363,20 +336,9 @@ def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate:
     after = products(linear, x, grad)
     assert torch.equal(after[0], -before[0])
     assert torch.equal(after[1], -before[1])
-
-
-def test_writes_that_pytorch_counts_are_seen() -> None:
-    """Swapping weights for an evaluation, or clipping them after a step, needs no explicit invalidation."""
-    linear = make(TENSORWISE)
-    weight = linear.quantized_weight = QuantizedWeight(TENSORWISE, Cache.UNTIL_WRITTEN)
-    x = normal(16, 80)
-    before = linear(x)
-    cached = weight.cached()[0]
     with torch.no_grad():
-        assert torch.equal(linear(x), before)
-        assert weight.cached()[0] is cached
-        linear.weight.neg_()
-        assert torch.equal(linear(x), -before)
+        linear.weight.neg_()  # a write that PyTorch counts needs no invalidation
+        assert torch.equal(linear(x), before[0])
         linear.load_state_dict({"weight": torch.zeros(48, 80)})
         assert not linear(x).any()
 
@@ -467,21 +429,17 @@ def test_weight_reads_as_a_tensor_with_gradients() -> None:
     assert isinstance(make(TENSORWISE).weight, nn.Parameter)
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
+def test_hooks_and_freezing_of_a_dequantized_weight_are_refused() -> None:
+    settings: list[Callable[[Tensor], object]] = [
         lambda weight: weight.register_hook(lambda grad: grad),
         lambda weight: weight.register_post_accumulate_grad_hook(lambda parameter: None),
         lambda weight: weight.requires_grad_(False),
-    ],
-    ids=["hook", "post-accumulate", "freeze"],
-)
-def test_hooks_and_freezing_of_a_dequantized_weight_are_refused(setting: Callable[[Tensor], object]) -> None:
+    ]
     linear = make(TENSORWISE)
-    setting(linear.weight)
     linear.quantized_weight = bound(linear, TENSORWISE)
-    with pytest.raises(UsageError, match=r"a read-only copy; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
-        setting(linear.weight)
+    for setting in settings:
+        with pytest.raises(UsageError, match=r"read-only copy; .* dict\(model\.named_parameters\(\)\)\['0\.weight'\]"):
+            setting(linear.weight)
 
 
 @every_cache
@@ -565,22 +523,3 @@ def test_compiled_code_has_its_products_as_operators(cache: Callable[[nn.Linear,
             y = block(x)
             found.append([y, *torch.autograd.grad(y.sum(), [x, *parameters])])
     assert all(torch.equal(*pair) for other in found[1:] for pair in zip(found[0], other, strict=True))
-
-
-def test_selective_checkpointing_may_keep_the_product() -> None:
-    linear = make(TENSORWISE)
-    x, grad = normal(16, 80), normal(16, 48, seed=2)
-    ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-    kept = functools.partial(create_selective_checkpoint_contexts, ops)
-    inputs = x.clone().requires_grad_()
-    checkpoint(linear, inputs, use_reentrant=False, context_fn=kept).backward(grad)
-    assert torch.equal(inputs.grad, products(linear, x, grad)[1])
-
-
-def test_repr_has_the_recipe() -> None:
-    linear = make(TENSORWISE)
-    assert repr(linear) == (
-        "Float8Linear(in_features=80, out_features=48, bias=False, float8=(tensorwise, E5M2 gradients, emulated))"
-    )
-    everything = Recipe(rowwise=True, grad_dtype=E4M3, emulate=False, fast_accumulation=True, compile=True)
-    assert everything.describe() == "rowwise, E4M3 gradients, fast accumulation, compiled casts"

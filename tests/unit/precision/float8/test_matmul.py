@@ -48,10 +48,8 @@ def test_an_emulated_product_has_the_bits_of_torch(
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
 @pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 33])
-def test_multiply_agrees_with_the_dequantized_product(
-    num_rows: int, dtype: torch.dtype, rowwise: bool, emulate: bool
-) -> None:
+@pytest.mark.parametrize("num_rows", [0, 1, 33])
+def test_multiply_agrees_with_double(num_rows: int, dtype: torch.dtype, rowwise: bool, emulate: bool) -> None:
     """FP32 sums of 100 exact products: 100 times half an ulp of FP32 from the truth at most, and one rounding."""
     needs.row_scales_on_cpu(rowwise=rowwise, emulate=emulate)
     left = matrix(num_rows, 100, dtype, rowwise=rowwise, seed=0)
