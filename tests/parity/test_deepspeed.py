@@ -62,13 +62,23 @@ def train_all(rank: int, world: int, runs: list[Run]) -> list[Result]:
     return [train(rank, world, run) for run in runs]
 
 
-def oracle_runs(world: int) -> list[Run]:
-    """Each stage in each precision; other accumulations and offloading alternate between the two."""
-    cases = [(precision, stage, "none", 2) for precision in PRECISIONS for stage in range(4)]
-    cases += [(PRECISIONS[world % 2], 2, "none", 1), (PRECISIONS[1 - world % 2], 3, "none", 3)]
-    if world == 2:
-        cases += [(PRECISIONS[stage % 2], stage, "cpu", 2) for stage in (1, 2, 3)]
-    return [
+CASES = [("fp32", 0, "none", 1), ("fp32", 1, "none", 2), ("fp32", 2, "none", 2), ("bf16", 3, "none", 2)]
+OFFLOADED = [("fp32", 2, "cpu", 2)]
+ALL_CASES = [(precision, stage, "none", number) for precision in PRECISIONS for stage in range(4) for number in (1, 2)]
+ALL_OFFLOADED = [(precision, stage, "cpu", 2) for precision in PRECISIONS for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("world", "cases"),
+    [
+        (2, CASES + OFFLOADED),
+        pytest.param(1, ALL_CASES, marks=pytest.mark.exhaustive),
+        pytest.param(2, ALL_CASES + ALL_OFFLOADED, marks=pytest.mark.exhaustive),
+    ],
+    ids=["default", "one rank", "two ranks"],
+)
+def test_follows_the_oracle(world: int, cases: list[tuple[str, int, str, int]]) -> None:
+    runs = [
         Run(
             "transformer",
             steps=8,
@@ -78,36 +88,27 @@ def oracle_runs(world: int) -> list[Run]:
         )
         for precision, stage, offload, accumulation in cases
     ]
+    assert_follows_the_oracle(run_ranks(world, train_all, runs, timeout=280), runs)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_follows_the_oracle(world: int) -> None:
-    all_runs = oracle_runs(world)
-    assert_follows_the_oracle(run_ranks(world, train_all, all_runs, timeout=280), all_runs)
+ODD = {"odd_sizes": 2, "object_output": 1, "partly_frozen": 3, "tied": 3, "unused": 2}
+ALL_ODD = [
+    (name, stage)
+    for name in (*ODD, "attention", "conv_batch_norm", "gru", "weight_norm")
+    for stage in (1, 2, 3)
+    if (name, stage) != ("odd_sizes", 3)  # refused
+]
 
 
-ODD = (
-    "attention",
-    "conv_batch_norm",
-    "gru",
-    "object_output",
-    "odd_sizes",
-    "partly_frozen",
-    "tied",
-    "unused",
-    "weight_norm",
+@pytest.mark.parametrize(
+    "cases", [list(ODD.items()), pytest.param(ALL_ODD, marks=pytest.mark.exhaustive)], ids=["default", "all"]
 )
-
-
-def test_odd_models_follow_the_oracle() -> None:
-    all_runs = [
+def test_odd_models_follow_the_oracle(cases: list[tuple[str, int]]) -> None:
+    runs = [
         Run(name, steps=3, accumulation=2, unequal_weights=True, options={"precision": "bf16", "zero_stage": stage})
-        for name in ODD
-        for stage in (1, 2, 3)
-        if (name, stage) != ("odd_sizes", 3)  # refused
-        if stage > 1 or name in ("object_output", "odd_sizes", "tied", "unused")
+        for name, stage in cases
     ]
-    assert_odd_models_follow(run_ranks(2, train_all, all_runs, timeout=280), all_runs)
+    assert_odd_models_follow(run_ranks(2, train_all, runs, timeout=280), runs)
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -139,20 +140,12 @@ class _InfiniteGradient(torch.autograd.Function):
         return grad * torch.inf
 
 
-SKIP_RUNS = [
-    Run("tied", accumulation=2, options={"precision": precision, "zero_stage": stage, "offload": offload})
-    for precision, stage, offload in [
-        *((precision, stage, "none") for precision in PRECISIONS for stage in range(4)),
-        *(("bf16", stage, "cpu") for stage in (1, 2, 3)),
-        ("fp32", 2, "cpu"),
-    ]
-]
-
-
-def skip_steps(rank: int, world: int) -> list[str]:
+def skip_steps(rank: int, world: int, cases: list[tuple[str, int, str, int]]) -> list[str]:
     """Two engines take the same good steps, and one of them bad ones between: what they hold is the same to the bit."""
     found = []
-    for run in SKIP_RUNS:
+    for precision, stage, offload, _ in cases:
+        options = {"precision": precision, "zero_stage": stage, "offload": offload}
+        run = Run("tied", accumulation=2, options=options)
         reference, tried = start(run), start(run)
         assert isinstance(tried, DeepSpeedEngine)
         for step, (kind, reason) in enumerate(SKIPS.items()):
@@ -182,8 +175,13 @@ def _expected(kind: str, world: int) -> tuple[int, int | None]:
     return (-1, None) if kind == "huge" else (world - 1, 1)
 
 
-def test_a_skipped_step_changes_nothing() -> None:
-    for rank, found in enumerate(run_ranks(2, skip_steps, timeout=280)):
+@pytest.mark.parametrize(
+    "cases",
+    [CASES + OFFLOADED, pytest.param(ALL_CASES[1::2] + ALL_OFFLOADED, marks=pytest.mark.exhaustive)],
+    ids=["default", "all"],
+)
+def test_a_skipped_step_changes_nothing(cases: list[tuple[str, int, str, int]]) -> None:
+    for rank, found in enumerate(run_ranks(2, skip_steps, cases, timeout=280)):
         assert not found, f"rank {rank}:\n" + "\n".join(found)
 
 

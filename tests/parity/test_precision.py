@@ -1,4 +1,4 @@
-"""Why loss scaling exists: gradients below FP16's smallest subnormal vanish without it, and train with it."""
+"""Silent failures of low precision: gradients that FP16 flushes to zero, sums that BF16 stalls, recomputation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import dtrain
 from dtrain.engine.native import NativeEngine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
+
+# -- FP16 and its loss scale -------------------------------------------------------------------------------------------
 
 STEPS = 60
 
@@ -62,10 +66,13 @@ def state(engine: Any) -> list[Tensor]:
     return [shard.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for shard in engine.local_shards(kind)]
 
 
-def overflow_then_recover(rank: int, world: int, engines: list[str]) -> list[list[tuple[dtrain.StepOutcome, bool]]]:
+ENGINES = ("native", "ddp", "fsdp2")
+
+
+def overflow_then_recover(rank: int, world: int) -> list[list[tuple[dtrain.StepOutcome, bool]]]:
     """A scale so large that FP16 gradients overflow until it has backed off far enough."""
     found = []
-    for name in engines:
+    for name in ENGINES:
         run = Run("transformer", accumulation=2, unequal_weights=True, options={"engine": name, "precision": "fp16"})
         engine = start(run, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
         seen = []
@@ -80,15 +87,77 @@ def overflow_then_recover(rank: int, world: int, engines: list[str]) -> list[lis
 
 @pytest.mark.processes
 def test_fp16_backs_off_until_steps_apply() -> None:
-    engines = ["ddp", "fsdp2"]
-    for engine, first, second in zip(engines, *run_ranks(2, overflow_then_recover, engines), strict=True):
+    for engine, first, second in zip(ENGINES, *run_ranks(2, overflow_then_recover), strict=True):
         applied = [outcome.applied for outcome, _ in first]
         assert not applied[0], engine
         assert all(applied[applied.index(True) :]), engine
         for number, ((outcome, kept), (other, also_kept)) in enumerate(zip(first, second, strict=True)):
             assert repr(outcome) == repr(other)
             assert kept is also_kept is not outcome.applied
+            assert outcome.loss_scale == 2.0 ** (24 - min(number, applied.index(True)))
             if not outcome.applied:
-                assert outcome.loss_scale == 2.0 ** (24 - number)
+                assert outcome.reason == "overflow"
                 assert outcome.culprit is not None
-                assert outcome.culprit.phase == "local gradient"
+                assert outcome.culprit.phase == "local gradient", "in FP16 a gradient overflows where it is made"
+                assert outcome.culprit.num_inf + outcome.culprit.num_nan > 0
+
+
+# -- BF16 --------------------------------------------------------------------------------------------------------------
+
+
+def first_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
+    """The main grads of one BF16 step whose loss the model returns."""
+    engine = dtrain.initialize(model, precision="bf16", seed=0)
+    assert isinstance(engine, NativeEngine)
+    engine.backward(engine(*inputs))
+    engine.finish_gradients()
+    return {name: grad.clone() for name, grad in engine.full_state("main_grad")}
+
+
+class FrequentToken(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return (self.embed(tokens) * 0.01).float().sum()
+
+
+def test_the_gradient_of_a_frequent_token_is_summed_in_fp32() -> None:
+    """2,048 addends of 0.01: a BF16 running sum stalls at 4, which is what plain autograd gives on CPU."""
+    tokens = torch.full((2048,), 3)
+    plain = nn.Embedding(8, 4).to(torch.bfloat16)
+    (plain(tokens) * 0.01).float().sum().backward()
+    assert plain.weight.grad is not None
+    assert float(plain.weight.grad[3].max()) < 10, "the defect is gone: the guard may go too"
+    grads = first_gradients(FrequentToken(), tokens)
+    torch.testing.assert_close(grads["embed.weight"][3], torch.full((4,), 20.48), rtol=5e-3, atol=0)
+
+
+class Checkpointed(nn.Module):
+    """Functional softmax and layer norm inside activation checkpointing, with dropout."""
+
+    def __init__(self, enabled: bool) -> None:
+        super().__init__()
+        self.enabled = enabled
+        self.inner = nn.Linear(16, 16)
+        self.outer = nn.Linear(16, 1)
+
+    def block(self, x: Tensor) -> Tensor:
+        x = F.layer_norm(self.inner(x), (16,))
+        return F.dropout(F.softmax(x, dim=-1), 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = checkpoint(self.block, x, use_reentrant=False) if self.enabled else self.block(x)
+        return self.outer(hidden).float().square().mean()
+
+
+def test_activation_checkpointing_recomputes_the_same_numbers() -> None:
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
+    grads = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        grads.append(first_gradients(Checkpointed(enabled), x))
+    for name, expected in grads[0].items():
+        assert torch.equal(grads[1][name], expected), name
+    assert float(grads[0]["inner.weight"].abs().max()) > 0
