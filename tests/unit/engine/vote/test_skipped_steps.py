@@ -1,50 +1,49 @@
-"""Weights of micro-batches, and steps that are skipped, on an engine of one process."""
+"""Weights of micro-batches, steps that are skipped, and what ends a run of them, on an engine of one process."""
 
 from __future__ import annotations
 
+import logging
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.outcome import Culprit
-from dtrain.errors import NonFiniteError, UsageError
+from dtrain.config.precision import LossScale
+from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.vote.decide import DecodedDecision
+from dtrain.engine.vote.skips import SkipCounter
+from dtrain.errors import NonFiniteError
+from dtrain.precision.loss_scale import LossScaleState
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
-
-
-@pytest.fixture
-def engine() -> Any:
-    return start()
-
+from tests.helpers.vote_records import decoded, rank_records
 
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
-def weighted(weights: list[Any], stage: int = 2) -> tuple[dtrain.StepOutcome, dict[str, Tensor]]:
+def weighted(weights: list[Any], stage: int = 2) -> tuple[StepOutcome, dict[str, Tensor]]:
     engine = start(zero_stage=stage)
     for x, weight in engine.accumulate(zip(X.unbind(), weights, strict=True)):
         engine.backward(loss_of(engine, x[None]), weight=weight)
     return engine.step(), masters(engine)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("make", [float, torch.tensor, lambda w: torch.tensor([float(w)], dtype=torch.float64)])
-def test_a_weight_is_a_number_or_a_tensor(make: Callable[[int], Any], stage: int) -> None:
-    outcome, after = weighted([make(weight) for weight in (1, 5, 2)], stage)
-    losses = [loss_of(start(), x[None]).item() for x in X.unbind()]
-    assert outcome.loss == pytest.approx((losses[0] + 5 * losses[1] + 2 * losses[2]) / 8)
-    want, wanted = weighted([1.0, 5.0, 2.0], stage)
-    assert want == outcome
-    assert all(torch.equal(after[name], wanted[name]) for name in wanted)
+def test_a_weight_is_a_number_or_a_tensor(make: Callable[[int], Any]) -> None:
+    for stage in (0, 1, 2):
+        outcome, after = weighted([make(weight) for weight in (1, 5, 2)], stage)
+        losses = [loss_of(start(), x[None]).item() for x in X.unbind()]
+        assert outcome.loss == pytest.approx((losses[0] + 5 * losses[1] + 2 * losses[2]) / 8)
+        want, wanted = weighted([1.0, 5.0, 2.0], stage)
+        assert want == outcome
+        assert all(torch.equal(after[name], wanted[name]) for name in wanted)
 
 
-def test_a_weight_tensor_may_be_used_again(engine: Any) -> None:
-    tokens = torch.zeros(())
+def test_a_weight_tensor_may_be_used_again() -> None:
+    engine, tokens = start(), torch.zeros(())
     for x, count in engine.accumulate(zip(X.unbind(), [1.0, 5.0, 2.0], strict=True)):
         tokens.fill_(count)
         engine.backward(loss_of(engine, x[None]), weight=tokens)
@@ -71,49 +70,33 @@ def test_zero_sum_of_weights_skips_as_empty() -> None:
     assert math.isnan(outcome.loss)
     assert unchanged(engine, before)
     assert (engine.attempted_steps, engine.applied_steps) == (1, 0)
-    assert engine.loss_scale.scale == 65536.0
-    assert engine.loss_scale.clean_steps == 0
+    assert (engine.loss_scale.scale, engine.loss_scale.clean_steps) == (65536.0, 0)
 
 
 # -- steps that are skipped --------------------------------------------------------------------------------------------
 
 
-def overflow(engine: Any) -> dtrain.StepOutcome:
+def overflow(engine: Any) -> StepOutcome:
     """A finite loss whose gradient is not: the root of zero."""
     engine.backward((loss_of(engine) * 0).sqrt())
     return engine.step()
 
 
 def test_an_overflow_skips_backs_off_and_names_the_tensor() -> None:
-    engine = start(loss_scale=dtrain.LossScale("dynamic", init=8.0))
+    engine = start(loss_scale=LossScale("dynamic", init=8.0))
     before = masters(engine)
     outcome = overflow(engine)
     assert (outcome.applied, outcome.reason, outcome.loss_scale) == (False, "overflow", 8.0)
-    assert outcome.culprit is not None
     # backward meets the bias of the last layer first; every gradient before it is spoilt too
     assert outcome.culprit == Culprit(0, 0, "local gradient", 0, "2.bias", 0, 1, num_inf=0, num_nan=1)
-    assert str(outcome.culprit) == "local gradient of '2.bias'[0:1] not finite (1 NaN) on rank 0, micro-batch 0"
     assert unchanged(engine, before)
     assert not any(values.any() for kind in ("exp_avg", "exp_avg_sq") for values in engine._held(kind))
     assert engine.loss_scale.scale == 4.0
     assert train_step(engine).applied
 
 
-def test_nonfinite_loss_skips_and_keeps_the_scale() -> None:
-    engine = start(loss_scale=dtrain.LossScale("dynamic", init=8.0))
-    before = masters(engine)
-    for factor in engine.accumulate([1.0, math.nan, math.inf]):
-        engine.backward(loss_of(engine) * factor)
-    outcome = engine.step()
-    assert (outcome.applied, outcome.reason) == (False, "nonfinite_loss")
-    assert outcome.culprit == Culprit(0, 0, "forward loss", 1, num_nan=1, num_bad_losses=2)
-    assert unchanged(engine, before)
-    assert engine.loss_scale.scale == 8.0
-
-
 def test_hysteresis_and_growth_through_the_engine() -> None:
-    rule = dtrain.LossScale("dynamic", init=8.0, growth_interval=2, hysteresis=2)
-    engine = start(loss_scale=rule)
+    engine = start(loss_scale=LossScale("dynamic", init=8.0, growth_interval=2, hysteresis=2))
     seen = []
     for bad in (True, False, True, True, False, False, True):
         outcome = overflow(engine) if bad else train_step(engine)
@@ -122,19 +105,17 @@ def test_hysteresis_and_growth_through_the_engine() -> None:
     assert seen == [8, 8, 4, 2, 2, 4, 4]
 
 
-@pytest.mark.parametrize("init", [1024, 1024.0])
 @pytest.mark.parametrize("mode", ["static", "dynamic"])
-def test_a_scale_given_as_a_whole_number_changes_no_gradient(mode: str, init: float) -> None:
-    plain, scaled = start(), start(loss_scale=dtrain.LossScale(mode, init=init))
+def test_a_scale_given_as_a_whole_number_changes_no_gradient(mode: str) -> None:
+    plain, scaled = start(), start(loss_scale=LossScale(mode, init=1024))
     want, got = train_step(plain), train_step(scaled)
-    assert got.applied
-    assert got.loss_scale == 1024.0
+    assert (got.applied, got.loss_scale) == (True, 1024.0)
     assert got.grad_norm == pytest.approx(want.grad_norm)
     assert all(torch.allclose(masters(scaled)[name], tensor) for name, tensor in masters(plain).items())
 
 
 def test_too_many_skips_end_the_run_with_a_diagnosis() -> None:
-    engine = start(max_consecutive_skips=3, loss_scale=dtrain.LossScale("dynamic", init=8.0))
+    engine = start(max_consecutive_skips=3, loss_scale=LossScale("dynamic", init=8.0))
     overflow(engine)
     train_step(engine)
     overflow(engine)
@@ -150,65 +131,117 @@ def test_too_many_skips_end_the_run_with_a_diagnosis() -> None:
     assert unchanged(engine, before)
 
 
-def test_applied_step_resets_the_skip_count() -> None:
-    engine = start(max_consecutive_skips=2)
-    for _ in range(3):
-        overflow(engine)
-        train_step(engine)
-    assert (engine.attempted_steps, engine.applied_steps) == (6, 3)
+# -- the likeliest cause of skipped steps in a row ---------------------------------------------------------------------
+
+NONE = LossScaleState.of(LossScale("none"))
+STATIC = LossScaleState.of(LossScale.of(1024.0))
+DYNAMIC = LossScaleState.of(LossScale("dynamic"))
+AT_FLOOR = LossScaleState.of(LossScale("dynamic", init=LossScale.min))
 
 
-def bad_batch(engine: Any) -> dtrain.StepOutcome:
-    for factor in engine.accumulate([1.0, math.nan, 1.0]):
-        engine.backward(loss_of(engine) * factor)
-    return engine.step()
+def outcome(reason: str | None, loss: float = 2.0, grad_norm: float = 1.0) -> StepOutcome:
+    culprit = Culprit(0, 0, "reduced gradient", tensor="head") if reason == "overflow" else None
+    return StepOutcome(reason is None, reason, loss, 1.0, grad_norm, 8.0, 1e-3, culprit, False)
 
 
-def diverging(engine: Any) -> dtrain.StepOutcome:
-    """Two applied steps with a rising loss, then a skipped one."""
-    if engine.attempted_steps < 2:
-        engine.backward(loss_of(engine) * 10.0**engine.attempted_steps)
-        return engine.step()
-    return overflow(engine)
+def skip(reason: str, bad_losses: tuple[int, ...] = (0, 0)) -> DecodedDecision:
+    """A skipped step with four micro-batches on each rank, ``bad_losses`` of which are not finite."""
+    return decoded(reason, 2.0, 1.0, [rank_records(num_micro_batches=4, num_bad_losses=n) for n in bad_losses])
 
 
-def too_large_a_scale(engine: Any) -> dtrain.StepOutcome:
-    engine.backward(1e3 * loss_of(engine))
-    return engine.step()
+def counter(limit: int, *events: DecodedDecision | StepOutcome, scale: LossScaleState = NONE) -> SkipCounter:
+    counted = SkipCounter(limit)
+    for event in events:
+        if isinstance(event, DecodedDecision):
+            counted.skipped(outcome(event.reason), event, scale)
+        else:
+            counted.applied(event)
+    return counted
 
 
-FALLING, AT_FLOOR = dtrain.LossScale("dynamic", init=8.0), dtrain.LossScale("dynamic", init=8.0, min=8.0)
+APPLIED = [outcome(None, 2.5), outcome(None, 2.2), outcome(None, 2.1)]
+RISING_LOSS = [*APPLIED, outcome(None, 7.0)]
+RISING_NORM = [*APPLIED, outcome(None, 2.0, 150.0)]
+EARLY = outcome(None, 0.1)  # outside of the window if 20 more are applied
+FALLING = [outcome(None, -2.0), outcome(None, -4.0), outcome(None, -5.0)]
+BAD, TWO_KINDS = skip("overflow"), [skip("nonfinite_loss", (2, 0)), skip("nonfinite_loss", (0, 4))]
 
 
 @pytest.mark.parametrize(
-    ("loss_scale", "take_step", "cause"),
+    ("skips", "applied", "scale", "expected"),
     [
-        ("none", bad_batch, "Bad batches: 3 of 9 losses are not finite, all on rank 0"),
-        ("none", lambda engine: train_step(engine, weight=0.0), "Empty batches"),
-        ("none", diverging, "Diverged model: the last applied steps"),
-        (
-            1e37,
-            too_large_a_scale,
-            "Wrong loss scale: the losses are finite, their gradients times the static scale 1e+37",
-        ),
-        (FALLING, overflow, "Wrong loss scale: gradients still overflow at 1 on its way down"),
-        (AT_FLOOR, overflow, "One operation's gradient"),
-        ("none", overflow, "One operation's gradient"),
+        ([skip("empty")] * 3, APPLIED, NONE, "Empty batches: "),
+        ([skip("nonfinite_loss", (0, 1))] * 3, APPLIED, NONE, "Bad batches: 3 of 24 losses are not finite, all on rank 1, while"),
+        (TWO_KINDS, APPLIED, DYNAMIC, "6 of 16 losses are not finite, all on ranks 0, 1, while"),
+        ([skip("nonfinite_loss", (4, 4))] * 3, APPLIED, NONE, "Diverged model: every loss of every rank"),
+        ([skip("nonfinite_loss", (0, 1))] * 3, RISING_LOSS, NONE, "Diverged model: the last applied steps"),
+        ([BAD] * 3, RISING_LOSS, DYNAMIC, "Diverged model: the last applied steps"),
+        ([BAD] * 3, RISING_NORM, STATIC, "Diverged model: the last applied steps"),
+        ([BAD], [EARLY, *APPLIED], STATIC, "Diverged model: the last applied steps"),
+        ([BAD], [EARLY, *APPLIED * 10], STATIC, "Wrong loss scale: the losses are finite"),
+        ([BAD], FALLING, STATIC, "Wrong loss scale: the losses are finite"),  # a loss below 0 has not risen
+        ([BAD] * 3, APPLIED, STATIC, "Wrong loss scale: the losses are finite"),
+        ([BAD] * 3, APPLIED, DYNAMIC, "Wrong loss scale: gradients still overflow at 65536"),
+        ([BAD] * 3, [], DYNAMIC, "Wrong loss scale: gradients still overflow at 65536"),
+        ([BAD] * 3, APPLIED, AT_FLOOR, "One operation's gradient: "),
+        ([BAD] * 3, APPLIED, NONE, "One operation's gradient: "),
+        ([BAD] * 2 + [skip("nonfinite_loss", (1, 0))], APPLIED, NONE, "One operation's gradient: "),
+        ([BAD] + [skip("nonfinite_loss", (1, 0))] * 2, APPLIED, NONE, "Bad batches: 2 of 16 losses"),
     ],
-)
-def test_the_diagnosis_names_the_cause(
-    loss_scale: Any, take_step: Callable[[Any], dtrain.StepOutcome], cause: str
+)  # fmt: skip
+def test_diagnosis_names_the_likely_cause(
+    skips: list[DecodedDecision], applied: list[StepOutcome], scale: LossScaleState, expected: str
 ) -> None:
-    engine = start(max_consecutive_skips=3, loss_scale=loss_scale)
-    with pytest.raises(NonFiniteError, match=re.escape(cause)):
-        all(take_step(engine) for _ in range(5))
+    assert expected in counter(99, *applied, *skips).diagnose(scale)
 
 
-@pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
-def test_invalid_weight_updates_nothing(weight: float) -> None:
-    engine = start()
-    before = masters(engine)
-    engine.backward(loss_of(engine), weight=torch.tensor(weight))
-    with pytest.raises(UsageError, match="the weight of micro-batch 0 of step 0 on rank 0 is negative or not finite"):
-        engine.step()
-    assert unchanged(engine, before)
+def test_the_limit_is_met_by_skips_in_a_row_only() -> None:
+    counter(3, BAD, BAD, APPLIED[0], BAD, BAD)
+    with pytest.raises(NonFiniteError) as caught:
+        counter(3, APPLIED[0], BAD, skip("empty"), BAD, scale=DYNAMIC)
+    assert str(caught.value).startswith(
+        "3 steps in a row were skipped (1 x empty, 2 x overflow); loss scale 8 -> 65536; last culprit: reduced gradient"
+    )
+    with pytest.raises(NonFiniteError, match="last culprit: none"):
+        counter(1, skip("empty"))
+
+
+def test_reset_drops_earlier_steps() -> None:
+    counted = counter(3, *RISING_LOSS, BAD, BAD)
+    counted.reset()
+    for _ in range(2):
+        counted.skipped(outcome("overflow"), BAD, DYNAMIC)
+    with pytest.raises(NonFiniteError, match="Wrong loss scale"):
+        counted.skipped(outcome("overflow"), BAD, DYNAMIC)
+
+
+# -- the evidence of a calibrated loss scale ---------------------------------------------------------------------------
+
+
+class Planted(nn.Module):
+    """The gradient of its parameter is what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(100))
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight.float() * gradient).sum()
+
+
+def test_flushed_shares_are_of_all_measured_steps(caplog: pytest.LogCaptureFixture) -> None:
+    """The scale changes between the two measured steps: both count without it."""
+    scale = LossScale("calibrated", init=1024.0, calibration_steps=2, growth_interval=1)
+    engine: Any = dtrain.initialize(Planted(), precision="fp16", loss_scale=scale, seed=0)
+    with caplog.at_level(logging.INFO):
+        for small in (20, 40):
+            gradient = torch.full((100,), 0.5)
+            gradient[:small] = 2.0**-26  # lost at scale 1
+            gradient[0] = 0.0
+            engine.backward(engine(gradient))
+            engine.step()
+    # 2^-26 x 8,192 is 2^-13: kept. Not zero: 99 and 99; lost: 19 and 39
+    lines = [line for line in caplog.messages if "FP16 flushes" in line]
+    assert [line.split("; ")[1] for line in lines] == [
+        f"of the measured gradients FP16 flushes {58 / 198:.2%} to zero at scale 1, 0.00% at 8192"
+    ]

@@ -1,0 +1,263 @@
+"""The order of an engine's calls: what is refused has no effect, and what ends a batch early.
+
+A script is a row of words, each a call (see :class:`Player`); ``word!key`` is refused with ``ERRORS[key]``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dtrain.errors import UsageError
+from tests.helpers.one_rank import X, masters, start, unchanged
+
+ERRORS = {
+    "inside": "inside micro-batch 0, which has not ended; leave its 'with' block, or the loop over engine.accumulate",
+    "after": "after micro-batch {n}, which was the last of this step or ended with an exception; call engine.step() first",
+    "outside": "engine.backward outside a micro-batch, after micro-batch {n}; put every backward",
+    "whole": "after an engine.backward outside of any, which is a whole step's; call engine.step() first",
+    "second": "a second engine.backward",
+    "again": "called again before engine.step, or after engine.micro_batch; one batch makes one step",
+    "loop": "engine.step was called inside a loop over engine.accumulate",
+    "none": "engine.step without engine.backward",
+    "empty": "empty batch",
+    "loss": "call engine.backward(loss) instead",
+    "graph": "the loss has no graph",
+    "save": "engine.save between backward and step; call it after engine.step",
+    "load": "engine.load between backward and step; call it after engine.step",
+}  # fmt: skip
+
+
+def dropout_model() -> nn.Module:
+    """Its masks, and with them its gradients, depend on the numbers of step, micro-batch and forward."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 1))
+
+
+def items(number: int) -> Iterator[int]:
+    yield from range(number)
+    raise KeyError("the loader broke")
+
+
+class Player:
+    """Calls an engine as the words of a script say; ``outcomes`` are those of its steps."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.engine = start(dropout_model(), **options)
+        self.folder = folder
+        self.outcomes: list[Any] = []
+        self.iterator: Any = iter(())
+        self.opened: AbstractContextManager[None] = nullcontext()
+
+    def play(self, script: str) -> Player:
+        for word in script.split():
+            call, _, key = word.partition("!")
+            name, number = re.fullmatch(r"([a-z]+)(\d*)", call).groups()  # type: ignore[union-attr]
+            arguments = [int(number)] if number else []
+            if key:
+                message = re.escape(ERRORS[key]).replace(r"\{n\}", r"\d")
+                with pytest.raises(UsageError, match=message):
+                    getattr(self, name)(*arguments)
+            else:
+                getattr(self, name)(*arguments)
+        return self
+
+    def loss(self) -> Tensor:
+        return self.engine(X).square().mean()
+
+    # the words
+
+    def forward(self) -> None:
+        self.loss()
+
+    def backward(self) -> None:
+        self.engine.backward(self.loss())
+
+    def step(self) -> None:
+        self.outcomes.append(self.engine.step())
+
+    def more(self) -> None:
+        self._enter(last=False)
+
+    def last(self) -> None:
+        self._enter(last=True)
+
+    def _enter(self, *, last: bool) -> None:
+        opened = self.engine.micro_batch(last=last)
+        opened.__enter__()
+        self.opened = opened
+
+    def end(self) -> None:
+        self.opened.__exit__(None, None, None)
+
+    def fail(self) -> None:
+        """The body of the micro-batch raises."""
+        assert not self.opened.__exit__(KeyError, KeyError(), None), "it is not swallowed"
+
+    def batch(self, number: int) -> None:
+        """Begins a loop over a batch."""
+        iterator = self.engine.accumulate(range(number))
+        next(iterator)
+        self.iterator = iterator
+
+    def loader(self, number: int) -> None:
+        self.iterator = self.engine.accumulate(items(number))
+        next(self.iterator)
+
+    def next(self) -> None:
+        next(self.iterator)
+
+    def done(self) -> None:
+        assert next(self.iterator, None) is None
+
+    def broken(self) -> None:
+        with pytest.raises(KeyError, match="the loader broke"):
+            next(self.iterator)
+
+    def drop(self) -> None:
+        """Leaves the loop by ``break``, or late by the garbage collector."""
+        self.iterator.close()
+
+    def eval(self) -> None:
+        with self.engine.eval():
+            assert not self.loss().requires_grad
+
+    def save(self) -> None:
+        self.engine.save(self.folder)
+
+    def load(self) -> None:
+        self.engine.load(self.folder)
+
+    def own(self) -> None:
+        """Not through the engine."""
+        self.loss().backward()
+
+    def detached(self) -> None:
+        self.engine.backward(self.loss().detach())
+
+
+SAME = ""  # as the script without what is refused
+SCRIPTS: dict[str, tuple[str, str]] = {
+    # a script, and another one with the same outcomes and weights
+    "numbered from 0 in each step": (
+        "more backward end more backward end last backward end step more backward end last backward end step",
+        "batch3 backward next backward next backward done step batch2 backward next backward done step",
+    ),
+    "one that is left out has a number": ("more end last backward end step", "batch2 next backward done step"),
+    "evaluations have none": (
+        "more eval backward end last eval backward eval end step",
+        "more backward end last backward end step",
+    ),
+    "after the last one": ("last backward end last!after step last backward end step", SAME),
+    "inside another": ("more last!inside backward end last backward end step", SAME),
+    "inside a loop": ("batch2 last!inside backward next backward done step", SAME),
+    "a backward outside": ("more backward end backward!outside last backward end backward!outside step", ""),
+    "a backward after the loop": ("batch2 backward next done backward!outside step backward step", ""),
+    "after a backward of a whole step": ("backward last!whole batch1!whole last!whole step", "backward step"),
+    "a second backward": ("backward backward!second step", SAME),
+    "a second backward of one": ("last backward backward!second end step", "last backward forward end step"),
+    "a second backward of the second": ("batch2 next backward backward!second done step", SAME),
+    "a batch after one": ("more backward end batch2!again last batch2!again backward end step", SAME),
+    "two batches in a step": ("batch2 backward next backward done batch2!again step batch1 backward done step", SAME),
+    "an empty batch": ("batch0!empty batch1 backward done step", SAME),
+    "a step inside a loop": ("batch3 backward step next!loop backward step", SAME),
+    "a step inside the last": ("last backward step end batch1 backward step done last backward end step", SAME),
+    "a step without a backward": ("step!none backward step step!none backward step", SAME),
+    "a batch without a backward": ("last forward end step!none last backward end step", "last backward end step"),
+    "one without a backward, not the last": (
+        "more forward end step!none batch2 backward next backward done step",
+        "batch2 backward next backward done step",
+    ),
+    "a loop left before a backward": ("batch3 forward drop last backward end step", "last backward end step"),
+    "an exception before a backward": ("more end more forward fail last backward end step", "last backward end step"),
+    "an exception in the last": ("more end last forward fail last backward end step", "last backward end step"),
+    "an exception after a backward": (
+        "more backward end more fail last!after batch2!again step last backward end step",
+        "more backward end step last backward end step",
+    ),
+    "a loop left after a backward": ("batch3 backward drop last!after batch3!again step", "more backward end step"),
+    "a loader that breaks": ("loader2 broken last backward end step", "last backward end step"),
+    "a loader that breaks later": ("loader2 backward broken last!after step", "more backward end step"),
+    "an old loop closed late": (
+        "batch3 backward step more drop backward end last backward end step",
+        "more backward end step more backward end last backward end step",
+    ),
+    "a loss of one's own": ("own!loss backward step", "forward backward step"),
+    "a loss without a graph": ("detached!graph backward step", "forward backward step"),
+    "a save in a step": ("backward save!save load!load step save load backward step", "backward step backward step"),
+}
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_refused_has_no_effect(name: str, tmp_path: Path) -> None:
+    script, like = SCRIPTS[name]
+    played = Player(tmp_path).play(script)
+    plain = " ".join(word for word in script.split() if "!" not in word)
+    other = Player(tmp_path).play(like or plain)
+    assert played.outcomes == other.outcomes
+    assert all(outcome.applied for outcome in played.outcomes)
+    assert unchanged(played.engine, masters(other.engine))
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_without_a_last_micro_batch_is_reduced_by_step(stage: int, tmp_path: Path) -> None:
+    early, told = (
+        Player(tmp_path, zero_stage=stage).play(f"{word} backward end step last backward end step")
+        for word in ("more", "last")
+    )
+    assert early.outcomes == told.outcomes
+    assert unchanged(early.engine, masters(told.engine))
+
+
+def test_a_message_says_how_to_continue(tmp_path: Path) -> None:
+    player = Player(tmp_path).play("batch2 backward drop")
+    for word in ("last", "batch2"):
+        with pytest.raises(
+            UsageError, match="step is incomplete on this rank: .* build a new engine and load a checkp"
+        ):
+            player.play(word)
+    player = Player(tmp_path).play("last backward")
+    with pytest.raises(UsageError, match=r"'with engine\.micro_batch\(last=\.\.\.\):'"):
+        player.play("backward")
+
+
+class Breaks(nn.Module):
+    """A backward that fails in its middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        self.broken = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layers[0](x)
+        if self.broken:
+            hidden.register_hook(self._fail)
+        y: Tensor = self.layers[1](hidden)
+        return y
+
+    def _fail(self, grad: Tensor) -> None:
+        raise RuntimeError("the graph broke")
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nothing_works_after_a_failed_backward(tmp_path: Path, stage: int) -> None:
+    player = Player(tmp_path, zero_stage=stage)
+    player.engine = engine = start(Breaks(), zero_stage=stage)
+    before = masters(engine)
+    with pytest.raises(RuntimeError, match="the graph broke"), engine.micro_batch(last=False):
+        player.backward()
+    engine.module.broken = False
+    with pytest.raises(UsageError, match="build a new engine and load a checkpoint"):
+        player.last()
+    for verb in ("step", "backward", "save", "load"):
+        with pytest.raises(UsageError, match=f"engine.{verb} after an engine.backward that failed half-way"):
+            player.play(verb)
+    assert unchanged(engine, before)
