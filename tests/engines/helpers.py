@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,11 +12,9 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 
 VOCAB, DIM, LENGTH = 5, 8, 4
-STATE = (MASTER, "exp_avg", "exp_avg_sq")
 STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
 """Every engine at every stage that it supports."""
 
@@ -66,11 +65,11 @@ class LayerNorm(nn.LayerNorm):
 class Block(nn.Module):
     """Three rows, which two ranks do not divide."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float, dim: int = DIM, inner: int = 3) -> None:
         super().__init__()
-        self.norm = LayerNorm(DIM)
-        self.up = Linear(DIM, 3)
-        self.down = nn.Linear(3, DIM)
+        self.norm = LayerNorm(dim)
+        self.up = Linear(dim, inner)
+        self.down = nn.Linear(inner, dim)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,20 +77,24 @@ class Block(nn.Module):
 
 
 class OddModel(nn.Module):
-    """Tied, frozen and unused weights, buffers, five rows, a single element."""
+    """Tied, frozen and unused weights, buffers, five rows, a single element.
+
+    If it is ``wide``, a block's flat buffer has ten chunks, which three ranks share unevenly, and they cut matrices.
+    """
 
     largest: Tensor
     calls: Tensor
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, dropout: float = 0.0, *, wide: bool = False) -> None:
         super().__init__()
-        self.embedding = Embedding(VOCAB, DIM)
+        dim, inner = (48, 100) if wide else (DIM, 3)
+        self.embedding = Embedding(VOCAB, dim)
         self.scale = nn.Parameter(torch.tensor([1.5]))
-        self.frozen = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block(dropout) for _ in range(2))
+        self.frozen = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(Block(dropout, dim, inner) for _ in range(2))
         self.unused = nn.Linear(2, 3)
-        self.mix = nn.Linear(DIM, DIM)
-        self.head = Linear(DIM, VOCAB)
+        self.mix = nn.Linear(dim, dim)
+        self.head = Linear(dim, VOCAB)
         self.head.weight = self.embedding.weight
         self.frozen.requires_grad_(False)
         for parameter in self.frozen.parameters():
@@ -117,21 +120,26 @@ def batch(index: int) -> Tensor:
     return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
 
 
-def start(engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, **options: Any) -> StepEngine:
-    """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
-    torch.set_num_threads(1)
+def build(seed: int = 5, dropout: float = 0.0, *, wide: bool = False) -> OddModel:
+    """The odd model; ``seed`` decides its weights."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        model = OddModel(dropout)
-    built = dtrain.initialize(
-        model,
-        schedule=dtrain.Cosine(warmup_steps=3, total_steps=40),
-        max_grad_norm=0.05,  # below the norms of its gradients: clipping is active
-        seed=seed,
-        engine=engine,
-        zero_stage=zero_stage,
-        **{"optimizer": dtrain.AdamW(lr=3e-3), **options},
-    )
+        return OddModel(dropout, wide=wide)
+
+
+def start(
+    engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, wide: bool = False, **options: Any
+) -> StepEngine:
+    """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
+    torch.set_num_threads(1)
+    model = build(seed, dropout, wide=wide)
+    settings: dict[str, Any] = {
+        "optimizer": dtrain.AdamW(lr=3e-3),
+        "schedule": dtrain.Cosine(warmup_steps=3, total_steps=40),
+        "max_grad_norm": 0.05,  # below the norms of its gradients: clipping is active
+        "seed": seed,
+    }
+    built = dtrain.initialize(model, engine=engine, zero_stage=zero_stage, **{**settings, **options})
     assert isinstance(built, StepEngine)
     return built
 
@@ -146,9 +154,37 @@ def train_step(engine: StepEngine, micro_batches: int, *, step: int | None = Non
     return engine.step()
 
 
+class Plain:
+    """The same training in plain PyTorch, in one process.
+
+    Attributes:
+        optimizer: called with the trained parameters by name.
+    """
+
+    def __init__(
+        self, optimizer: Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]], **model: Any
+    ) -> None:
+        self.module = build(**model)
+        self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        self._optimizers = optimizer(self._trained)
+        self._steps = 0
+
+    def step(self, micro_batches: int) -> None:
+        for parameter in self._trained.values():
+            parameter.grad = torch.zeros_like(parameter)  # of an unused one too, as under an engine
+        for index in range(micro_batches):
+            (self.module(batch(self._steps * micro_batches + index)) / micro_batches).backward()
+        for optimizer in self._optimizers:
+            optimizer.step()
+        self._steps += 1
+
+    def masters(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._trained.items()}
+
+
 def held(engine: StepEngine) -> list[Tensor]:
-    """Copies of all masters and moments on this rank."""
-    return [shard.data.clone() for kind in STATE for shard in engine.local_shards(kind)]
+    """Copies of all masters and states on this rank."""
+    return [shard.data.clone() for kind in engine.saved_dtypes for shard in engine.local_shards(kind)]
 
 
 def computed(engine: StepEngine) -> Tensor:
@@ -168,7 +204,10 @@ def digest(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} {hashlib.sha256(content).hexdigest()}"
 
 
-def state_digests(engine: StepEngine) -> dict[str, str]:
-    """Masters and moments in full and buffers, by ``kind:name``; all ranks call."""
-    full = {f"{kind}:{name}": digest(tensor) for kind in STATE for name, tensor in engine.full_state(kind)}
-    return full | {f"buffer:{name}": digest(tensor) for name, tensor in engine.module.named_buffers()}
+def state_digests(engine: StepEngine, *, buffers: bool = True) -> dict[str, str]:
+    """Masters and states in full, and this rank's buffers, by ``kind:name``; all ranks call."""
+    full = {
+        f"{kind}:{name}": digest(tensor) for kind in engine.saved_dtypes for name, tensor in engine.full_state(kind)
+    }
+    own = engine.module.named_buffers() if buffers else ()
+    return full | {f"buffer:{name}": digest(tensor) for name, tensor in own}

@@ -1,0 +1,207 @@
+"""One matrix of engine, stage, precision, ranks and variant, in which a feature is a function of about 40 lines.
+
+A check is a function of a :class:`Trial` in a module of ``tests/engines/checks``. It runs on every rank of a case, and
+asserts; what it returns must be equal on all ranks. :func:`check` says on which axes it depends.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import combinations, product
+from pathlib import Path
+from typing import Any
+
+from dtrain.config.capabilities import CAPABILITIES
+from dtrain.engine.step import StepEngine
+from tests.engines import helpers
+from tests.helpers.ranks import run_ranks
+
+ENGINES = tuple(CAPABILITIES)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A point of the matrix.
+
+    Attributes:
+        variant: the name of one of the check's sets of options.
+        source: the case whose checkpoint is loaded, if the check begins with one.
+    """
+
+    engine: str
+    stage: int
+    precision: str = "fp32"
+    ranks: int = 2
+    variant: str = ""
+    source: Case | None = None
+
+    def __str__(self) -> str:
+        ranks = "1rank" if self.ranks == 1 else f"{self.ranks}ranks"
+        words = [self.variant, self.engine, str(self.stage), self.precision, ranks]
+        if self.source is not None:
+            words.append(f"from-{self.source.engine}-{self.source.stage}-on-{self.source.ranks}")
+        return "-".join(filter(None, words))
+
+    @property
+    def exists(self) -> bool:
+        """Whether the engine has the stage and the precision, here on a CPU."""
+        engine = CAPABILITIES[self.engine]
+        has = engine.supports("zero_stage", self.stage) and engine.supports("precision", self.precision)
+        return has and (self.engine, self.precision) != ("deepspeed", "fp16")
+
+    @property
+    def values(self) -> list[Any]:
+        """Its value on each axis: an engine with its stage, and the others."""
+        axes = {name: getattr(self, name) for name in ("precision", "ranks", "variant", "source")}
+        return [(self.engine, self.stage), *axes.items()]
+
+
+def every_value(case: Case) -> set[Any]:
+    """What a default run has seen once: each engine, each stage of ``native``, each value of another axis."""
+    place, *others = case.values
+    return {place if case.engine == "native" else case.engine, *others}
+
+
+def every_pair(case: Case) -> set[Any]:
+    """What an exhaustive run has seen once."""
+    return set(combinations(case.values, 2))
+
+
+def covering(cases: Sequence[Case], parts: Callable[[Case], set[Any]], chosen: Sequence[Case] = ()) -> list[Case]:
+    """Adds to those that are chosen until they have all parts: the case that adds most, of equals the least used."""
+    chosen = list(chosen)
+    parts_of = {case: parts(case) for case in cases}
+    missing = set().union(*parts_of.values()).difference(*(parts_of[case] for case in chosen))
+    uses = Counter(value for case in chosen for value in case.values)
+    while missing:
+        best = max(cases, key=lambda case: (len(missing & parts_of[case]), -sum(uses[value] for value in case.values)))
+        missing -= parts_of[best]
+        uses.update(best.values)
+        chosen.append(best)
+    return chosen
+
+
+@dataclass
+class Trial:
+    """A case on one of its ranks.
+
+    Attributes:
+        folder: shared by all ranks, empty at first; a source has the folder of its target.
+        saved: what the source has returned.
+    """
+
+    case: Case
+    rank: int
+    folder: Path
+    options: Mapping[str, Any] = field(default_factory=dict)
+    saved: Any = None
+
+    @property
+    def ranks(self) -> int:
+        return self.case.ranks
+
+    def start(self, **options: Any) -> StepEngine:
+        """The odd model under the engine of the case, with the options of its variant and these."""
+        options = {"precision": self.case.precision, **self.options, **options}
+        return helpers.start(self.case.engine, self.case.stage, **options)
+
+
+@dataclass(frozen=True)
+class Check:
+    """A registered function, and its cases in a default and in an exhaustive run; the rest is as for :func:`check`."""
+
+    run: Callable[[Trial], Any]
+    default: list[Case]
+    more: list[Case]
+    variants: Mapping[str, Mapping[str, Any]]
+    source: Callable[[Trial], Any] | None
+    equals: Callable[[Case], Case] | None
+
+    def require(self, case: Case) -> None:
+        """Runs the case, and compares what it returns with the case that it must equal."""
+        found = _outcome(self, case)
+        if self.equals is not None:
+            want = _reference(self.run.__name__, self.equals(case))
+            assert found == want, f"not as {self.equals(case)}: {_differing(found, want)}"
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(
+    *,
+    engines: Sequence[str] = ENGINES,
+    stages: Sequence[int] = (0, 1, 2, 3),
+    precisions: Sequence[str] = ("fp32",),
+    ranks: Sequence[int] = (2,),
+    variants: Mapping[str, Mapping[str, Any]] = {"": {}},
+    sources: Sequence[Case] = (),
+    source: Callable[[Trial], Any] | None = None,
+    equals: Callable[[Case], Case] | None = None,
+    unless: Callable[[Case], bool] = lambda case: False,
+) -> Callable[[Callable[[Trial], Any]], Callable[[Trial], Any]]:
+    """Registers a function for the product of the axes.
+
+    A default run takes few cases, which have every value of an axis; an exhaustive run adds those with every pair.
+
+    Args:
+        engines: those that have the feature.
+        stages: those on which it may depend; an engine takes the ones that it has.
+        precisions: those on which it may depend.
+        ranks: numbers of ranks.
+        variants: options of ``Trial.start`` by name.
+        sources: cases of which each leaves a checkpoint; they get the target's precision and variant.
+        source: the function that a source runs.
+        equals: gives the case whose result must be equal.
+        unless: tells a case that there is not.
+    """
+
+    def register(run: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+        axes = product(engines, stages, precisions, ranks, variants, sources or (None,))
+        found = (Case(*point) for point in axes)
+        cases = [case for case in found if case.exists and not unless(case)]
+        default = covering(cases, every_value)
+        more = covering(cases, every_pair, default)[len(default) :]
+        assert run.__name__ not in CHECKS
+        CHECKS[run.__name__] = Check(run, default, more, variants, source, equals)
+        return run
+
+    return register
+
+
+def _run(rank: int, world: int, name: str, case: Case, folder: Path, saved: Any, is_source: bool) -> Any:
+    import tests.engines.checks  # noqa: F401 - registers them, in a resident process too
+
+    check = CHECKS[name]
+    run = check.source if is_source else check.run
+    assert run is not None
+    return run(Trial(case, rank, folder, check.variants[case.variant], saved))
+
+
+def _outcome(check: Check, case: Case) -> Any:
+    """What the check returns, on all ranks the same."""
+    name, saved = check.run.__name__, None
+    with tempfile.TemporaryDirectory() as folder:
+        if case.source is not None:
+            source = replace(case.source, precision=case.precision, variant=case.variant)
+            saved = run_ranks(source.ranks, _run, name, source, Path(folder), None, True)[0]
+        first, *others = run_ranks(case.ranks, _run, name, case, Path(folder), saved, False)
+    for other in others:
+        assert first == other, f"the ranks disagree: {_differing(first, other)}"
+    return first
+
+
+@cache
+def _reference(name: str, case: Case) -> Any:
+    return _outcome(CHECKS[name], case)
+
+
+def _differing(some: Any, others: Any) -> Any:
+    """The keys of two dictionaries whose values differ; else both."""
+    if isinstance(some, dict) and isinstance(others, dict):
+        return sorted(str(key) for key in {*some, *others} if some.get(key) != others.get(key))
+    return some, others
