@@ -50,16 +50,16 @@ def test_the_bits_are_the_published_hash(index: int, key: int, step: int) -> Non
 
 
 @pytest.mark.compile
-@pytest.mark.parametrize("numel", [64, 1000, 4097])
-def test_compiled_bits_are_the_eager_ones(numel: int) -> None:
+def test_compiled_bits_are_the_eager_ones() -> None:
     compiled = torch.compile(random_bits, dynamic=True, fullgraph=True)
     noise = stream_start(3, 2**32 - 50, CPU), *step_words(5, CPU)
-    assert torch.equal(compiled(noise, torch.empty(numel)), bits_of(numel, index=2**32 - 50, step=5))
+    for numel in (64, 1000, 4097):
+        assert torch.equal(compiled(noise, torch.empty(numel)), bits_of(numel, index=2**32 - 50, step=5))
 
 
 def test_both_halves_are_uniform_and_independent_of_step_key_and_each_other() -> None:
     """Within 4 sigma; the halves are the two moments' bits."""
-    numel = 1 << 20
+    numel = 1 << 17
 
     def halves(**where: int) -> list[Tensor]:
         bits = bits_of(numel, **where)
