@@ -28,7 +28,6 @@ from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.helpers import unshard_models
 from tests.helpers.float8_models import DIM, RECIPES, Model, batch, copies, start, train
-from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -46,30 +45,40 @@ def digest(tensors: dict[str, Tensor]) -> str:
 
 # -- the bits ----------------------------------------------------------------------------------------------------------
 
+POLICIES = {
+    **{recipe: dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe)) for recipe in RECIPES},
+    "rules": dtrain.PrecisionPolicy.named(
+        "fp8", rules={"blocks.0.up": "fp16", "blocks.1.down": "fp32", "first": "fp8"}
+    ),
+}
 
-def bits_of_stages(rank: int, world: int, stages: range, reproducible: bool) -> dict[str, list[tuple[Any, str]]]:
-    found: dict[str, list[tuple[Any, str]]] = {recipe: [] for recipe in RECIPES}
-    for recipe, own in found.items():
+
+def bits_of_stages(rank: int, world: int, stages: range, reproducible: bool) -> dict[str, list[tuple[Any, ...]]]:
+    found: dict[str, list[tuple[Any, ...]]] = {name: [] for name in POLICIES}
+    for name, own in found.items():
         for stage in stages:
-            engine = start(recipe, zero_stage=stage, reproducible=reproducible)
+            engine = start(precision=POLICIES[name], zero_stage=stage, reproducible=reproducible)
             losses = train(engine, STEPS)
-            own.append((losses, digest(engine.master_state())))
+            buffers = [layout.name for layout in engine.sharded.layouts]
+            own.append((losses, digest(engine.master_state()), engine.loss_scale.scale, buffers))
             assert engine.memory()["unsharded"] == 0
     return found
 
 
 @functools.cache
-def bits(world: int, stages: range, reproducible: bool = True) -> dict[str, list[tuple[Any, str]]]:
-    found: list[dict[str, list[tuple[Any, str]]]] = run_ranks(world, bits_of_stages, stages, reproducible)
+def bits(world: int, stages: range, reproducible: bool = True) -> dict[str, list[tuple[Any, ...]]]:
+    found: list[dict[str, list[tuple[Any, ...]]]] = run_ranks(world, bits_of_stages, stages, reproducible)
     return found[0]
 
 
-@pytest.mark.parametrize(("world", "stages"), [(2, range(4)), (4, range(1, 4, 2))])
+@pytest.mark.parametrize(
+    ("world", "stages"), [(2, range(4)), pytest.param(4, range(1, 4, 2), marks=pytest.mark.exhaustive)]
+)
 def test_equal_bits(world: int, stages: range) -> None:
-    for recipe, (reference,) in bits(1, range(1)).items():
-        losses, _ = reference
+    for name, (reference,) in bits(1, range(1)).items():
+        losses = reference[0]
         assert losses[-1] < 0.8 * losses[0], "it learns"
-        assert bits(world, stages)[recipe] == [reference] * len(stages), recipe
+        assert [found[:3] for found in bits(world, stages)[name]] == [reference[:3]] * len(stages), name
 
 
 def test_recipes_and_the_plain_order_differ() -> None:
@@ -79,19 +88,27 @@ def test_recipes_and_the_plain_order_differ() -> None:
     assert bits(2, range(1), False)["tensorwise"] != single["tensorwise"]
 
 
-MODELS = [
-    "plain", "checkpointed_blocks", "checkpointed_inside", "reused", "interleaved", "branching", "dicts",
-    "encoder_layers", "detached", "lists_in_lists",
-]  # fmt: skip
-OPTIONS: list[dict[str, Any]] = [
-    {},
-    {"prefetch": 0},
-    {"reshard_after_forward": False, "prefetch": 2},
-    {"keep_gathered": ["blocks.1"]},
+def test_rules_give_buffers_of_four_formats() -> None:
+    root = [f"root/{dtype}" for dtype in ("float8_e4m3fn", "bfloat16", "float16", "float32")]
+    blocks = ["blocks.0/float8_e4m3fn", "blocks.0/float16", "blocks.1/float8_e4m3fn"]
+    assert bits(1, range(1))["rules"][0][3] == [*root, *blocks]
+
+
+ODD: list[tuple[str, str, dict[str, Any]]] = [
+    ("checkpointed_inside", "tensorwise", {"reshard_after_forward": False, "prefetch": 2}),
+    ("reused", "tensorwise", {"keep_gathered": ["blocks.1"]}),
+    ("interleaved", "rowwise", {}),
+    ("branching", "rowwise", {"prefetch": 0}),
+]
+ALL_ODD: list[tuple[str, str, dict[str, Any]]] = [
+    (name, recipe, options)
+    for name in ("plain", "checkpointed_blocks", "dicts", "encoder_layers", "detached", "lists_in_lists")
+    for recipe in RECIPES
+    for options in ({}, {"prefetch": 0}, {"reshard_after_forward": False, "prefetch": 2})
 ]
 
 
-def differs_from_stage_2(rank: int, world: int) -> list[str]:
+def differs_from_stage_2(rank: int, world: int, cases: list[tuple[str, str, dict[str, Any]]]) -> list[str]:
     unshard_models.DIM = DIM  # what is too small is no FP8 product
 
     def run(name: str, recipe: str, stage: int, **options: Any) -> tuple[list[float], str]:
@@ -104,89 +121,77 @@ def differs_from_stage_2(rank: int, world: int) -> list[str]:
             losses.append(engine.step().loss)
         return losses, digest(engine.master_state())
 
-    wrong = []
-    for number, name in enumerate(MODELS):
-        recipe = RECIPES[number // 4 % 2]
-        options = OPTIONS[number % 4]
-        if run(name, recipe, 3, **options) != run(name, recipe, 2):
-            wrong.append(f"{name} {recipe} {options}")
-    return wrong
+    return [
+        f"{name} {recipe} {options}"
+        for name, recipe, options in cases
+        if run(name, recipe, 3, **options) != run(name, recipe, 2)
+    ]
 
 
-def test_stage_3_gathers_what_odd_models_need() -> None:
-    assert run_ranks(2, differs_from_stage_2) == [[], []]
+@pytest.mark.parametrize("cases", [ODD, pytest.param(ALL_ODD, marks=pytest.mark.exhaustive)], ids=["default", "all"])
+def test_stage_3_gathers_what_odd_models_need(cases: list[tuple[str, str, dict[str, Any]]]) -> None:
+    assert run_ranks(2, differs_from_stage_2, cases) == [[], []]
 
 
 # -- the replicas ------------------------------------------------------------------------------------------------------
 
 
-def test_functional_call_with_another_weight() -> None:
-    """And hooks are for the parameter: what ``.weight`` gives stands beside it."""
-    engine = start(zero_stage=0)
-    name, x = "blocks.0.up.weight", batch(0, 0)
-    linear = engine.module.get_submodule("blocks.0.up")
-    assert isinstance(linear, Float8Linear)
-    weight = linear.weight.detach()
-    with torch.no_grad():
-        own = linear(x)
-        assert torch.equal(torch.func.functional_call(linear, {"weight": weight}, (x,)), own)
-        other = torch.func.functional_call(linear, {"weight": torch.zeros_like(weight)}, (x,))
-        assert torch.equal(other, linear.bias.expand_as(other))
-        assert torch.equal(linear(x), own)
-    with pytest.raises(UsageError, match=rf"dict\(model\.named_parameters\(\)\)\['{name}'\]"):
-        linear.weight.register_hook(lambda grad: grad)
-    fired: list[int] = []
-    dict(engine.module.named_parameters())[name].register_hook(lambda grad: fired.append(grad.numel()))
-    engine.backward(engine(x))
-    assert fired == [weight.numel()]
-
-
-def replicas_are_the_masters(rank: int, world: int, recipe: str) -> None:
+def replicas_are_the_masters(rank: int, world: int) -> None:
     """After some steps each Linear finds what its master gives when it is cast whole, once, with one scale."""
-    engine = start(recipe, zero_stage=2)
-    for step in range(3):
-        train(engine, [step])
-        masters = engine.master_state()
-        for name in engine.contract.float8_modules if rank == 0 else ():
-            module = engine.module.get_submodule(name)
-            assert isinstance(module, Float8Linear)
-            master = masters[f"{name}.weight"]
-            found = module.quantized_weight.copies(module._parameters["weight"])  # type: ignore[arg-type]
-            rows = quantize(master, E4M3, rowwise=recipe == "rowwise")
-            want = [(rows.values, rows.scale)]
-            if recipe == "rowwise":
-                columns = quantize(master.t(), E4M3, rowwise=True)
-                want.append((columns.values.t(), columns.scale))
-            for own, (values, scale) in zip(found, want, strict=False):
-                assert torch.equal(own.values.view(torch.uint8), values.contiguous().view(torch.uint8))
-                assert torch.equal(own.scale, scale)
-            error = (module.weight - master).abs()
-            assert (error <= 0.08 * master.abs() + 0.002 * master.abs().amax()).all(), "half a unit of E4M3, and BF16"
-            assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
+    for recipe in RECIPES:
+        engine = start(recipe, zero_stage=2)
+        for step in range(3):
+            train(engine, [step])
+            masters = engine.master_state()
+            for name in engine.contract.float8_modules if rank == 0 else ():
+                assert_is_cast_of(engine.module.get_submodule(name), masters[f"{name}.weight"], recipe)
 
 
-@every_recipe
-def test_replicas_are_the_masters_cast(recipe: str) -> None:
-    run_ranks(2, replicas_are_the_masters, recipe)
+def assert_is_cast_of(module: nn.Module, master: Tensor, recipe: str) -> None:
+    assert isinstance(module, Float8Linear)
+    found = module.quantized_weight.copies(module._parameters["weight"])  # type: ignore[arg-type]
+    rows = quantize(master, E4M3, rowwise=recipe == "rowwise")
+    want = [(rows.values, rows.scale)]
+    if recipe == "rowwise":
+        columns = quantize(master.t(), E4M3, rowwise=True)
+        want.append((columns.values.t(), columns.scale))
+    for own, (values, scale) in zip(found, want, strict=False):
+        assert torch.equal(own.values.view(torch.uint8), values.contiguous().view(torch.uint8))
+        assert torch.equal(own.scale, scale)
+    error = (module.weight - master).abs()
+    assert (error <= 0.08 * master.abs() + 0.002 * master.abs().amax()).all(), "half a unit of E4M3, and BF16"
+    assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
 
 
-def skipped(rank: int, world: int, recipe: str) -> list[Any]:
-    """Returns what changes in a step that is skipped after an overflow on one rank."""
-    engine = start(recipe, zero_stage=3)
-    train(engine, [0, 1, 2])
+def test_replicas_are_the_masters_cast() -> None:
+    run_ranks(2, replicas_are_the_masters)
 
-    def state() -> dict[str, Tensor]:
-        kinds = {kind: engine._held(kind) for kind in engine.saved_dtypes}
-        return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | copies(engine)
 
-    before = state()
-    loss = engine(batch(3, rank))
-    engine.backward(loss * (math.inf if rank == 1 else 1.0))
-    outcome = engine.step()
-    same = {name: torch.equal(tensor, before[name]) for name, tensor in state().items()}
-    train(engine, [3])
-    moved = digest(copies(engine)) != digest({name: before[name] for name in copies(engine)})
-    return [outcome.applied, [name for name, equal in same.items() if not equal], moved]
+def skipped(rank: int, world: int) -> list[list[Any]]:
+    """Returns what changes in a step that is skipped after an overflow on one rank, for each recipe."""
+    found = []
+    for recipe in RECIPES:
+        engine = start(recipe, zero_stage=3)
+        train(engine, [0, 1, 2])
+
+        def state(engine: NativeEngine = engine) -> dict[str, Tensor]:
+            kinds = {kind: engine._held(kind) for kind in engine.saved_dtypes}
+            return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | copies(engine)
+
+        before = state()
+        loss = engine(batch(3, rank))
+        engine.backward(loss * (math.inf if rank == 1 else 1.0))
+        outcome = engine.step()
+        same = {name: torch.equal(tensor, before[name]) for name, tensor in state().items()}
+        train(engine, [3])
+        moved = digest(copies(engine)) != digest({name: before[name] for name in copies(engine)})
+        found.append([outcome.applied, [name for name, equal in same.items() if not equal], moved])
+    return found
+
+
+def test_a_skipped_step_keeps_every_bit() -> None:
+    """The next one moves them, so the test can fail."""
+    assert run_ranks(2, skipped) == [[[False, [], True]] * 2] * 2
 
 
 @every_recipe
@@ -204,88 +209,86 @@ def test_an_overflow_in_a_weight_is_not_hidden(recipe: str, how: str, tmp_path: 
         engine.load(tmp_path)
     engine.backward(engine(batch(2, 0)))
     outcome = engine.step()
-    assert not outcome.applied
-    assert outcome.reason == "nonfinite_loss"
+    assert (outcome.applied, outcome.reason) == (False, "nonfinite_loss")
 
 
-@every_recipe
-def test_a_skipped_step_keeps_every_bit(recipe: str) -> None:
-    for applied, changed, moved in run_ranks(2, skipped, recipe):
-        assert not applied
-        assert changed == []
-        assert moved, "the next step changes them, so the test can fail"
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda module: module.half(),
-        lambda module: setattr(module._parameters["weight"], "data", torch.ones(3 * DIM, DIM, dtype=torch.bfloat16)),
-        lambda module: module._parameters["weight"].requires_grad_(False),
-    ],
-    ids=["half", "data", "frozen"],
-)
-def test_a_replaced_weight_is_noticed(change: Callable[[nn.Module], Any], stage: int) -> None:
-    engine = start(zero_stage=stage)
-    engine.backward(engine(batch(0, 0)))
-    change(engine.module.blocks[0].up)  # type: ignore[index,union-attr]
-    with pytest.raises(ContractError, match=r"'blocks.0.up.(weight|bias)' (no longer lies|was frozen)"):
-        engine.step()
-
-
-def test_a_written_weight_is_noticed() -> None:
+def _write(engine: NativeEngine) -> None:
     """Its parameter holds no weight: the write would be lost, and what guards its neighbours with it."""
-    engine = start(zero_stage=2)
-    engine.backward(engine(batch(0, 0)))
     with torch.no_grad():
         dict(engine.module.named_parameters())["blocks.0.up.weight"].zero_()
-    with pytest.raises(UsageError, match=r"'blocks.0.up.weight' was written to .* engine.load"):
+
+
+def _up(engine: NativeEngine) -> Any:
+    return engine.module.get_submodule("blocks.0.up")
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda engine: _up(engine).half(), ContractError, "'blocks.0.up.(weight|bias)' no longer lies"),
+        (
+            lambda engine: setattr(_up(engine)._parameters["weight"], "data", torch.ones(3 * DIM, DIM).bfloat16()),
+            ContractError,
+            "'blocks.0.up.weight' no longer lies",
+        ),
+        (
+            lambda engine: _up(engine)._parameters["weight"].requires_grad_(False),
+            ContractError,
+            "'blocks.0.up.weight' was frozen",
+        ),
+        (_write, UsageError, "'blocks.0.up.weight' was written to .* engine.load"),
+        (
+            lambda engine: engine.module.load_state_dict(engine.module.state_dict()),
+            UsageError,
+            "'blocks.0.up.weight' is an FP8 replica, .* engine.load",
+        ),
+    ],
+    ids=["half", "data", "frozen", "written", "state dict"],
+)
+def test_a_weight_that_changes_past_the_engine_is_noticed(
+    change: Callable[[NativeEngine], Any], error: type[Exception], message: str
+) -> None:
+    engine = start(zero_stage=2)
+    engine.backward(engine(batch(0, 0)))
+
+    def change_and_step() -> None:
+        change(engine)
         engine.step()
 
-
-def test_weights_are_not_loaded_past_the_engine() -> None:
-    engine = start(zero_stage=2)
-    with pytest.raises(UsageError, match=r"'blocks.0.up.weight' is an FP8 replica, .* engine.load"):
-        engine.module.load_state_dict(engine.module.state_dict())
+    with pytest.raises(error, match=message):
+        change_and_step()
 
 
-def modify(rank: int, world: int, stage: int) -> None:
-    engine = start(zero_stage=stage)
-    name = "blocks.0.up.weight"
-    engine.backward(engine(batch(0, 0)))
-    engine.step()
-    before = engine.master_state()
-    with engine.modify_weights("blocks.0"):
-        shown = engine.module.blocks[0].up.weight  # type: ignore[index,union-attr]
-        assert shown.dtype == torch.float32
-        shown.mul_(0.5)
-        engine.module.blocks[0].load_state_dict(engine.module.blocks[0].state_dict())  # type: ignore[index]
-    after = engine.master_state()
-    for other, old in before.items():
-        assert torch.equal(after[other], old / 2 if other == name else old), other
-    loss = engine(batch(0, 0))
-    folder = tempfile.mkdtemp() if rank == 0 else ""
-    path = engine.save(engine.comm.exchange_text(folder)[0])
-    fresh = start(zero_stage=stage)
-    fresh.load(path)
-    assert torch.equal(fresh(batch(0, 0)), loss)  # the replicas follow the masters
+def modify(rank: int, world: int) -> None:
+    for stage in (1, 3) if world > 1 else (2,):
+        engine = start(zero_stage=stage)
+        name = "blocks.0.up.weight"
+        if world > 1 and stage == 3:
+            with pytest.raises(UsageError, match=r"'blocks\.0\.up\.weight' is read outside a forward"):
+                _ = _up(engine).weight
+        engine.backward(engine(batch(0, 0)))
+        engine.step()
+        before = engine.master_state()
+        with engine.modify_weights("blocks.0"):
+            shown = _up(engine).weight
+            assert shown.dtype == torch.float32
+            shown.mul_(0.5)
+            block = engine.module.get_submodule("blocks.0")
+            block.load_state_dict(block.state_dict())
+        after = engine.master_state()
+        for other, old in before.items():
+            assert torch.equal(after[other], old / 2 if other == name else old), other
+        loss = engine(batch(0, 0))
+        folder = tempfile.mkdtemp() if rank == 0 else ""
+        path = engine.save(engine.comm.exchange_text(folder)[0])
+        fresh = start(zero_stage=stage)
+        fresh.load(path)
+        assert torch.equal(fresh(batch(0, 0)), loss), "the replicas follow the masters"
 
 
-@pytest.mark.parametrize(("world", "stage"), [(1, 2), (2, 1), (2, 3)])
-def test_fp8_weights_are_written_in_modify_weights(world: int, stage: int) -> None:
-    run_ranks(world, modify, stage)
-
-
-def reads_outside(rank: int, world: int) -> str:
-    engine = start(zero_stage=3)
-    with pytest.raises(UsageError) as caught:
-        _ = engine.module.blocks[0].up.weight  # type: ignore[index,union-attr]
-    return str(caught.value)
-
-
-def test_a_sharded_weight_is_not_read_outside_its_forward() -> None:
-    assert "'blocks.0.up.weight' is read outside a forward" in run_ranks(2, reads_outside)[0]
+@pytest.mark.parametrize("world", [1, 2])
+def test_fp8_weights_are_written_in_modify_weights(world: int) -> None:
+    run_ranks(world, modify)
 
 
 def copied(rank: int, world: int) -> list[bool]:
@@ -305,23 +308,6 @@ def copied(rank: int, world: int) -> list[bool]:
 def test_a_copy_is_a_model_of_its_own() -> None:
     """At stage 3, as ever, one without values until it is given some."""
     assert run_ranks(2, copied) == [[True, True, False, True]] * 2
-
-
-@every_recipe
-@pytest.mark.parametrize("stage", [0, 2])
-def test_the_host_reads_nothing(recipe: str, stage: int) -> None:
-    engine = start(recipe, zero_stage=stage, reproducible=True)
-    looks = like_a_gpu(engine)
-    for step in range(3):
-        inputs = [batch(step, index) for index in range(2)]
-        with forbidden():
-            for x in engine.accumulate(inputs):
-                loss = engine(x)
-                engine.backward((loss * 0).log() if step == 1 else loss)
-            outcome = engine.step()
-        assert looks == list(range(step))
-    assert outcome.applied
-    assert engine.applied_steps == 2
 
 
 def communicates(rank: int, world: int) -> None:
@@ -351,14 +337,14 @@ def state_bits(engine: NativeEngine) -> str:
 
 
 def train_and_save(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    """Five steps, saved after the third, and whether a new engine finds the replicas of then."""
+    """Four steps, saved after the second, and whether a new engine finds the replicas of then."""
     found: dict[str, Any] = {}
     for recipe in RECIPES:
         engine = start(recipe, zero_stage=2, reproducible=True)
-        train(engine, [0, 1, 2])
+        train(engine, [0, 1])
         engine.save(folder / recipe)
         own = digest(copies(engine))
-        losses = train(engine, [3, 4])
+        losses = train(engine, [2, 3])
         again = start(recipe, model=Model(2), zero_stage=2, reproducible=True)
         again.load(folder / recipe)
         found[recipe] = (losses, state_bits(engine), own == digest(copies(again)))
@@ -370,7 +356,7 @@ def load_and_train(rank: int, world: int, folder: Path, stage: int) -> dict[str,
     for recipe in RECIPES:
         engine = start(recipe, model=Model(2), zero_stage=stage, reproducible=True)
         engine.load(folder / recipe)
-        found[recipe] = (train(engine, [3, 4]), state_bits(engine))
+        found[recipe] = (train(engine, [2, 3]), state_bits(engine))
     return found
 
 
@@ -382,37 +368,17 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
             assert found == straight[recipe][:2], f"{recipe} at stage {stage} on {world} ranks"
 
 
-def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
-    low = start(precision="bf16", zero_stage=1)
-    train(low, [0, 1])
-    low.save(tmp_path / "bf16")
-    for recipe in RECIPES:
-        engine = start(recipe, model=Model(2))
-        engine.load(tmp_path / "bf16")
-        assert digest(engine.master_state()) == digest(low.master_state())
-        train(engine, [2])
-        engine.save(tmp_path / recipe)
-        again = start(model=Model(2), precision="bf16")
-        again.load(tmp_path / recipe)
-        assert digest(again.master_state()) == digest(engine.master_state())
-        assert train(again, [3])[0] == pytest.approx(train(engine, [3])[0], rel=0.1)
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
+# -- memory, collectives -----------------------------------------------------------------------------------------------
 
 
 def measured(rank: int, world: int) -> dict[tuple[str, int], Any]:
-    def policy(recipe: str) -> Any:
-        return dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe=recipe))
-
     cases = [("tensorwise", 0), ("tensorwise", 3), ("rowwise", 2), ("rowwise", 3)]
-    return {(recipe, stage): measure(WideStack, stage, policy(recipe)) for recipe, stage in cases}
+    return {(recipe, stage): measure(WideStack, stage, POLICIES[recipe]) for recipe, stage in cases}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_state_bytes_follow_the_formula(world: int) -> None:
+def test_state_bytes_follow_the_formula() -> None:
     numel = sum(p.numel() for p in WideStack().parameters() if p.dim() == 2)
-    for found in run_ranks(world, measured):
+    for found in run_ranks(2, measured):
         for (recipe, stage), (live, reported, formula) in found.items():
             where = f"{recipe} at stage {stage}: {reported} against {formula}, live {live}"
             states = sum(reported[kind] for kind in formula)
@@ -421,7 +387,7 @@ def test_state_bytes_follow_the_formula(world: int) -> None:
             assert abs(live - sum(reported.values())) < 16 * 1024, where
             # the first product and the last one, of eight, stay BF16; biases and norms are small
             replicas = numel * 6 // 8 * (1 if recipe == "tensorwise" else 2) + numel * 2 // 8 * 2
-            assert reported["compute"] == pytest.approx(replicas / (world if stage == 3 else 1), rel=0.06), where
+            assert reported["compute"] == pytest.approx(replicas / (2 if stage == 3 else 1), rel=0.06), where
 
 
 def test_memory_counts_what_products_keep() -> None:
@@ -440,46 +406,23 @@ def test_memory_counts_what_products_keep() -> None:
     assert engine.memory()["compute"] == between
 
 
-def test_few_collectives_a_step() -> None:
-    """One maximum for all weights, and one all-gather per flat buffer; biases and norms are in the root's."""
-    assert run_ranks(2, collectives_of_a_step)[0] == {"all_reduce_max": 1, "all_gather": 4}
-
-
 def collectives_of_a_step(rank: int, world: int) -> dict[str, int]:
     engine = start(zero_stage=2)
     train(engine, [0], num_micro_batches=2)
     engine.backward(engine(batch(1, rank)))
     engine.finish_gradients()
-    schedule = engine.comm.schedule
-    before = schedule.num_issued
     names: list[str] = []
-    record = schedule.record
+    record = engine.comm.schedule.record
 
     def recorded(op: str, label: str, tensor: Tensor) -> str:
         names.append(op)
         return record(op, label, tensor)
 
-    schedule.record = recorded  # type: ignore[method-assign]
+    engine.comm.schedule.record = recorded  # type: ignore[method-assign]
     engine.step()
-    assert schedule.num_issued > before
     return {op: names.count(op) for op in ("all_reduce_max", "all_gather")}
 
 
-RULES = {"blocks.0.up": "fp16", "blocks.1.down": "fp32", "first": "fp8"}
-
-
-def bits_of_rules(rank: int, world: int, stages: range) -> tuple[list[str], list[Any]]:
-    policy = dtrain.PrecisionPolicy.named("fp8", rules=RULES)
-    found = []
-    for stage in stages:
-        engine = start(precision=policy, zero_stage=stage, reproducible=True)
-        losses = train(engine, STEPS)
-        found.append((losses, digest(engine.master_state()), engine.loss_scale.scale))
-    return [layout.name for layout in engine.sharded.layouts], found
-
-
-def test_rules_give_buffers_of_four_formats() -> None:
-    (names, (reference,)), (_, found) = (run_ranks(w, bits_of_rules, s)[0] for w, s in ((1, range(1)), (2, range(4))))
-    root = [f"root/{dtype}" for dtype in ("float8_e4m3fn", "bfloat16", "float16", "float32")]
-    assert names == [*root, "blocks.0/float8_e4m3fn", "blocks.0/float16", "blocks.1/float8_e4m3fn"]
-    assert found == [reference] * 4
+def test_few_collectives_a_step() -> None:
+    """One maximum for all weights, and one all-gather per flat buffer; biases and norms are in the root's."""
+    assert run_ranks(2, collectives_of_a_step)[0] == {"all_reduce_max": 1, "all_gather": 4}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import json
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -76,47 +77,42 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 # -- bits --------------------------------------------------------------------------------------------------------------
 
-VARIANTS: list[dict[str, Any]] = [
-    {"prefetch": prefetch, "reshard_after_forward": reshard}
-    for prefetch, reshard in itertools.product((0, 1, 2), (True, False))
+VARIANTS = [
+    (recomputes, {"prefetch": prefetch, "reshard_after_forward": reshard})
+    for recomputes, prefetch, reshard in itertools.product((False, True), (0, 1, 2), (True, False))
 ]
 
 
-def bits(rank: int, world: int, precision: str, reproducible: bool) -> list[str]:
-    """Returns a message for each difference from stage 2."""
-    wrong = []
-    for number, recomputes in enumerate((False, True)):
+def compare_stages(rank: int, world: int, precision: str, reproducible: bool, variants: list[Any]) -> None:
+    for recomputes, variant in variants:
         reference = start(Adapted(DIM, recomputes=recomputes), 2, precision, reproducible)
-        before = reference.master_state()
-        losses, masters = train(reference), reference.master_state()
-        assert len(set(losses)) == len(losses)
+        before, losses, masters = reference.master_state(), train(reference, 2), reference.master_state()
         assert not any(torch.equal(before[name], tensor) for name, tensor in masters.items()), "all are trained"
-        # half of them in each mode: in each precision every variant comes with recomputation and without it
-        for variant in VARIANTS[(number + reproducible) % 2 :: 2]:
-            engine = start(Adapted(DIM, recomputes=recomputes), 3, precision, reproducible, **variant)
-            frozen = held(engine)
-            where = f"recomputes={recomputes} {variant}"
-            got = train(engine)
-            if got != losses:
-                wrong.append(f"{where}: losses {got} against {losses}")
-            if not same(engine.master_state(), masters):
-                wrong.append(f"{where}: masters")
-            for name, shards in held(engine).items():
-                if any(not torch.equal(a, b) for (_, a), (_, b) in zip(shards, frozen[name], strict=True)):
-                    wrong.append(f"{where}: frozen '{name}' has changed")
-            if engine.memory()["unsharded"]:
-                wrong.append(f"{where}: {engine.memory()['unsharded']} bytes stay unsharded between the steps")
-            assert engine.sharded.scheduler is not None
-            peak = engine.sharded.scheduler.peak
-            if variant["reshard_after_forward"] and peak > 1 + variant["prefetch"]:
-                wrong.append(f"{where}: {peak} groups unsharded at a time")
-    return wrong
+        engine = start(Adapted(DIM, recomputes=recomputes), 3, precision, reproducible, **variant)
+        frozen = joined([held(engine)])
+        assert train(engine, 2) == losses, variant
+        assert same(engine.master_state(), masters), variant
+        assert same(joined([held(engine)]), frozen), variant
+        assert engine.memory()["unsharded"] == 0
+        assert engine.sharded.scheduler is not None
+        if variant["reshard_after_forward"]:
+            assert engine.sharded.scheduler.peak <= 1 + variant["prefetch"], "groups unsharded at a time"
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("reproducible", [False, True])
-def test_stage_3_has_the_bits_of_stage_2(precision: str, reproducible: bool) -> None:
-    assert run_ranks(2, bits, precision, reproducible) == [[], []]
+@pytest.mark.parametrize(
+    ("precision", "reproducible", "variants"),
+    [
+        ("fp32", False, [VARIANTS[0], VARIANTS[5], VARIANTS[8], VARIANTS[10]]),
+        ("bf16", True, [VARIANTS[2], VARIANTS[9]]),
+        *(
+            pytest.param(precision, reproducible, VARIANTS, marks=pytest.mark.exhaustive)
+            for precision in ("bf16", "fp32")
+            for reproducible in (False, True)
+        ),
+    ],
+)
+def test_stage_3_has_the_bits_of_stage_2(precision: str, reproducible: bool, variants: list[Any]) -> None:
+    run_ranks(2, compare_stages, precision, reproducible, variants)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -127,11 +123,11 @@ WIDE = 192
 def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, int, int, set[str]]]:
     """Returns, by stage: bytes of the frozen parameters, by the formula, bytes not accounted for, whole parameters."""
     found = {}
-    for stage in range(4):
+    for stage in (0, 2, 3):
         gc.collect()
         gc.freeze()  # objects that exist already are neither searched nor counted
         engine = start(Adapted(WIDE), stage, precision)
-        train(engine, 2)
+        train(engine, 1)
         gc.collect()
         memory = engine.memory()
         unknown = sum(live_storages(engine.comm).values()) - sum(memory.values())
@@ -139,14 +135,13 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_frozen_bytes_follow_the_formula(precision: str) -> None:
-    ranks = run_ranks(2, frozen_bytes, precision)
     model = Adapted(WIDE)
     every = {name: p for name, p in model.named_parameters() if not p.requires_grad}
     codes = every["blocks.3.codes"].nbytes
-    for found in ranks:
-        for stage in range(3):
+    for found in run_ranks(2, frozen_bytes, precision):
+        for stage in (0, 2):
             got, formula, unknown, whole = found[stage]
             assert (got, whole) == (formula, set(every))
             assert abs(unknown) < 16 * 1024, f"stage {stage}"
@@ -157,16 +152,16 @@ def test_frozen_bytes_follow_the_formula(precision: str) -> None:
         # the codes stay whole, which the formula does not know
         assert formula <= got - codes / 2 <= 1.03 * formula
         assert abs(unknown) < 16 * 1024
-    if precision == "fp32":
-        assert total == sum(p.nbytes for p in every.values())
+    assert precision != "fp32" or total == sum(p.nbytes for p in every.values())
 
 
-# -- all-gathers -------------------------------------------------------------------------------------------------------
+# -- all-gathers and groups --------------------------------------------------------------------------------------------
 
 
-def gathers(rank: int, world: int, options: dict[str, Any], recomputes: bool) -> dict[str, int]:
+def gathers(rank: int, world: int, prefetch: int, recomputes: bool, reshard: bool) -> Counter[str]:
     """Returns the number of all-gathers of each flat buffer in the second step, which has one micro-batch."""
-    engine = start(Adapted(DIM, recomputes=recomputes), **options)
+    model = Adapted(DIM, recomputes=recomputes)
+    engine = start(model, prefetch=prefetch, reshard_after_forward=reshard)
     schedule, labels = engine.comm.schedule, []
     record = schedule.record
 
@@ -174,16 +169,15 @@ def gathers(rank: int, world: int, options: dict[str, Any], recomputes: bool) ->
         labels.append((op, label))
         return record(op, label, tensor)
 
+    schedule.record = recorded  # type: ignore[method-assign]
     for step in range(2):
         labels.clear()
-        schedule.record = recorded  # type: ignore[method-assign]
         engine.backward(engine(batch(step, rank)))
         engine.step()
     return Counter(label for op, label in labels if op == "all_gather")
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize(("prefetch", "recomputes"), [(0, False), (1, True), (2, False)])
 def test_a_unit_is_gathered_once_a_pass(prefetch: int, recomputes: bool) -> None:
     trained = {f"blocks.{number}/bfloat16" for number in (0, 1, 3, 4)} | {"root/bfloat16"}
     frozen = {f"{unit}/bfloat16/frozen" for unit in UNITS}
@@ -191,26 +185,8 @@ def test_a_unit_is_gathered_once_a_pass(prefetch: int, recomputes: bool) -> None
     # the last 1 + prefetch units stay unsharded from forward to backward
     once = ("root/", *(f"blocks.{number}/" for number in (4, 3, 2)[: 1 + prefetch]))
     want = {label: 1 if label.startswith(once) else 2 for label in trained | frozen | root}
-    assert run_ranks(2, gathers, {"prefetch": prefetch}, recomputes) == [want] * 2
-    kept = {"prefetch": prefetch, "reshard_after_forward": False}
-    assert run_ranks(2, gathers, kept, recomputes) == [dict.fromkeys(want, 1)] * 2
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
-
-
-def groups(rank: int, world: int, precision: str) -> dict[str, set[str]]:
-    return {group.name: set(group.parameters) for group in start(Adapted(DIM), precision=precision).sharded.groups}
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_only_norms_join_the_root(precision: str) -> None:
-    """Not the weights of a unit that has a parameter of integers too."""
-    model = Adapted(DIM)
-    names = [name for name, p in model.named_parameters() if p.is_floating_point()]
-    in_units = {name for name in names if name.startswith("blocks.") and (precision == "fp32" or ".norm." not in name)}
-    want = {unit: {name for name in in_units if name.startswith(f"{unit}.")} for unit in UNITS}
-    assert run_ranks(2, groups, precision) == [{"": set(names) - in_units, **want}] * 2
+    assert run_ranks(2, gathers, prefetch, recomputes, True) == [want] * 2
+    assert run_ranks(2, gathers, prefetch, recomputes, False) == [dict.fromkeys(want, 1)] * 2
 
 
 class FrozenNorms(Adapted):
@@ -222,13 +198,24 @@ class FrozenNorms(Adapted):
             parameter.requires_grad_("norm." not in name and parameter.is_floating_point())
 
 
-def buffers_of_frozen_norms(rank: int, world: int) -> set[str]:
-    return {replica.layout.name for replica in start(FrozenNorms()).sharded.frozen}
+def groups(rank: int, world: int) -> tuple[list[dict[str, set[str]]], set[str]]:
+    engines = [start(Adapted(DIM), precision=precision) for precision in ("bf16", "fp32")]
+    found = [{group.name: set(group.parameters) for group in engine.sharded.groups} for engine in engines]
+    return found, {replica.layout.name for replica in start(FrozenNorms()).sharded.frozen}
 
 
-def test_frozen_norms_join_the_root() -> None:
-    """A flat buffer of their own in every unit would be mostly padding, and double the all-gathers."""
-    assert run_ranks(2, buffers_of_frozen_norms) == [{"root/float32/frozen"}] * 2
+def test_only_norms_join_the_root() -> None:
+    """Not the weights of a unit that has a parameter of integers too.
+
+    A flat buffer of frozen norms in every unit would be mostly padding, and double the all-gathers.
+    """
+    names = {name for name, p in Adapted(DIM).named_parameters() if p.is_floating_point()}
+    want = []
+    for precision in ("bf16", "fp32"):
+        in_units = {n for n in names if n.startswith("blocks.") and (precision == "fp32" or ".norm." not in n)}
+        of_units = {unit: {name for name in in_units if name.startswith(f"{unit}.")} for unit in UNITS}
+        want.append({"": names - in_units, **of_units})
+    assert run_ranks(2, groups) == [(want, {"root/float32/frozen"})] * 2
 
 
 # -- misuse ------------------------------------------------------------------------------------------------------------
@@ -339,40 +326,39 @@ def corrupt(path: Path, name: str) -> None:
     vouched("r0000.safetensors", edit)(path)
 
 
-def load_fails(rank: int, world: int, path: str, stage: int) -> str:
-    return message(CheckpointError, lambda: start(Adapted(DIM, seed=1), stage, reproducible=True).load(path))
-
-
-@pytest.mark.parametrize("name", ["blocks.1.up.weight", "embedding.weight", "blocks.3.codes"])
-def test_a_load_refuses_a_frozen_weight_that_has_changed(name: str, tmp_path: Path) -> None:
-    run_ranks(2, save, str(tmp_path), 3, None)
-    (path,) = tmp_path.glob("step*")
-    corrupt(path, name)
-    for stage in (3, 2):
-        for said in run_ranks(2, load_fails, str(path), stage):
-            assert f"frozen:{name} has the fingerprint" in said, said
-
-
-def misread(rank: int, world: int, path: str, precision: str, name: str) -> str:
-    """Rank 1 reads the last element of a frozen shard wrongly."""
-    engine = start(Adapted(DIM, seed=1), 3, precision)
+def refusals(rank: int, world: int, damaged: list[str], path: str, name: str) -> list[str]:
+    """Loads damaged checkpoints, and a good one of which rank 1 reads the last element of a frozen shard wrongly."""
+    said = []
+    for number, folder in enumerate(damaged):
+        engine = start(Adapted(DIM, seed=1), (3, 2)[number % 2], reproducible=True)
+        said.append(message(CheckpointError, lambda engine=engine, folder=folder: engine.load(folder)))  # type: ignore[misc]
     real = CheckpointReader.read_into
+    for precision in ("bf16", "fp32"):
+        engine = start(Adapted(DIM, seed=1), 3, precision)
 
-    def read_into(reader: CheckpointReader, targets: Iterable[Any]) -> None:
-        real(reader, targets)
-        shard = next(shard for shard in engine.frozen_shards() if shard.name == name)
-        if engine.rank == 1:
-            shard.data[-1] += 1
+        def read_into(reader: CheckpointReader, targets: Iterable[Any], engine: NativeEngine = engine) -> None:
+            real(reader, targets)
+            shard = next(shard for shard in engine.frozen_shards() if shard.name == name)
+            if engine.rank == 1:
+                shard.data[-1] += 1
 
-    with mock.patch.object(CheckpointReader, "read_into", read_into):
-        return message(CheckpointError, lambda: engine.load(path))
+        with mock.patch.object(CheckpointReader, "read_into", read_into):
+            said.append(message(CheckpointError, lambda engine=engine: engine.load(path)))  # type: ignore[misc]
+    return said
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_frozen_shard_that_was_read_wrongly_is_found(precision: str, tmp_path: Path) -> None:
+def test_a_load_refuses_frozen_weights_that_have_changed(tmp_path: Path) -> None:
     """BF16 weights are proven by their fingerprint, the casts to FP32 against the file."""
     run_ranks(2, save, str(tmp_path), 3, None)
-    name = "blocks.1.down.weight"
-    for said in run_ranks(2, misread, str(tmp_path), precision, name):
-        assert f"after loading {tmp_path}" in said, said
-        assert name in said, said
+    (path,) = tmp_path.glob("step*")
+    names = ["blocks.1.up.weight", "embedding.weight", "blocks.3.codes"]
+    folders = [Path(shutil.copytree(path, tmp_path / name / path.name)) for name in names]
+    for folder, name in zip(folders, names, strict=True):
+        corrupt(folder, name)
+    other = "blocks.1.down.weight"
+    for *damaged, bf16, fp32 in run_ranks(2, refusals, [str(folder) for folder in folders], str(path), other):
+        for said, name in zip(damaged, names, strict=True):
+            assert f"frozen:{name} has the fingerprint" in said, said
+        for said in (bf16, fp32):
+            assert f"after loading {tmp_path}" in said, said
+            assert other in said, said

@@ -35,7 +35,6 @@ pytestmark = pytest.mark.processes
 DIM = 32
 LINEARS = [f"blocks.{number}.{name}" for number in range(5) for name in ("up", "down")]
 NUM_WEIGHTS = 10 * 2 * DIM * DIM
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def start(
@@ -81,51 +80,41 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 # -- bits --------------------------------------------------------------------------------------------------------------
 
 
-def bits(rank: int, world: int, stages: range) -> list[dict[str, Any]]:
+def bits(rank: int, world: int, recipe: str, stages: range) -> list[tuple[list[float], Any, Any]]:
+    """Losses, masters and frozen weights by stage; recomputation gathers them again, and must not change a bit."""
     found = []
-    for recipe in RECIPES:
-        for stage in stages:
-            recomputes = stage == 3  # gathers them again, and must not change a bit
-            engine = start(stage, recipe, reproducible=True, recomputes=recomputes)
-            assert set(LINEARS) == set(engine.contract.float8_modules)
-            before = frozen_weights(engine)
-            losses = train(engine)
-            assert same(frozen_weights(engine), before)
-            assert engine.memory()["unsharded"] == 0
-            found.append({"recipe": recipe, "losses": losses, "masters": engine.master_state(), "frozen": before})
+    for stage in stages:
+        engine = start(stage, recipe, reproducible=True, recomputes=stage == 3)
+        assert set(LINEARS) == set(engine.contract.float8_modules)
+        before = frozen_weights(engine)
+        losses = train(engine)
+        assert same(frozen_weights(engine), before)
+        assert engine.memory()["unsharded"] == 0
+        found.append((losses, engine.master_state(), before))
     return found
 
 
-@functools.cache
-def of_one_rank() -> dict[str, dict[str, Any]]:
-    return {item["recipe"]: item for item in run_ranks(1, bits, range(1))[0]}
-
-
-def test_every_stage_and_world_size_has_the_same_bits() -> None:
-    reference = of_one_rank()
-    assert reference["tensorwise"]["losses"] != reference["rowwise"]["losses"], "the control: recipes differ"
-    for item in run_ranks(2, bits, range(4))[0]:
-        want = reference[item["recipe"]]
-        assert item["losses"] == want["losses"], item["recipe"]
-        assert same(item["masters"], want["masters"])
-        assert same(item["frozen"], want["frozen"])
-
-
-@every_recipe
-def test_they_are_cast_once_from_the_unrounded_weights(recipe: str) -> None:
-    own = Adapted(DIM)
-    for name, values in of_one_rank()[recipe]["frozen"].items():
-        weight = own.get_parameter(name).detach()
-        assert torch.equal(values, dequantize(quantize(weight, E4M3, rowwise=recipe == "rowwise"))), name
-        assert not torch.equal(values, weight)
+def test_every_stage_and_world_size_has_the_same_bits_cast_once_from_the_unrounded_weights() -> None:
+    own, curves = Adapted(DIM), []
+    for recipe in RECIPES:
+        ((losses, masters, frozen),) = run_ranks(1, bits, recipe, range(1))[0]
+        curves.append(losses)
+        for other_losses, other_masters, other_frozen in run_ranks(2, bits, recipe, range(4))[0]:
+            assert other_losses == losses, recipe
+            assert same(other_masters, masters)
+            assert same(other_frozen, frozen)
+        for name, values in frozen.items():
+            weight = own.get_parameter(name).detach()
+            assert torch.equal(values, dequantize(quantize(weight, E4M3, rowwise=recipe == "rowwise"))), name
+            assert not torch.equal(values, weight)
+    assert curves[0] != curves[1], "the control: recipes differ"
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@every_recipe
-def test_no_product_gives_a_weight_gradient(recipe: str) -> None:
-    engine = start(0, recipe)
+def test_no_product_gives_a_weight_gradient_and_only_those_that_run_are_measured() -> None:
+    engine = start(0)
     shapes: Counter[tuple[int, ...]] = Counter()
     real = float8_products.multiply
 
@@ -139,6 +128,12 @@ def test_no_product_gives_a_weight_gradient(recipe: str) -> None:
     # one layer's output has the shapes of the other's input gradient, which the first block's first layer does not need
     assert shapes == {(rows, DIM, 2 * DIM, DIM): 5 + 5, (rows, 2 * DIM, DIM, 2 * DIM): 5 + 4}
     engine.step()
+    with engine.measure_precision() as measurement:
+        train(engine, range(1))
+    report = measurement.report()
+    assert report is not None
+    products = Counter((one.product, tuple(operand.operand for operand in one.operands)) for one in report.float8)
+    assert products == {("fprop", ("input",)): 10, ("dgrad", ("gradient",)): 9}, "no weight: it has no master"
 
 
 def test_one_row_wise_copy_gives_the_input_gradient_of_two() -> None:
@@ -169,31 +164,29 @@ def test_one_row_wise_copy_gives_the_input_gradient_of_two() -> None:
 WIDE = 256
 
 
-def memory(rank: int, world: int, recipe: str) -> dict[int, tuple[int, int, int]]:
-    """Returns, by stage: bytes of frozen parameters, by the formula, and bytes that no kind accounts for."""
+def memory(rank: int, world: int) -> dict[tuple[str, int], tuple[int, int, int]]:
+    """Returns bytes of frozen parameters, by the formula, and bytes that no kind accounts for."""
     found = {}
-    for stage in (0, 2, 3):
+    for recipe, stage in (("tensorwise", 0), ("tensorwise", 3), ("rowwise", 2), ("rowwise", 3)):
         gc.collect()
         gc.freeze()  # objects that exist already are neither searched nor counted
         engine = start(stage, recipe, dim=WIDE)
-        train(engine, range(2))
+        train(engine, range(1))
         gc.collect()
         held = engine.memory()
         unknown = sum(live_storages(engine.comm).values()) - sum(held.values())
-        found[stage] = held["frozen"], engine.memory_formula()["frozen"], unknown
+        found[recipe, stage] = held["frozen"], engine.memory_formula()["frozen"], unknown
     return found
 
 
-@every_recipe
-def test_they_take_a_byte_each(recipe: str) -> None:
-    model = Adapted(WIDE)
-    frozen = {name: p for name, p in model.named_parameters() if not p.requires_grad}
+def test_they_take_a_byte_each() -> None:
+    frozen = {name: p for name, p in Adapted(WIDE).named_parameters() if not p.requires_grad}
     float8 = {name: p for name, p in frozen.items() if name.removesuffix(".weight") in LINEARS}
     others = sum(p.numel() * (1 if p.dtype == torch.int8 else 4 if "norm" in n else 2) for n, p in frozen.items())
     total = others - sum(p.numel() for p in float8.values())  # others has counted them as BF16
     codes = frozen["blocks.3.codes"].numel()  # int8 is no floating point, so it is never sharded
-    for found in run_ranks(2, memory, recipe):
-        for stage, (held, formula, unknown) in found.items():
+    for found in run_ranks(2, memory):
+        for (recipe, stage), (held, formula, unknown) in found.items():
             assert formula == (total if stage < 3 else -(-total // 2))
             share = held if stage < 3 else held - codes / 2
             scales = 4 * sum(p.shape[0] if recipe == "rowwise" else 1 for p in float8.values())  # on every rank
@@ -203,33 +196,62 @@ def test_they_take_a_byte_each(recipe: str) -> None:
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
+State = tuple[dict[str, Tensor], list[float], dict[str, Tensor]]
 
-def save(rank: int, world: int, folder: str, stage: int, recipe: str) -> tuple[dict[str, Tensor], Any, Any]:
-    engine = start(stage, recipe, reproducible=True)
-    train(engine, range(2))
+
+def save(rank: int, world: int, folder: str, recipe: str) -> State:
+    engine = start(3, recipe, reproducible=True)
+    train(engine, range(1))
     engine.save(folder)
-    return frozen_weights(engine), train(engine, range(2, 4)), engine.master_state()
+    return frozen_weights(engine), train(engine, range(1, 3)), engine.master_state()
 
 
-def load(rank: int, world: int, folder: str, stage: int, recipe: str) -> tuple[dict[str, Tensor], Any, Any]:
+def load(rank: int, world: int, folder: str, stage: int, recipe: str) -> State:
     engine = start(stage, recipe, seed=1, reproducible=True)  # other weights, frozen ones too
     engine.load(folder)
     engine.save(f"{folder}/again-{world}-{stage}")
-    return frozen_weights(engine), train(engine, range(2, 4)), engine.master_state()
+    return frozen_weights(engine), train(engine, range(1, 3)), engine.master_state()
 
 
-@every_recipe
-def test_a_checkpoint_has_their_values_and_resumes_with_the_same_bits(recipe: str, tmp_path: Path) -> None:
-    frozen, losses, masters = run_ranks(2, save, str(tmp_path), 3, recipe)[0]
+def fails_to_load(rank: int, world: int, path: str, misreads: bool) -> list[str]:
+    said = []
+    real = CheckpointReader.read_into
+
+    def read_into(reader: CheckpointReader, targets: Any) -> None:
+        targets = list(targets)
+        real(reader, targets)
+        for target in targets:
+            if misreads and target.name == "blocks.1.up.weight" and target.data.dtype == torch.float32:
+                target.data.view(-1)[-1] += 0.05
+
+    with mock.patch.object(CheckpointReader, "read_into", read_into):
+        for stage in (0, 3):
+            engine = start(stage, seed=1, reproducible=True)
+            said.append(message(CheckpointError, functools.partial(engine.load, path)))
+    return said
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_checkpoint_has_their_values_and_a_load_proves_what_it_cast(recipe: str, tmp_path: Path) -> None:
+    frozen, losses, masters = run_ranks(2, save, str(tmp_path), recipe)[0]
     (path,) = tmp_path.glob("step*")
     entries = {entry.name: entry for entry in verify_checkpoint(path).tensors if entry.kind == "frozen"}
     assert {entries[f"{name}.weight"].dtype for name in LINEARS} == {torch.bfloat16}
-    for world, stage in ((1, 0), (2, 1), (2, 3)):
+    for world, stage in ((1, 0), (2, 3)):
         got = run_ranks(world, load, str(tmp_path), stage, recipe)[0]
         assert same(got[0], frozen)
         assert got[1] == losses
         assert same(got[2], masters)
         assert verify(tmp_path / f"again-{world}-{stage}").checkpoints
+    if recipe == "rowwise":
+        return
+    for said in run_ranks(2, fails_to_load, str(path), True):
+        for text in said:
+            assert "the frozen FP8 weights of 'blocks.1/float8_e4m3fn/frozen'" in text
+            assert "are not the cast of what was saved" in text
+    corrupt(path, "blocks.1.up.weight")
+    for said in run_ranks(2, fails_to_load, str(path), False):
+        assert all("frozen:blocks.1.up.weight has the fingerprint" in text for text in said)
 
 
 def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
@@ -246,58 +268,31 @@ def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
     assert torch.equal(bf16.module.get_parameter("blocks.1.up.weight").float(), held)
 
 
-def fails_to_load(rank: int, world: int, path: str, stage: int, *, misreads: bool) -> str:
-    engine = start(stage, seed=1, reproducible=True)
-    real = CheckpointReader.read_into
-
-    def read_into(reader: CheckpointReader, targets: Any) -> None:
-        targets = list(targets)
-        real(reader, targets)
-        for target in targets:
-            if misreads and target.name == "blocks.1.up.weight" and target.data.dtype == torch.float32:
-                target.data.view(-1)[-1] += 0.05
-
-    with mock.patch.object(CheckpointReader, "read_into", read_into):
-        return message(CheckpointError, lambda: engine.load(path))
+# -- writes, faults, other engines -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_load_proves_what_it_cast(stage: int, tmp_path: Path) -> None:
-    run_ranks(2, save, str(tmp_path), 3, "tensorwise")
-    (path,) = tmp_path.glob("step*")
-    for said in run_ranks(2, functools.partial(fails_to_load, misreads=True), str(path), stage):
-        assert "the frozen FP8 weights of 'blocks.1/float8_e4m3fn/frozen'" in said
-        assert "are not the cast of what was saved" in said
-    corrupt(path, "blocks.1.up.weight")
-    for said in run_ranks(2, functools.partial(fails_to_load, misreads=False), str(path), stage):
-        assert "frozen:blocks.1.up.weight has the fingerprint" in said
+def modify(rank: int, world: int) -> None:
+    for stage in (0, 3):
+        engine = start(stage)
+        before = frozen_weights(engine)
+        name, other = "blocks.1.up.weight", "blocks.1.down.weight"
+        with engine.modify_weights("blocks.1.*"):
+            written = engine.module.get_parameter(name)
+            assert torch.equal(written, before[name])
+            written.mul_(3.7)
+            wanted = written.clone()
+        after = frozen_weights(engine)
+        assert torch.equal(after[name], dequantize(quantize(wanted, E4M3, rowwise=False)))
+        assert torch.equal(after[other], before[other]), "written with the same values"
+        train(engine, range(2))
+        with torch.no_grad():
+            dict(engine.module.named_parameters())[name].zero_()
+        engine.backward(engine(batch(0, 0)))
+        assert "'blocks.1.up.weight' was written to while" in message(UsageError, engine.step)
 
 
-# -- writes and faults -------------------------------------------------------------------------------------------------
-
-
-def modify(rank: int, world: int, stage: int) -> None:
-    engine = start(stage)
-    before = frozen_weights(engine)
-    name, other = "blocks.1.up.weight", "blocks.1.down.weight"
-    with engine.modify_weights("blocks.1.*"):
-        written = engine.module.get_parameter(name)
-        assert torch.equal(written, before[name])
-        written.mul_(3.7)
-        wanted = written.clone()
-    after = frozen_weights(engine)
-    assert torch.equal(after[name], dequantize(quantize(wanted, E4M3, rowwise=False)))
-    assert torch.equal(after[other], before[other]), "written with the same values"
-    train(engine, range(2))
-    with torch.no_grad():
-        dict(engine.module.named_parameters())[name].zero_()
-    engine.backward(engine(batch(0, 0)))
-    assert "'blocks.1.up.weight' was written to while" in message(UsageError, engine.step)
-
-
-@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 3)])
-def test_they_are_written_in_modify_weights(world: int, stage: int) -> None:
-    run_ranks(world, modify, stage)
+def test_they_are_written_in_modify_weights() -> None:
+    run_ranks(2, modify)
 
 
 def flipped(rank: int, world: int, stage: int, what: str) -> list[Any]:
@@ -318,11 +313,7 @@ def test_an_audit_names_a_flipped_bit(stage: int, what: str) -> None:
     assert run_ranks(2, flipped, stage, what) == [[((1,), "blocks.1.down.weight", what)]] * 2
 
 
-# -- other engines -----------------------------------------------------------------------------------------------------
-
-
 def trained_by(rank: int, world: int, name: str) -> list[float]:
-    torch.set_num_threads(1)
     stage = {"native": 3, "ddp": 0, "fsdp2": 2}[name]
     engine = dtrain.initialize(
         Adapted(DIM), engine=name, zero_stage=stage, precision="fp8", seed=5, max_grad_norm=0.5,
@@ -342,18 +333,3 @@ def test_engines_agree_on_the_products() -> None:
     assert ddp == pytest.approx(native, rel=2e-2)
     assert fsdp2 == pytest.approx(native, rel=2e-2)
     assert native[0] > native[-1]
-
-
-def measured(rank: int, world: int) -> Counter[tuple[str, tuple[str, ...]]]:
-    engine = start(3)
-    with engine.measure_precision() as measurement:
-        train(engine, range(1))
-    report = measurement.report()
-    assert report is not None
-    return Counter((one.product, tuple(operand.operand for operand in one.operands)) for one in report.float8)
-
-
-def test_only_the_products_that_run_are_measured() -> None:
-    """A frozen weight has no master to compare it with."""
-    want = {("fprop", ("input",)): 10, ("dgrad", ("gradient",)): 9}  # the first layer gives no input gradient
-    assert run_ranks(2, measured) == [want] * 2

@@ -24,6 +24,9 @@ needs_trainer = pytest.mark.skipif(
     tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST, reason="transformers is too old"
 )
 
+transformers.utils.logging.set_verbosity_error()
+transformers.utils.logging.disable_progress_bar()
+
 Row = dict[str, Tensor]
 
 LENGTH = 17
@@ -103,8 +106,6 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
 
 def be_rank(rank: int, world: int) -> None:
     """Sets the variables of a launcher, which transformers reads, for a rank of ``run_ranks``."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
     if world > 1:
         assert dist.is_initialized()
         values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}

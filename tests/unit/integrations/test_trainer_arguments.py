@@ -21,12 +21,6 @@ from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_
 pytestmark = needs_trainer
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def test_settings_of_a_class_and_of_a_call(tmp_path: Path) -> None:
     class Sharded(EngineTrainer):
         dtrain: ClassVar = {"engine": dtrain.Native(zero_stage=3), "precision": "bf16"}

@@ -19,16 +19,10 @@ from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_
 pytestmark = needs_trainer
 
 
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "max_steps": -1, "bf16": True}
+    options = {"save_strategy": "steps", "save_steps": 2, "num_train_epochs": 2, "max_steps": -1}
     dropout = {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
     rows = text_rows(24)  # four steps an epoch
     whole = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, **options)
@@ -41,12 +35,8 @@ def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
     next((tmp_path / "checkpoint-6" / "dtrain").glob("step-*/manifest.json")).unlink()
     resumed = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, resume=True, **options)
     assert resumed.trainer._initial_global_step == 4
-    assert [
-        message.split(" is not complete")[0][-1] for message in caplog.messages if "is not complete" in message
-    ] == [
-        "8",
-        "6",
-    ]
+    incomplete = [text.split(" is not complete")[0][-1] for text in caplog.messages if "is not complete" in text]
+    assert incomplete == ["8", "6"]
     assert resumed.values("loss") == whole.values("loss")
     assert resumed.values("grad_norm") == whole.values("grad_norm")
     for name, value in whole.weights.items():
@@ -105,7 +95,7 @@ def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
     def run(resume: bool, **options: Any) -> dict[str, torch.Tensor]:
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         model = peft.get_peft_model(build_model(), lora)
-        args = arguments(tmp_path, bf16=True, save_strategy="steps", save_steps=2, learning_rate=1e-2, **options)
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, learning_rate=1e-2, **options)
         rows, held_out = text_rows(48), text_rows(5, start=900)
         engine = dtrain.Native(zero_stage=3)
         trainer = EngineTrainer(model, args, train_dataset=rows, eval_dataset=held_out, dtrain={"engine": engine})
