@@ -225,7 +225,7 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
         ({"schedule": lambda step: 1.0}, r"schedule is a function; write schedule=dtrain.Schedule\(function\), if"),
         ({"schedule": 0.5}, r"schedule=0.5 is not a schedule of dtrain, such as .* or dtrain.Schedule\(lambda step"),
         ({"schedule": TORCH_SCHEDULE}, r"of torch, .*; write schedule=dtrain.TorchSchedule\(.*\.LambdaLR, ...\)"),
-        ({"schedule": schedulers.OneCycleLR}, r"=the class .* write schedule=dtrain.TorchSchedule\(.*OneCycleLR, ...\)"),
+        ({"schedule": schedulers.OneCycleLR}, r"=the class .* write schedule=dtrain.TorchSchedule\(.*OneCycleLR"),
         ({"schedule": dtrain.Cosine}, "schedule=the class .*Cosine is not a schedule of dtrain"),
         ({"schedule": dtrain.Cosine(5)}, "Cosine.total_steps is null; give the number of steps"),
         ({"schedule": Slowing()}, "the schedule is Slowing, .* make it a frozen dataclass"),

@@ -19,8 +19,8 @@ from dtrain.errors import UsageError
 from tests.helpers.one_rank import X, masters, start, unchanged
 
 ERRORS = {
-    "inside": "inside micro-batch 0, which has not ended; leave its 'with' block, or the loop over engine.accumulate",
-    "after": "after micro-batch {n}, which was the last of this step or ended with an exception; call engine.step() first",
+    "inside": "inside micro-batch 0, which has not ended; leave its 'with' block, or the loop over",
+    "after": "after micro-batch {n}, which was the last of this step or ended with an exception; call engine.step()",
     "outside": "engine.backward outside a micro-batch, after micro-batch {n}; put every backward",
     "whole": "after an engine.backward outside of any, which is a whole step's; call engine.step() first",
     "second": "a second engine.backward",
@@ -219,9 +219,7 @@ def test_a_step_without_a_last_micro_batch_is_reduced_by_step(stage: int, tmp_pa
 def test_a_message_says_how_to_continue(tmp_path: Path) -> None:
     player = Player(tmp_path).play("batch2 backward drop")
     for word in ("last", "batch2"):
-        with pytest.raises(
-            UsageError, match="step is incomplete on this rank: .* build a new engine and load a checkp"
-        ):
+        with pytest.raises(UsageError, match=r"incomplete on this rank: .* build a new engine and load a checkpoint"):
             player.play(word)
     player = Player(tmp_path).play("last backward")
     with pytest.raises(UsageError, match=r"'with engine\.micro_batch\(last=\.\.\.\):'"):

@@ -113,9 +113,13 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
 def test_eval_restores_the_mode_of_every_module() -> None:
     engine = start()
     engine.module[1].eval()  # as one does with a frozen norm
-    with pytest.raises(KeyError), engine.eval():
-        assert not any(module.training for module in engine.module.modules())
-        raise KeyError
+    modes: list[bool] = []
+    engine.module[2].register_forward_hook(lambda *_: modes.extend(module.training for module in engine.module))
+    with engine.eval():
+        engine(X)
+    with pytest.raises(RuntimeError), engine.eval():
+        engine(X.T)
+    assert modes == [False] * 3
     assert [module.training for module in (engine.module, *engine.module)] == [True, True, False, True]
     assert torch.is_grad_enabled()
 

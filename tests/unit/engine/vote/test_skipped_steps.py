@@ -171,7 +171,7 @@ BAD, TWO_KINDS = skip("overflow"), [skip("nonfinite_loss", (2, 0)), skip("nonfin
     ("skips", "applied", "scale", "expected"),
     [
         ([skip("empty")] * 3, APPLIED, NONE, "Empty batches: "),
-        ([skip("nonfinite_loss", (0, 1))] * 3, APPLIED, NONE, "Bad batches: 3 of 24 losses are not finite, all on rank 1, while"),
+        ([skip("nonfinite_loss", (0, 1))] * 3, APPLIED, NONE, "Bad batches: 3 of 24 losses are not finite, all on"),
         (TWO_KINDS, APPLIED, DYNAMIC, "6 of 16 losses are not finite, all on ranks 0, 1, while"),
         ([skip("nonfinite_loss", (4, 4))] * 3, APPLIED, NONE, "Diverged model: every loss of every rank"),
         ([skip("nonfinite_loss", (0, 1))] * 3, RISING_LOSS, NONE, "Diverged model: the last applied steps"),
