@@ -22,7 +22,6 @@ from dtrain.checkpoint.format.safetensors_file import read_header
 from tests.faults import test_checkpoint_damage as damage
 from tests.faults import test_lease as leases
 from tests.faults import test_power_cut as power_cut
-from tests.helpers.checkpoints import save_good
 from tests.helpers.fault_counts import FaultCounts
 from tests.unit.checkpoint import test_roundtrip as roundtrip
 
@@ -122,10 +121,8 @@ def cut_power_in(scenario: str) -> Test:
 
 def damaged_by(case: str) -> Test:
     def test(folder: Path) -> None:
-        template = folder / "template"
-        for step in (100, 200):
-            save_good(template, step)
-        damage.test_damage_is_refused_by_name_and_the_previous_one_used(folder, template, case)
+        damage.make_good(folder / "template")
+        damage.try_case(folder / "template", folder / "damaged", case)
 
     return test
 
@@ -144,16 +141,16 @@ CASES: dict[str, tuple[Mutation, Test]] = {
     "the temporary name": (in_place, cut_power_in("first save of a run")),
     "the rename before a deletion": (without("rename", "directory"), cut_power_in("deletes")),
     "the clean-up": (no_clean_up, cut_power_in("cleans up")),
-    "the manifest's hash": (unchecked_manifest, damaged_by("flip-manifest-0.01")),
-    "the files' hashes": (agreeing_hashes, damaged_by("last-block-zeroed")),
-    "the set of files": (replaced("reader.check_files", nothing), damaged_by("extra-pickle")),
-    "fingerprints of files": (replaced("reader.check_fingerprints", nothing), damaged_by("data-flipped")),
+    "the manifest's hash": (unchecked_manifest, damaged_by("flipped 0.01 of the manifest")),
+    "the files' hashes": (agreeing_hashes, damaged_by("last block zeroed")),
+    "the set of files": (replaced("reader.check_files", nothing), damaged_by("extra shard")),
+    "fingerprints of files": (replaced("reader.check_fingerprints", nothing), damaged_by("data: flipped")),
     "fingerprints in place": (
         replaced("reader.CheckpointReader.check_fingerprints", nothing),
         roundtrip.test_fingerprints_detect_wrongly_loaded_values,
     ),
     "tiling at a save": (replaced("commit.check_tiling", nothing), gap_between_ranks),
-    "tiling at a load": (replaced("format.manifest.check_tiling", nothing), damaged_by("gap")),
+    "tiling at a load": (replaced("format.manifest.check_tiling", nothing), damaged_by("manifest: gap")),
     "the lease at the commit": (
         replaced("lease.lease.Lease.check", nothing),
         leases.test_a_save_that_has_lost_the_lease_is_not_committed,
@@ -162,7 +159,7 @@ CASES: dict[str, tuple[Mutation, Test]] = {
         replaced("lease.lease.Lease.check", nothing),
         leases.test_old_checkpoints_are_not_removed_without_the_lease,
     ),
-    "headers": (unchecked_headers, damaged_by("header-other-shape")),
+    "headers": (unchecked_headers, damaged_by("data: header's other shape")),
 }
 
 

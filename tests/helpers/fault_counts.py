@@ -9,7 +9,14 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+import pytest
+
 from dtrain.telemetry.host import describe_host
+
+FEW_AND_MANY = pytest.mark.parametrize(
+    "many", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "many"]
+)
+"""Each kind of fault once by default; the counts of the fault suite in the exhaustive run."""
 
 
 @dataclass
