@@ -105,19 +105,17 @@ def test_a_frozen_weight_costs_two_products(folders: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "targets", "message"),
+    ("targets", "message"),
     [
-        ("qwen3", ["q_proj", "vproj"], r"'vproj' is the name of no Linear of Qwen3ForCausalLM; did you mean 'v_proj'?"),
-        ("qwen3", ["xyz"], "'xyz' is the name of no Linear of Qwen3ForCausalLM; valid: down_proj, gate_proj, k_proj"),
-        ("qwen3", ["embed_tokens"], "'embed_tokens' is the name of no Linear"),
-        ("qwen3", ["proj"], "'proj' is the name of no Linear"),  # not the end of a word
-        ("qwen3", ["lm_head"], "the weight of 'lm_head' is tied to that of another module"),
-        ("gpt2", ["q_proj"], "did you mean 'c_proj'?"),
+        (["q_proj", "vproj"], r"'vproj' is the name of no Linear of Qwen3ForCausalLM; did you mean 'v_proj'?"),
+        (["embed_tokens"], "'embed_tokens' is the name of no Linear of Qwen3ForCausalLM; valid: down_proj, gate"),
+        (["proj"], "'proj' is the name of no Linear"),  # not the end of a word
+        (["lm_head"], "the weight of 'lm_head' is tied to that of another module"),
     ],
 )
-def test_a_wrong_target_is_one_line(family: str, targets: list[str], message: str, folders: dict[str, Path]) -> None:
+def test_a_wrong_target_is_one_line(targets: list[str], message: str, folders: dict[str, Path]) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
-        build_hf(folders[family], lora=Lora(r=2, targets=targets))
+        build_hf(folders["qwen3"], lora=Lora(r=2, targets=targets))
     assert "\n" not in str(caught.value)
 
 

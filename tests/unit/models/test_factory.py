@@ -11,7 +11,6 @@ from torch import nn
 from dtrain.config.model import ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import build_model, vocabulary
-from dtrain.models.transformer import Transformer
 
 MODULE = """
 import torch
@@ -47,26 +46,17 @@ def build(factory: str, seed: int = 0, **args: object) -> nn.Module:
     return build_model(ModelConfig(factory=factory, args=args), 10, seed)
 
 
-def test_the_default_factory_is_the_transformer() -> None:
-    path = list(sys.path)
-    assert isinstance(build_model(ModelConfig(num_layers=1, hidden_dim=32), 10, 0), Transformer)
-    assert sys.path == path
-
-
 def test_a_module_in_the_working_directory_is_found() -> None:
     model = build("factory_of_mine:build_net", width=7)
     assert isinstance(model, nn.Linear)
     assert (model.in_features, model.out_features) == (10, 7)
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, 10), (10, 10), (64, 64)])
-def test_a_vocabulary_of_its_own_may_be_larger_than_the_datas(own: int | None, expected: int) -> None:
-    config = ModelConfig(factory="factory_of_mine:build_net", vocab_size=own)
-    assert vocabulary(config, 10) == expected
-    assert build_model(config, 10, 0).in_features == expected
-
-
-def test_a_vocabulary_smaller_than_the_datas_is_refused() -> None:
+def test_a_vocabulary_of_its_own_may_be_larger_than_the_datas() -> None:
+    for own, expected in ((None, 10), (10, 10), (64, 64)):
+        config = ModelConfig(factory="factory_of_mine:build_net", vocab_size=own)
+        assert vocabulary(config, 10) == expected
+        assert build_model(config, 10, 0).in_features == expected
     with pytest.raises(
         ConfigError, match=r"model.vocab_size=9 is smaller than the data's vocabulary of 10 tokens; make"
     ):
@@ -81,12 +71,10 @@ def test_the_seed_decides_the_weights_and_the_callers_generator_is_left_alone() 
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize(
-    "factory", ["", "build", "a:b:c", "a.b", "pkg.mod:", ":build", "os:sys.exit", "a-b:c", "a b:c"]
-)
-def test_a_bad_form_is_refused(factory: str) -> None:
-    with pytest.raises(ConfigError, match=r"must be package\.module:function"):
-        build(factory)
+def test_a_bad_form_is_refused() -> None:
+    for factory in ("", "build", "a:b:c", "a.b", "pkg.mod:", ":build", "os:sys.exit", "a-b:c", "a b:c"):
+        with pytest.raises(ConfigError, match=r"must be package\.module:function"):
+            build(factory)
 
 
 @pytest.mark.parametrize(

@@ -77,14 +77,12 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(model_type: str, vo
         model(inputs, positions=torch.arange(16).expand(2, -1))
 
 
-@pytest.mark.parametrize("is_decoder", [True, False])
-def test_a_model_that_sees_later_tokens_is_refused(is_decoder: bool, tmp_path: Path) -> None:
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 64}
-    config = {"model_type": "bert", "vocab_size": VOCAB, "is_decoder": is_decoder, **sizes}
+    config = {"model_type": "bert", "vocab_size": VOCAB, "is_decoder": True, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    if is_decoder:
-        build_hf(tmp_path, weights="random")
-        return
+    build_hf(tmp_path, weights="random")
+    _edit(lambda c: c.update(is_decoder=False))(tmp_path)
     with pytest.raises(ConfigError, match=r"model_type bert is not causal with this config\.json: .*set is_decoder"):
         build_hf(tmp_path, weights="random")
 
@@ -168,7 +166,7 @@ def _cut(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "changes", "message"),
     [
-        (None, {"path": "/nowhere/llama"}, "/nowhere/llama is not a directory"),
+        (None, {"folder": "/nowhere/llama"}, "/nowhere/llama is not a directory"),
         (lambda folder: (folder / "config.json").unlink(), {}, r"config\.json: missing"),
         (lambda folder: (folder / "config.json").write_text("{"), {}, r"config\.json"),
         (
@@ -176,29 +174,16 @@ def _cut(folder: Path) -> None:
             {},
             "has no model_type 'mine'; its own Python files",
         ),
-        (
-            _edit(lambda c: c.update(model_type="t5")),
-            {"weights": "random"},
-            "model_type t5 is no causal language model",
-        ),
+        (_edit(lambda c: c.update(model_type="t5")), {"weights": "random"}, "t5 is no causal language model"),
         (_edit(lambda c: c.update(quantization_config={"bits": 4})), {}, r"quantized \(quantization_config\)"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), {}, "holds an adapter"),
         (None, {"max_seq_len": 33}, r"model\.max_seq_len=33 is more than the 32 positions"),
         (None, {"weights": "random", "args": {"num_layers": 2}}, r"model\.args\.num_layers is no entry .*num_hidden"),
-        (
-            None,
-            {"weights": "random", "args": {"hidden_size": 33}},
-            r"model\.path=.*(config\.json is not valid|cannot build the model)",
-        ),
+        (None, {"weights": "random", "args": {"hidden_size": 33}}, r"(json is not valid|cannot build the model)"),
         (_drop_a_weight, {}, r"its weights lack 'model\.norm\.weight' \(in all 1\) of LlamaForCausalLM"),
         (_to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
         (_cut, {}, r"model\.safetensors"),
-        (
-            _edit(lambda c: c.update(vocab_size=256)),
-            {},
-            r"its weights have another shape for 'lm_head\.weight' \(in all 2\) of LlamaForCausalLM",
-        ),
-        (_edit(lambda c: c.update(vocab_size="many")), {"weights": "random"}, r"model\.path=.*many"),
+        (_edit(lambda c: c.update(vocab_size=256)), {}, r"another shape for 'lm_head\.weight' \(in all 2\) of Llama"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -208,7 +193,7 @@ def test_a_mistake_is_one_line(
     if damage is not None:
         damage(folder)
     with pytest.raises(ConfigError, match=message) as caught:
-        build_hf(**({"folder": folder} | ({"folder": changes.pop("path")} if "path" in changes else {})), **changes)
+        build_hf(**{"folder": folder} | changes)
     assert "\n" not in str(caught.value)
 
 
