@@ -1,20 +1,25 @@
 """Stored texts under ``golden/``: resolved configurations, and the messages of mistakes on the command line.
 
 A changed default or message shows up as a changed line. After a change on purpose, run
-``python -m tests.unit.cli.regenerate_golden`` and read the diff. It also rewrites the tables of ``docs/running.md``
-and ``README.md`` that are generated from the configuration.
+``python -m tests.unit.cli.regenerate_golden`` and read the diff. A new mistake is a line ``$ dtrain ...`` in
+``messages.txt``. It also rewrites the tables of ``docs/running.md`` and ``README.md`` that are generated from the
+configuration.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
+from dtrain.__main__ import main
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.tools.doctor.reference import engine_table, key_table
-from tests.unit.cli.mistakes import CASES, message
 
 GOLDEN = Path(__file__).parent / "golden"
 MESSAGES = GOLDEN / "messages.txt"
@@ -23,21 +28,49 @@ TABLES = {"engines": (ROOT / "README.md", engine_table), "keys": (ROOT / "docs/r
 """Tables in documents, by the name between their markers; ``dtrain doctor NAME | cat`` prints each."""
 
 
-def cases() -> dict[str, list[str]]:
-    """Name of the golden file -> its overrides: the default run, and every experiment and debug option."""
-    found = {"default": []}
+def default() -> str:
+    """Returns every key of the default run."""
+    return to_yaml(config_to_dict(compose()))
+
+
+def experiments() -> str:
+    """Returns what each experiment and debug option changes of the default run."""
+    plain = dict(_flat(config_to_dict(compose())))
+    found = {}
     for group in ("experiment", "debug"):
         for path in sorted((config_folder() / group).glob("*.yaml")):
-            found[f"{group}-{path.stem}"] = [f"{group}={path.stem}"]
-    return found
+            values = _flat(config_to_dict(compose([f"{group}={path.stem}"])))
+            found[f"{group}={path.stem}"] = {
+                key: value for key, value in values if key not in plain or plain[key] != value
+            }
+    return to_yaml(found)
 
 
-def resolved(overrides: list[str]) -> str:
-    return to_yaml(config_to_dict(compose(overrides)))
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
-def all_messages() -> str:
-    return "\n".join(f"$ dtrain train {arguments}\n{message(arguments)}\n" for arguments in CASES)
+YAML = {"default": default, "experiments": experiments}
+
+
+def stored_messages() -> dict[str, str]:
+    """Returns the messages by command line, without the name of the program in front of either."""
+    return dict(re.findall(r"^\$ dtrain (.*)\n(.*)$", MESSAGES.read_text(encoding="utf-8"), re.MULTILINE))
+
+
+def message(arguments: str) -> str:
+    """Returns the error of ``dtrain ARGUMENTS``."""
+    captured = StringIO()
+    with redirect_stderr(captured):
+        code = main(arguments.split())
+    (line,) = captured.getvalue().splitlines()
+    assert code == 2, line
+    assert line.startswith("dtrain: ")
+    return line.removeprefix("dtrain: ")
 
 
 def table_in(document: Path, name: str) -> re.Match[str]:
@@ -49,11 +82,10 @@ def table_in(document: Path, name: str) -> re.Match[str]:
 
 
 if __name__ == "__main__":
-    for stale in GOLDEN.glob("*.yaml"):
-        stale.unlink()
-    for name, overrides in cases().items():
-        (GOLDEN / f"{name}.yaml").write_text(resolved(overrides), encoding="utf-8")
-    MESSAGES.write_text(all_messages(), encoding="utf-8")
+    for name, text in YAML.items():
+        (GOLDEN / f"{name}.yaml").write_text(text(), encoding="utf-8")
+    messages = "\n".join(f"$ dtrain {arguments}\n{message(arguments)}\n" for arguments in stored_messages())
+    MESSAGES.write_text(messages, encoding="utf-8")
     for name, (document, table) in TABLES.items():
         old = table_in(document, name)
         document.write_text(old.string[: old.start()] + table().markdown() + old.string[old.end() :], encoding="utf-8")

@@ -155,7 +155,6 @@ def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: Schedu
     assert factors.warmup_steps == (20 if steps >= 200 else steps // 10)
 
 
-@settings(max_examples=200)
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 2000))
 def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro: int, world: int, batch: int) -> None:
     config = replace(RunConfig(), train=TrainConfig(micro_batch_size=micro, global_batch_size=batch))
@@ -167,28 +166,3 @@ def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro:
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
     divisible = [size for size in range(1, batch + micro * world + 1) if size % (micro * world) == 0]
     assert named == [size for size in divisible if abs(size - batch) < micro * world]
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"shard_size": 1}, r"Native.shard_size=1 .*every rank would hold all states, which is Native.zero_stage=0"),
-        ({"shard_size": 2, "zero_stage": 0}, r"Native.shard_size=2 with Native.zero_stage=0: .*set .*=1, 2 or 3"),
-        ({"shard_size": 2, "offload": "cpu"}, r"Native.shard_size=2 with Native.offload=cpu: .*remove one of the two"),
-        ({"shard_size": 2, "grad_dtype": "bf16"}, r"with Native.grad_dtype=bf16: sums across replicas are FP32"),
-        ({"shard_size": 6, "reproducible": True}, r"a power of two; set Native.shard_size=4 or 8, or remove one"),
-        ({"shard_size": 0}, r"Native.shard_size=0"),
-    ],
-)
-def test_sizes_of_replicas_that_cannot_be_honored(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        Native(**settings)
-
-
-def test_a_size_of_replicas_divides_the_ranks() -> None:
-    config = RunConfig(engine=Native(shard_size=3))
-    with pytest.raises(
-        ConfigError, match=r"engine.shard_size=3 does not divide the number of ranks, 8; set it to 2 or "
-    ):
-        check_config(config, world_size=8)
-    Native(shard_size=3).check_ranks(6)
