@@ -23,7 +23,7 @@ from dtrain.distributed.schedule import CollectiveSchedule
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(sizes, st.integers(0, 3), st.integers(1, 120))
 def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -> None:
     num_last = min(num_last, len(sizes))
@@ -38,18 +38,11 @@ def test_live_slots_never_overlap(sizes: list[int], num_last: int, limit: int) -
         # exact: free after the latest send that used it, so a gradient opened in order never needs private memory
         assert slot.free_after == (earlier[-1] + schedule.window if earlier else -1)
         assert slot.free_after < number
-
-
-@settings(max_examples=200)
-@given(sizes, st.integers(0, 3), st.integers(1, 120))
-def test_a_gradient_that_is_opened_in_order_finds_its_slot(sizes: list[int], num_last: int, limit: int) -> None:
-    """A send finishes what frees the slot of the next gradient; the last ones are opened early and may not."""
-    num_last = min(num_last, len(sizes))
-    schedule = RingSchedule(sizes, num_last, limit)
+    # a send finishes what frees the slot of the next gradient; the last ones are opened early and may not find it free
     finished = -1
-    for number in range(6 * len(sizes)):
+    for number, slot in enumerate(slots):
         if len(sizes) > 1 and number % len(sizes) < len(sizes) - num_last:
-            assert schedule.slot(number).free_after <= finished
+            assert slot.free_after <= finished
         first = schedule.finish_first(number)
         assert first < number
         finished = max(finished, first)
@@ -210,7 +203,7 @@ def simulate(
     interleaving.run([program(rank) for rank in range(world)])
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     st.lists(st.integers(1, 4), min_size=1, max_size=6),
     st.integers(0, 2),
@@ -257,22 +250,15 @@ def exchange_of_two() -> RingExchange:
     return exchange
 
 
-def test_a_send_that_breaks_the_rule_is_refused() -> None:
-    exchange = exchange_of_two()
-    for number in range(2):
-        exchange.open(number)
-        exchange.send(number)
-    exchange.open(0)
-    assert exchange.finish_first() >= 0
-    with pytest.raises(RuntimeError, match="send 2 starts before finish_first: 0 sends are finished"):
-        exchange.send(0)
-
-
-def test_sends_are_finished_in_their_order() -> None:
+def test_a_send_or_a_release_that_breaks_the_rule_is_refused() -> None:
     exchange = exchange_of_two()
     handles = []
     for number in range(2):
         exchange.open(number)
         handles.append(exchange.send(number))
+    exchange.open(0)
+    assert exchange.finish_first() >= 0
+    with pytest.raises(RuntimeError, match="send 2 starts before finish_first: 0 sends are finished"):
+        exchange.send(0)
     with pytest.raises(RuntimeError, match="send 1 is released before send 0"):
         handles[1].release()

@@ -1,20 +1,178 @@
-"""The device of a rank, and the end of its process group."""
+"""How a rank starts: its launcher's environment, its device, the store, open files, and the end of its group."""
 
 from __future__ import annotations
 
+import os
+import resource
 import socket
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.distributed import setup
-from dtrain.distributed.setup import connect, connect_by_file, disconnect
+from dtrain.distributed import launch_env, setup
+from dtrain.distributed.descriptors import reserve_descriptors
+from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.setup import connect, connect_by_file, disconnect, processes_to_start
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import ConfigError
+from tests.helpers.launch import LAUNCHER
 
 GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*LAUNCHER, launch_env.LAUNCHER_PID, "TORCHELASTIC_RUN_ID", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_environment(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    for word in words.split():
+        monkeypatch.setenv(*word.split("="))
+
+
+# -- the environment of a launcher -------------------------------------------------------------------------------------
+
+SRUN = "SLURM_STEP_NUM_TASKS=7 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_PROCID=6"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("", LaunchEnv()),
+        (
+            "RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2 TORCHELASTIC_RESTART_COUNT=5",
+            LaunchEnv(3, 4, 1, 2, 5, launched=True, one_host=False),
+        ),
+        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2", LaunchEnv(1, 2, 1, 2, launched=True)),  # deepspeed
+        ("RANK=1 WORLD_SIZE=2", LaunchEnv(1, 2, 1, 2, launched=True, one_host=False)),
+        ("SLURM_NTASKS=7 SLURM_PROCID=0", LaunchEnv()),  # a batch script
+        (f"{SRUN} SLURM_LOCALID=0 SLURM_NODEID=3", LaunchEnv(6, 7, 0, 1, launched=True, one_host=False)),
+        (f"{SRUN} SLURM_LOCALID=1 SLURM_NODEID=1", LaunchEnv(6, 7, 1, 2, launched=True, one_host=False)),
+        (
+            "SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 SLURM_PROCID=1 SLURM_LOCALID=1 SLURM_NODEID=0",
+            LaunchEnv(1, 2, 1, 2, launched=True),
+        ),
+        # torchrun, one task a node
+        (f"{SRUN} SLURM_LOCALID=0 RANK=1 WORLD_SIZE=14", LaunchEnv(1, 14, 1, 14, launched=True, one_host=False)),
+    ],
+)
+def test_ranks_of_launchers(words: str, expected: LaunchEnv, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, words)
+    assert LaunchEnv.read() == expected
+    before = dict(os.environ)
+    monkeypatch.setattr(os, "environ", {**before, "LOCAL_RANK": "9"})
+    expected.export()
+    exported = {"RANK": expected.rank, "WORLD_SIZE": expected.world_size, "LOCAL_WORLD_SIZE": expected.local_world_size}
+    for name, value in exported.items():
+        assert os.environ[name] == before.get(name, str(value))
+    assert os.environ["LOCAL_RANK"] == "9", "what is set stays"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("WORLD_SIZE=2", "sets WORLD_SIZE but not RANK"),
+        ("RANK=0", "sets RANK but not WORLD_SIZE"),
+        ("RANK=2 WORLD_SIZE=2", "RANK=2 is not below WORLD_SIZE=2"),
+        ("RANK=one WORLD_SIZE=2", "not a whole number: .*'one'"),
+        (f"{SRUN} SLURM_NODEID=1", "SLURM_LOCALID"),
+        (f"{SRUN} SLURM_LOCALID=0 SLURM_NODEID=4", "not what srun sets with it"),
+    ],
+)
+def test_an_inconsistent_environment_is_refused(words: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, words)
+    with pytest.raises(ConfigError, match=message):
+        LaunchEnv.read()
+
+
+TWO_RANKS = "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2"
+
+
+@pytest.mark.parametrize(
+    ("words", "num_processes", "device", "num_gpus", "expected"),
+    [
+        ("", None, "auto", 8, 1),
+        ("", 3, "cpu", 0, 3),
+        ("", 8, "cuda", 8, 8),
+        ("", 9, "cuda", 8, "local rank 8 has no GPU: this host has 8"),
+        ("", 2, "cuda", 0, "torch sees no CUDA device"),
+        ("", "auto", "auto", 8, 8),
+        ("", "auto", "auto", 0, 1),
+        ("", "auto", "cpu", 8, 1),
+        (TWO_RANKS, None, "cpu", 0, 1),
+        (TWO_RANKS, "auto", "cuda", 8, 1),
+        (TWO_RANKS, 2, "cpu", 0, 1),
+        (TWO_RANKS, 4, "cpu", 0, "launch.num_processes=4, but a launcher has started 2 ranks on this host"),
+    ],
+)
+def test_number_of_ranks_that_a_command_starts(
+    words: str,
+    num_processes: int | str | None,
+    device: str,
+    num_gpus: int,
+    expected: int | str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_environment(monkeypatch, words)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    if isinstance(expected, int):
+        assert processes_to_start(num_processes, device) == expected
+    else:
+        with pytest.raises(ConfigError, match=expected):
+            processes_to_start(num_processes, device)
+
+
+# -- a rank ends with its launcher, also if that has ended before it could ask the kernel for a signal ------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
+@pytest.mark.parametrize(
+    ("variable", "parent", "first", "num_calls", "ends"),
+    [
+        ("", 1, "/sbin/init", 0, False),  # without a launcher
+        *(
+            (variable, *case)
+            for variable in ("TORCHELASTIC_RUN_ID", "LOCAL_SIZE")
+            for case in (
+                (4711, "/sbin/init", 1, False),
+                (1, "/sbin/init", 1, True),
+                (1, PermissionError("of another user"), 1, True),
+                (1, "/usr/bin/python3.12", 1, False),  # torchrun may be the first process of a container
+            )
+        ),
+        (launch_env.LAUNCHER_PID, 1, "/sbin/init", 1, False),  # dtrain's own, of process 1
+        (launch_env.LAUNCHER_PID, 4711, "/sbin/init", 1, True),
+    ],
+)
+def test_a_rank_ends_with_its_launcher(
+    variable: str, parent: int, first: str | OSError, num_calls: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+    prctl = SimpleNamespace(prctl=lambda *call: calls.append(call))  # the process of the tests must not make it
+    monkeypatch.setattr(launch_env.ctypes, "CDLL", lambda _: prctl)
+    monkeypatch.setattr(os, "getppid", lambda: parent)
+    monkeypatch.setattr(os, "readlink", mock.Mock(side_effect=[first]))
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    if ends:
+        with pytest.raises(SystemExit):
+            launch_env.follow_launcher()
+    else:
+        launch_env.follow_launcher()
+    assert calls == [(1, 15)] * num_calls, "PR_SET_PDEATHSIG, SIGTERM"
+    assert launch_env.LAUNCHER_PID not in os.environ
+
+
+# -- the device --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -22,8 +180,6 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
     """The devices that were made the current one."""
     devices: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     return devices
 
 
@@ -68,7 +224,6 @@ def test_a_name_that_is_loopback_here_means_the_named_interface(monkeypatch: pyt
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
     monkeypatch.setattr(setup, "interface_address", {"eth7": "192.0.2.7"}.__getitem__)
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert setup._address_of_store("node1") == "node1"
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     assert setup._address_of_store("node1") == "192.0.2.7"
@@ -126,3 +281,31 @@ def test_a_failed_rank_waits_for_no_collective_of_nccl(
     monkeypatch.setattr(setup, "_failed", False)  # restored, so that the tests end without a wait
     disconnect(failed=failed)
     assert ends == [end]
+
+
+# -- open files --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hard_limit() -> Iterator[int]:
+    """Sets the soft limit on open files to 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < 8192:
+        pytest.skip(f"the hard limit here is {before[1]}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, before[1]))
+    yield before[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_the_limit_on_open_files_is_raised_for_many_ranks(hard_limit: int) -> None:
+    reserve_descriptors(64)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE) == (1024, hard_limit), "it suffices"
+    reserve_descriptors(1024)
+    soft, kept = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert soft >= 2 * 1024 + 256
+    assert kept == hard_limit
+    with (
+        mock.patch.object(resource, "getrlimit", return_value=(1024, 4096)),
+        pytest.raises(ConfigError, match=r"connections to 4096 ranks need \d+ open files .* allows 4096; .* ulimit -n"),
+    ):
+        reserve_descriptors(4096)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -34,68 +36,78 @@ def test_every_trainable_parameter_is_in_one_group(entry: object) -> None:
     assert order == sorted(order, key=modules.index), "units in definition order"
 
 
-def test_auto_takes_the_elements_of_lists_and_sequentials() -> None:
-    found = names(make("transformer").build(0))
-    assert list(found) == ["", "blocks.0", "blocks.1"]
-    assert found[""] == ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]
-    assert all(name.startswith("blocks.1.") for name in found["blocks.1"])
-    assert "blocks.1.ffn.0.weight" in found["blocks.1"], "a Sequential inside an element is no unit of its own"
+def linears(number: int) -> nn.ModuleList:
+    return nn.ModuleList(linear() for _ in range(number))
 
 
-def test_auto_on_a_sequential_itself() -> None:
-    assert names(make("mlp").build(0)) == {
-        "0": ["0.weight", "0.bias"],
-        "2": ["2.weight", "2.bias"],
-        "4": ["4.weight", "4.bias"],
-    }
+def shared_by_two_units() -> nn.Module:
+    model = linears(3)
+    model[2].weight = model[0].weight
+    return model
 
 
-def test_auto_stops_at_the_outermost_container() -> None:
-    found = names(make("nested").build(0))
-    assert list(found) == ["", "stages.0", "stages.1"]
-    assert found[""] == ["gate", "heads.main.weight", "heads.main.bias", "heads.skip.weight"]
+def shared_with_the_rest() -> nn.Module:
+    model = nn.Module()
+    model.blocks = linears(2)
+    model.head = linear()
+    model.head.weight = model.blocks[0].weight
+    return model
+
+
+def module_in_two_units() -> nn.Module:
+    block = linear()
+    return nn.ModuleList([block, linear(), block])
+
+
+def tied_inside_one_unit() -> nn.Module:
+    model = nn.ModuleList([nn.Sequential(linear(), linear()), linear()])
+    model[0][1].weight = model[0][0].weight
+    return model
+
+
+def empty_parameters() -> nn.Module:
+    return nn.ParameterDict({"a": nn.Parameter(torch.empty(0)), "b": nn.Parameter(torch.empty(0, 3))})
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        (
+            lambda: make("mlp").build(0),
+            {name: [f"{name}.weight", f"{name}.bias"] for name in "024"},
+        ),  # a Sequential itself
+        (shared_by_two_units, {"": ["0.weight"], "1": ["1.weight"]}),
+        (shared_with_the_rest, {"": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]}),
+        (module_in_two_units, {"": ["0.weight"], "1": ["1.weight"]}),
+        (tied_inside_one_unit, {"0": ["0.0.weight"], "1": ["1.weight"]}),
+        (lambda: linears(11), {f"{n}": [f"{n}.weight"] for n in range(11)}),  # similar names
+        (empty_parameters, {"": ["a", "b"]}),  # they share nothing
+    ],
+)
+def test_auto_groups_by_hand(build: Callable[[], nn.Module], expected: dict[str, list[str]]) -> None:
+    assert names(build()) == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "units", "of_root"),
+    [
+        # a Sequential inside an element of a list is no unit of its own
+        ("transformer", ["blocks.0", "blocks.1"], ["embedding.weight", "norm.weight", "norm.bias", "head.weight"]),
+        # the outermost container
+        ("nested", ["stages.0", "stages.1"], ["gate", "heads.main.weight", "heads.main.bias", "heads.skip.weight"]),
+        # frozen parameters are in no group
+        ("partly_frozen", ["blocks.1"], ["norm.weight", "head.weight"]),
+    ],
+)
+def test_auto_groups_of_the_zoo(model: str, units: list[str], of_root: list[str]) -> None:
+    found = names(make(model).build(0))
+    assert list(found) == ["", *units]
+    assert found[""] == of_root
+    assert all(name.startswith(f"{unit}.") for unit in units for name in found[unit])
 
 
 def test_auto_without_containers_is_one_group() -> None:
     assert list(names(make("gru").build(0))) == [""]
-
-
-def test_parameter_shared_by_two_units_is_in_the_root_group() -> None:
-    model = nn.ModuleList([linear(), linear(), linear()])
-    model[2].weight = model[0].weight
-    assert names(model) == {"": ["0.weight"], "1": ["1.weight"]}
-
-
-def test_parameter_shared_with_the_rest_is_in_the_root_group() -> None:
-    model = nn.Module()
-    model.blocks = nn.ModuleList([linear(), linear()])
-    model.head = linear()
-    model.head.weight = model.blocks[0].weight
-    assert names(model) == {"": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]}
-
-
-def test_module_in_two_units_is_in_the_root_group() -> None:
-    block = linear()
-    assert names(nn.ModuleList([block, linear(), block])) == {"": ["0.weight"], "1": ["1.weight"]}
-
-
-def test_tied_parameters_inside_one_unit_stay_in_its_group() -> None:
-    model = nn.ModuleList([nn.Sequential(linear(), linear()), linear()])
-    model[0][1].weight = model[0][0].weight
-    assert names(model) == {"0": ["0.0.weight"], "1": ["1.weight"]}
-
-
-def test_units_with_similar_names_keep_their_own() -> None:
-    found = names(nn.ModuleList(linear() for _ in range(11)))
-    assert found["1"] == ["1.weight"]
-    assert found["10"] == ["10.weight"]
-
-
-def test_frozen_parameters_are_in_no_group() -> None:
-    model = make("partly_frozen").build(0)
-    found = names(model)
-    assert list(found) == ["", "blocks.1"]
-    assert found[""] == ["norm.weight", "head.weight"]
 
 
 def test_patterns() -> None:
@@ -117,11 +129,6 @@ def test_two_parameters_over_one_storage_are_refused() -> None:
     model["b"].weight = nn.Parameter(model["a"].weight.detach())
     with pytest.raises(ModelError, match=r"'a\.weight' and 'b\.weight' are two parameters over one storage"):
         find_groups(model)
-
-
-def test_empty_parameters_share_nothing() -> None:
-    model = nn.ParameterDict({"a": nn.Parameter(torch.empty(0)), "b": nn.Parameter(torch.empty(0, 3))})
-    assert names(model) == {"": ["a", "b"]}
 
 
 def test_aliases_map_to_the_stored_name() -> None:

@@ -50,7 +50,9 @@ def selected_by(name: str) -> int:
         return engine.module.selected
 
 
-@pytest.mark.parametrize("name", ["index", "masked_select", "broadcast", "where"])
+@pytest.mark.parametrize(
+    "name", ["index", "broadcast", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("masked_select", "where"))]
+)
 def test_a_mask_selects_all_elements_and_the_user_is_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     _tell_of_selection.cache_clear()
     with caplog.at_level(logging.WARNING, logger="dtrain"):

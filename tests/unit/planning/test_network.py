@@ -1,8 +1,10 @@
-"""Latency and bandwidth of collectives, from the results of ``dtrain bench collectives``."""
+"""Devices and networks that a run can be planned for: listed, measured here, or refused."""
 
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,68 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
+from dtrain.planning import devices
+from dtrain.planning.devices import find_device
+from dtrain.planning.fabric import FABRICS, find_fabric
 from dtrain.planning.network import Link, Network
 from dtrain.planning.ranks import HOST, NCCL, SOCKETS
-from dtrain.planning.timeline import Transfer
+from dtrain.planning.timeline import REPLICATE, Transfer
+from dtrain.precision.hardware import GPUS
 from tests.helpers.launch import ROOT
 
 MEASURED = ROOT / "docs" / "results" / "collectives-cpu.json"
+IB = FABRICS["ib-400g"]
+
+
+@pytest.mark.parametrize("device", devices._GPUS, ids=lambda device: device.name)
+def test_every_listed_gpu_has_published_rates(device: devices.Device) -> None:
+    assert any(device.model in gpu.device_names for gpu in GPUS)
+    gigabytes = int(device.name.rsplit("-", 1)[1].removesuffix("gb"))
+    assert 0.9 < device.memory / (gigabytes * 1e9) < 1.08
+    assert device.rate("fp16")
+
+
+def test_the_ranks_of_a_host_share_its_memory() -> None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert find_device("cpu").memory == memory
+    assert find_device("cpu", 4).memory == memory // 4
+
+
+@pytest.mark.parametrize(
+    ("transfer", "expected"),
+    [
+        # one node: 7 steps over NVLink
+        (Transfer("all_gather", 7 * 2**28, 8), 8.4e-6 + 7 * 6e-6 + 7 * 2**28 / 360e9),
+        # 8 nodes: 56 steps inside, 7 between; eight NICs carry more than NVLink
+        (Transfer("all_gather", 63 * 2**25, 64), 8.4e-6 + 56 * 6e-6 + 7 * 14e-6 + 63 * 2**25 / 360e9),
+        # each rank sends 56 of 63 parts through its own NIC
+        (Transfer("all_to_all_single", 63 * 2**25, 64), 8.4e-6 + 63 * 3.4e-6 + 56 * 2**25 / 47e9),
+        # a rank of each of 16 nodes: one NIC
+        (Transfer("all_gather", 15 * 2**24, 16, "", REPLICATE, 64), 8.4e-6 + 15 * 14e-6 + 15 * 2**24 / 47e9),
+        # two ranks on each of 4 nodes
+        (Transfer("all_gather", 7 * 2**26, 8, "", REPLICATE, 4), 8.4e-6 + 4 * 6e-6 + 3 * 14e-6 + 7 * 2**26 / 94e9),
+        # a few bytes: the protocol of least latency
+        (Transfer("gather_rows", 63 * 176, 64), 6.6e-6 + 56 * 2e-6 + 7 * 2.7e-6 + 63 * 176 / 20e9),
+    ],
+)
+def test_formulas(transfer: Transfer, expected: float) -> None:
+    assert IB.seconds(transfer) == pytest.approx(expected, rel=1e-9)
+
+
+def test_measured_collectives_are_within_a_third() -> None:
+    """Compares bus GB/s of all-gather and all-to-all with AWS p5: 32 and 256 H100s, 8 a node (docs/scaling.md)."""
+    measured = {
+        ("all_gather", 32, 2048): 330.9,
+        ("all_gather", 256, 512): 146.4,
+        ("all_gather", 256, 2048): 262.8,
+        ("all_to_all_single", 32, 2048): 54.1,
+        ("all_to_all_single", 256, 512): 33.1,
+        ("all_to_all_single", 256, 2048): 40.8,
+    }
+    for (op, size, mib), gigabytes_s in measured.items():
+        received = mib * 2**20 * (size - 1) // size
+        found = received / FABRICS["efa"].seconds(Transfer(op, received, size)) / 1e9
+        assert found == pytest.approx(gigabytes_s, rel=0.33), (op, size, mib)
 
 
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8), st.integers(2, 64))
@@ -49,37 +107,47 @@ def test_results_of_the_benchmark_are_read() -> None:
     assert sockets.seconds(Transfer("reduce_scatter_sum", 2**22, 2)) != sockets.seconds(transfer)
 
 
-def _without_sizes(results: dict[str, Any]) -> None:
+def without_sizes(results: dict[str, Any]) -> None:
     results["timings"] = [timing for timing in results["timings"] if timing["nbytes"] <= 65536]
 
 
-def _of_one_rank(results: dict[str, Any]) -> None:
+def of_one_rank(results: dict[str, Any]) -> None:
     results["config"]["bench"]["ranks"] = 1
 
 
-def _of_another_suite(results: dict[str, Any]) -> None:
-    results["suite"] = "optimizer"
-
-
-@pytest.mark.parametrize("change", [_without_sizes, _of_one_rank, _of_another_suite])
-def test_results_that_tell_too_little_are_refused(tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_sizes, "two sizes, by two ranks or more; run dtrain bench collectives"),
+        (of_one_rank, "two sizes, by two ranks or more"),
+        (lambda results: results.update(suite="optimizer"), "two sizes, by two ranks or more"),
+        (lambda results: results.clear(), r"network\.json is no result of dtrain bench collectives bench\.out=FILE"),
+        (lambda results: results.pop("timings"), r"network\.json is no result"),
+    ],
+)
+def test_results_that_tell_too_little_are_refused(
+    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
+) -> None:
     results = json.loads(MEASURED.read_text())
     change(results)
-    path = tmp_path / "network.json"
-    path.write_text(json.dumps(results))
-    with pytest.raises(ConfigError, match="two sizes, by two ranks or more; run dtrain bench collectives"):
-        Network.read(path, SOCKETS)
+    (tmp_path / "network.json").write_text(json.dumps(results))
+    with pytest.raises(ConfigError, match=message):
+        Network.read(tmp_path / "network.json", SOCKETS)
 
 
-@pytest.mark.parametrize("text", [None, "{", "[]", "{}", '{"suite": "collectives", "config": {"bench": {"ranks": 2}}}'])
-def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str | None) -> None:
-    path = tmp_path / "network.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(ConfigError, match=r"network\.json is no result of dtrain bench collectives bench\.out=FILE"):
-        Network.read(path, SOCKETS)
-
-
-def test_a_transport_that_was_not_measured_is_refused() -> None:
-    with pytest.raises(ConfigError, match="through nccl"):
-        Network.read(MEASURED, NCCL)
+@pytest.mark.parametrize(
+    ("work", "message"),
+    [
+        (lambda: find_device("h100-80g"), r"device=h100-80g is not known; did you mean 'h100-80gb'"),
+        (
+            lambda: FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16)),
+            "network=nvlink is one node of 8 ranks, and 16 ranks communicate",
+        ),
+        (lambda: find_fabric("ib-40g"), "network=ib-40g is neither a file nor a known network; did you mean"),
+        (lambda: Network.read(MEASURED, NCCL), "through nccl"),
+        (lambda: Network.read(Path("/nonexistent"), SOCKETS), "is no result of dtrain bench collectives"),
+    ],
+)
+def test_what_is_not_known_is_refused(work: Callable[[], Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        work()

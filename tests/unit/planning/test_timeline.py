@@ -1,4 +1,4 @@
-"""When a rank waits for its collectives, if they take time."""
+"""When a rank waits for its collectives, if they take time: in a plan, and in a step that is replayed."""
 
 from __future__ import annotations
 
@@ -9,17 +9,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.planning.timeline import Communication, Moment, RankTrace, Timeline, Transfer, communicate
+from dtrain.planning.replay import replay
+from dtrain.planning.timeline import (
+    REPLICATE,
+    SHARD,
+    Communication,
+    Moment,
+    RankTrace,
+    Timeline,
+    Transfer,
+    communicate,
+)
 
-TEN = Transfer("all_gather", 10, 2)
+GATHER = Transfer("all_gather", 10, 8, "blocks.0/bfloat16", SHARD)
+ACROSS = Transfer("all_gather", 10, 8, "blocks.0/bfloat16 across replicas", REPLICATE)
 
 
-def trace(*moments: tuple[float, int, bool], seconds: float = 100.0) -> RankTrace:
+def trace(*moments: tuple[float, int, bool], transfers: dict[int, Transfer] | None = None) -> RankTrace:
+    """Returns a step of 100 seconds; each transfer without a description takes 10."""
     found = [Moment(*moment) for moment in moments]
-    return RankTrace(seconds, found, {moment.transfer: TEN for moment in found})
+    return RankTrace(100.0, found, transfers or {moment.transfer: GATHER for moment in found})
 
 
-def ten_seconds(transfer: Transfer) -> float:
+def as_many_seconds(transfer: Transfer) -> float:
     return float(transfer.nbytes)
 
 
@@ -39,40 +51,71 @@ def ten_seconds(transfer: Transfer) -> float:
 def test_transfers_run_one_after_the_other_while_the_rank_computes(
     moments: tuple[tuple[float, int, bool], ...], expected: Communication
 ) -> None:
-    assert communicate(trace(*moments), ten_seconds, overlaps=True) == expected
+    assert communicate(trace(*moments), as_many_seconds, overlaps=True) == expected
 
 
 def test_a_rank_that_moves_the_bytes_itself_hides_nothing() -> None:
     moments = ((0.0, 0, False), (0.0, 1, False), (50.0, 0, True), (60.0, 1, True))
-    assert communicate(trace(*moments), ten_seconds, overlaps=False) == Communication(20.0, 0.0)
+    assert communicate(trace(*moments), as_many_seconds, overlaps=False) == Communication(20.0, 0.0)
 
 
 @given(
-    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.integers(0, 20)), min_size=1, max_size=20), st.booleans()
+    st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.integers(0, 20)), min_size=1, max_size=20),
+    st.booleans(),
+    st.floats(1, 2),
+    st.floats(0, 1),
 )
-def test_waits_are_never_longer_than_the_transfers(steps: list[tuple[float, float, int]], overlaps: bool) -> None:
+def test_waits_are_part_of_the_transfers_and_a_faster_network_is_never_slower(
+    steps: list[tuple[float, float, int]], overlaps: bool, slowdown: float, factor: float
+) -> None:
     moments, transfers, now = [], {}, 0.0
     for number, (before, between, nbytes) in enumerate(steps):
         transfers[number] = Transfer("all_gather", nbytes, 2)
         moments += [Moment(now + before, number, False), Moment(now + before + between, number, True)]
         now += before + between
-    found = communicate(RankTrace(now, moments, transfers), ten_seconds, overlaps=overlaps)
+    of_trace = RankTrace(now, moments, transfers)
+    plain = communicate(of_trace, as_many_seconds, overlaps=overlaps)
     total = sum(nbytes for _, _, nbytes in steps)
-    assert found.waited + found.hidden == pytest.approx(total)
-    assert 0 <= found.waited <= total + 1e-9
-    assert overlaps or found.waited == total
+    assert plain.waited + plain.hidden == pytest.approx(total)
+    assert 0 <= plain.waited <= total + 1e-9
+    assert overlaps or plain.waited == total
+    slow = replay(of_trace, as_many_seconds, overlaps=overlaps, slowdown=slowdown)
+    fast = replay(of_trace, lambda transfer: factor * transfer.nbytes, overlaps=overlaps, slowdown=slowdown)
+    assert slow.compute - 1e-9 <= fast.seconds <= slow.seconds + 1e-9
+    assert slow.seconds == pytest.approx(slow.compute + slow.slowed + slow.exposed)
+    assert replay(of_trace, as_many_seconds, overlaps=overlaps).exposed == pytest.approx(plain.waited)
+
+
+def test_axes_do_not_delay_each_other_and_one_axis_is_a_queue() -> None:
+    moments = ((0.0, 0, False), (0.0, 1, False), (0.0, 0, True), (0.0, 1, True))
+    one = replay(trace(*moments, transfers={0: GATHER, 1: GATHER}), as_many_seconds, overlaps=True)
+    two = replay(trace(*moments, transfers={0: GATHER, 1: ACROSS}), as_many_seconds, overlaps=True)
+    assert (one.seconds, two.seconds) == (120.0, 110.0)
+    assert one.shares["weights", SHARD].exposed == 20.0
+    assert two.shares["weights", SHARD].exposed == 10.0
+    assert two.shares["across replicas", REPLICATE].exposed == 0.0
+    assert two.waits == {GATHER.label: 10.0, ACROSS.label: 0.0}
+
+
+def test_computation_is_slower_beside_a_transfer() -> None:
+    moments = ((20.0, 0, False), (60.0, 0, True))
+    found = replay(trace(*moments, transfers={0: GATHER}), as_many_seconds, overlaps=True, slowdown=1.25)
+    assert found.seconds == pytest.approx(102.0)  # 8 seconds of computation take the 10 of the transfer
+    assert found.slowed == pytest.approx(2.0)
+    slower = replay(trace(*moments, transfers={0: GATHER}), as_many_seconds, overlaps=True, compute_factor=2.0)
+    assert (slower.compute, slower.seconds) == (200.0, 200.0)
 
 
 def test_a_timeline_keeps_moments_without_the_work_of_others() -> None:
     timeline = Timeline(torch.device("cpu"))
-    before = timeline.start(TEN)
+    before = timeline.start(GATHER)
     timeline.restart()
     timeline.wait(before)  # started earlier: not counted
-    number = timeline.start(TEN)
+    number = timeline.start(GATHER)
     with timeline.absent():
-        time.sleep(0.2)
+        time.sleep(0.1)
     timeline.wait(number)
     found = timeline.trace()
     assert [(moment.transfer, moment.is_wait) for moment in found.moments] == [(number, False), (number, True)]
-    assert found.transfers == {number: TEN}
-    assert 0 <= found.moments[0].seconds <= found.moments[1].seconds <= found.seconds < 0.2
+    assert found.transfers == {number: GATHER}
+    assert 0 <= found.moments[0].seconds <= found.moments[1].seconds <= found.seconds < 0.1

@@ -16,7 +16,7 @@ from dtrain.sharding import accumulate
 from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
 from dtrain.sharding.layout import CHUNK
 
-few = settings(max_examples=60)
+few = settings(max_examples=25)
 seeds = st.integers(0, 2**31)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 ONE = Weight(torch.ones(()), is_one=True)
@@ -134,18 +134,13 @@ def test_weights_of_one_are_known_only_in_host_memory() -> None:
     assert not any(weight.is_one for weight in RankWeights(torch.ones(2, device="meta"))), "no device memory is read"
 
 
-def test_nothing_pushed_is_zero() -> None:
-    for kind in (TreeSum, RunningSum):
-        main_grad = torch.full((4,), math.nan)
-        kind(main_grad).finish()
-        assert torch.equal(main_grad, torch.zeros(4))
-
-
 def test_finish_starts_the_next_sum() -> None:
     first, second = random_grads(5, 1), random_grads(3, 2)
     for kind, want in ((TreeSum, by_recursion(second)), (RunningSum, second[0] + second[1] + second[2])):
         main_grad = torch.full((16,), math.nan)
         gradient_sum = kind(main_grad)
+        gradient_sum.finish()
+        assert torch.equal(main_grad, torch.zeros(16)), "nothing was pushed"
         for grads in (first, second):
             for grad in grads:
                 gradient_sum.push([grad], [ONE])
@@ -185,14 +180,6 @@ def test_a_weight_is_not_rounded_to_the_dtype_of_the_gradient() -> None:
     assert torch.equal(running([big], [1000.0]), torch.full((4,), 65504000.0))
 
 
-def test_gradients_are_not_changed() -> None:
-    grads = random_grads(7, 3)
-    before = [grad.clone() for grad in grads]
-    summed(TreeSum, grads)
-    running(grads, [1.0] * 7)
-    assert all(torch.equal(a, b) for a, b in zip(grads, before, strict=True))
-
-
 @few
 @given(st.integers(2, 300), seeds)
 def test_the_error_stays_under_the_bound_of_a_balanced_tree(number: int, seed: int) -> None:
@@ -206,17 +193,7 @@ def test_the_error_stays_under_the_bound_of_a_balanced_tree(number: int, seed: i
     assert ((summed(TreeSum, grads).double() - exact).abs() <= bound).all()
 
 
-def test_a_running_sum_breaks_that_bound() -> None:
-    """A control: why reproducible runs and long accumulations want the tree."""
-    number = 4096
-    grads = [torch.tensor([0.1])] * number
-    exact = number * float(grads[0])
-    bound = math.log2(number) * 2.0**-24 * exact
-    assert abs(float(summed(TreeSum, grads)) - exact) <= bound
-    assert abs(float(running(grads, [1.0] * number)) - exact) > bound
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_norms_are_taken_with_the_last_gradients_of_a_step(ranks: int) -> None:
     numel = 3 * (1 << 17) + 5 * CHUNK  # several blocks, the last one shorter
     main_grad = torch.empty(numel)

@@ -33,7 +33,7 @@ dtypes = st.sampled_from([torch.float32, REDUCED, torch.float16, torch.float8_e4
 many_specs = st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), max_size=8).map(
     lambda rows: [ParamSpec(f"p{i}", shape, dtype, number) for i, (shape, dtype, number) in enumerate(rows)]
 )
-few = settings(max_examples=100)
+few = settings(max_examples=50)
 
 
 def tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
@@ -48,24 +48,20 @@ def tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
 
 @few
 @given(many_specs, worlds)
-def test_every_parameter_has_one_aligned_slot_of_its_own(specs: list[ParamSpec], world: int) -> None:
+def test_slots_classes_and_padding(specs: list[ParamSpec], world: int) -> None:
+    """One aligned slot for each parameter, whole chunks of each class, and little else."""
     layouts = flat_layouts("g", specs, world)
     assert sorted(slot.spec.name for layout in layouts for slot in layout.slots) == sorted(s.name for s in specs)
     dtypes = [layout.dtype for layout in layouts]
     assert len(dtypes) == len(set(dtypes)), "one buffer a dtype"
     assert dtypes == sorted(dtypes, key=lambda dtype: dtype.itemsize)
     for layout in layouts:
-        assert all(slot.spec.replica_dtype == layout.dtype and slot.start % ALIGNMENT == 0 for slot in layout.slots)
-        for before, after in itertools.pairwise(layout.slots):
-            assert before.stop <= after.start
-        assert all(slot.stop - slot.start == math.prod(slot.spec.shape) for slot in layout.slots)
-        assert all(slot.stop <= layout.real_numel <= layout.numel for slot in layout.slots)
-
-
-@few
-@given(many_specs, worlds)
-def test_classes_are_whole_chunks_and_hold_only_their_own(specs: list[ParamSpec], world: int) -> None:
-    for layout in flat_layouts("g", specs, world):
+        for slot in layout.slots:
+            assert slot.spec.replica_dtype == layout.dtype
+            assert slot.start % ALIGNMENT == 0
+            assert slot.stop - slot.start == math.prod(slot.spec.shape)
+            assert slot.stop <= layout.real_numel <= layout.numel
+        assert all(before.stop <= after.start for before, after in itertools.pairwise(layout.slots))
         cursor = 0
         for number, start, stop in layout.classes:
             assert start == cursor
@@ -77,15 +73,8 @@ def test_classes_are_whole_chunks_and_hold_only_their_own(specs: list[ParamSpec]
         assert cursor == layout.real_numel
         numbers = [number for number, _, _ in layout.classes]
         assert numbers == sorted(set(numbers)), "in order, each class once"
-
-
-@few
-@given(many_specs, worlds)
-def test_padding_is_bounded(specs: list[ParamSpec], world: int) -> None:
-    """Less than an alignment a parameter, less than a chunk a class, less than a chunk a rank at the end."""
-    for layout in flat_layouts("g", specs, world):
-        payload = sum(slot.spec.numel for slot in layout.slots)
-        inner = layout.real_numel - payload
+        # less than an alignment a parameter, less than a chunk a class, less than a chunk a rank at the end
+        inner = layout.real_numel - sum(slot.spec.numel for slot in layout.slots)
         assert 0 <= inner <= len(layout.slots) * (ALIGNMENT - 1) + len(layout.classes) * (CHUNK - 1)
         assert 0 <= layout.numel - layout.real_numel <= (world - 1) * CHUNK
         assert layout.shard_numel % CHUNK == 0
@@ -97,25 +86,6 @@ def test_padding_is_bounded(specs: list[ParamSpec], world: int) -> None:
 def test_slots_do_not_depend_on_the_world_size(specs: list[ParamSpec], one: int, other: int) -> None:
     for a, b in zip(flat_layouts("g", specs, one), flat_layouts("g", specs, other), strict=True):
         assert (a.slots, a.classes, a.extents, a.real_numel) == (b.slots, b.classes, b.extents, b.real_numel)
-
-
-@few
-@given(many_specs, worlds)
-def test_shards_tile_every_parameter(specs: list[ParamSpec], world: int) -> None:
-    for layout in flat_layouts("g", specs, world):
-        intervals: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
-        starts = {slot.spec.name: slot.start for slot in layout.slots}
-        for rank in range(world):
-            start, stop = layout.shard(rank)
-            for interval in layout.intervals(start, stop):
-                intervals[interval.spec.name].append((interval.start, interval.stop))
-                # the same element, seen from the buffer and from the parameter
-                assert start + interval.offset == starts[interval.spec.name] + interval.start
-                assert start + interval.offset + interval.stop - interval.start <= stop
-        for slot in layout.slots:
-            assert tiles(intervals[slot.spec.name], slot.spec.numel)
-        assert layout.shard(0)[0] == 0
-        assert layout.shard(world - 1)[1] == layout.numel
 
 
 @few
@@ -150,8 +120,9 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
         for rank in range(world):
             segment = Placement.SHARD.segment(layout, rank)
             assert (segment.start, segment.stop) == layout.shard(rank)
+            assert segment.start == rank * layout.shard_numel
             local = segment.of(flat)
-            assert local.tolist() == list(range(*layout.shard(rank)))
+            assert local.tolist() == list(range(segment.start, segment.stop))
             assert torch.equal(segment.shard_of(local, rank), local)
             for interval in segment.intervals():
                 held[interval.spec.name].append((interval.start, interval.stop))

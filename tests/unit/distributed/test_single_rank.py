@@ -1,4 +1,4 @@
-"""Gradients in private memory: how many are in flight, and the reuse of their buffers."""
+"""A single rank: when its host waits for the device, gradients in private memory, and ranks whose processes ended."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from dtrain.distributed import gradient_buffers
 from dtrain.distributed.communicator import GradientExchange, GradientHandle, GradientSend
+from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.single_rank import SingleRank
+from dtrain.errors import CommunicationError
 
 
 def sends(*numels: int) -> list[GradientSend]:
@@ -78,3 +80,26 @@ def test_a_single_rank_records_like_several() -> None:
     comm.schedule.begin_step()
     assert comm.schedule.log == []
     assert comm.schedule.hash == before
+
+
+def test_text_needs_no_device_and_a_barrier_stops_the_host() -> None:
+    """Tensors on ``meta`` have no values, so every read raises.
+
+    A collective of NCCL is only queued, and rank 0 may still write what the others must wait for.
+    """
+    no_values = SingleRank(torch.device("meta"))
+    assert no_values.exchange_text("a save") == ["a save"]
+    with pytest.raises(NotImplementedError, match="meta"):
+        no_values.barrier()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "expected"), [((4,), "rank 4 on host1 has ended, so"), ((4, 5), "ranks 4-5 on host1 have ended, so")]
+)
+def test_one_and_several_ranks_of_another_host_have_ended(ranks: tuple[int, ...], expected: str) -> None:
+    comm = SingleRank(torch.device("cpu"))
+    liveness = RankLiveness(comm)
+    liveness._host_names = dict.fromkeys(ranks, "host1")
+    comm.schedule.ended_ranks.update(ranks)
+    with pytest.raises(CommunicationError, match=f"^{expected}"), liveness.name_ended_rank():
+        raise CommunicationError("reduce failed")
