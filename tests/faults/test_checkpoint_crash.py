@@ -15,19 +15,10 @@ from typing import Any
 
 import pytest
 
-from dtrain.checkpoint import Snapshot, list_checkpoints, open_newest, save, storage, verify
-from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import connect
+from dtrain.checkpoint import open_newest, storage, verify
 from dtrain.errors import CheckpointError
-from tests.helpers.checkpoints import (
-    ALONE,
-    assert_holds,
-    make_tensors,
-    save_good,
-    save_threads,
-    shards_of,
-)
-from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads
+from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
 
 SEAM = (
     "make_directory",
@@ -43,6 +34,7 @@ SEAM = (
     "remove_directory",
 )
 Call = tuple[str, tuple[Any, ...]]
+Saving = Callable[[Path, int], list[Any]]
 
 
 class Seam:
@@ -122,24 +114,24 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
 
 
 def test_order_of_the_protocol(points: list[Call]) -> None:
-    """Order: data, directory entries, the commit's rename, its fsync, and only then the deletion of old checkpoints."""
+    """Order: lease, data, directory entries, the commit's rename, its fsync, and only then the deletion of the old."""
     names = names_of(points)
     temporary = next(name.split()[1] for name in names if name.startswith("make_directory"))
     begin, manifest = names.index(f"make_directory {temporary}"), names.index("create manifest.json")
-    acquiring, order = names[:begin], names[begin : manifest + 7]
-    assert acquiring.pop(0).startswith("sync_directory ")  # makes the directory's own name durable, whoever created it
-    lease = acquiring[0].split()[1]
-    assert re.fullmatch(r"lease-00000001\.tmp-[0-9a-f]{8}", lease)
-    assert acquiring[:5] == [
-        f"create {lease}",
+    assert names[0].startswith("sync_directory "), "the directory's own name is durable, whoever created it"
+    lease = "lease-00000001"
+    acquiring = [re.sub(r"\.tmp-[0-9a-f]{8}", ".tmp", name) for name in names[1:8]]
+    assert acquiring == [
+        f"create {lease}.tmp",
         "write ",
         "sync ",
-        f"link {lease} lease-00000001.json",
-        f"remove_file {lease}",
+        f"link {lease}.tmp {lease}.json",
+        f"remove_file {lease}.tmp",
+        "rename step-00000250.tmp step-00000250.tmp",
+        "sync_directory points0",
     ]
-    assert re.fullmatch(r"rename step-00000250\.tmp-ab12cd34 step-00000250\.tmp-[0-9a-f]{8}", acquiring[5])
-    assert acquiring[6] == "sync_directory points0"
-    assert {name.split()[0] for name in acquiring[7:]} == {"remove_file", "remove_directory"}  # clean up
+    assert {name.split()[0] for name in names[8:begin]} == {"remove_file", "remove_directory"}  # clean up
+    order = names[begin : manifest + 7]
     assert order == [
         f"make_directory {temporary}",
         "create r0000.safetensors",
@@ -155,13 +147,10 @@ def test_order_of_the_protocol(points: list[Call]) -> None:
         "sync_directory points0",
     ]
     renamed, synced, *removals, release, closed = names[begin + len(order) :]
-    assert renamed.startswith(
-        "rename step-00000100 step-00000100.tmp-"
-    )  # loses its committed name before any file is removed
+    assert renamed.startswith("rename step-00000100 step-00000100.tmp-"), "it loses its name before any file is removed"
     assert synced == "sync_directory points0"
     assert all(name.startswith("remove_") for name in removals)
-    assert [release, closed] == ["remove_file lease-00000001.json", "close "]
-    assert len(names) >= 24
+    assert [release, closed] == [f"remove_file {lease}.json", "close "]
 
 
 def in_child(work: Callable[[], None]) -> int:
@@ -181,61 +170,37 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_killed_at_every_point(tmp_path: Path, points: list[Call]) -> None:
-    names = names_of(points)
-    commit = next(index for index, name in enumerate(names) if name.endswith(" step-00000300"))
-    for index, name in enumerate(names):
-        directory = tmp_path / f"at{index}"
-        prepare(directory)
+def save_killed_at(directory: Path, index: int) -> None:
+    """A save whose process is killed before its call ``index``, or in the middle of it if it is a write."""
 
-        def work(directory: Path = directory, index: int = index) -> None:
-            Seam(pytest.MonkeyPatch(), lambda i, call: die() if i == index else None)
-            save_good(directory, 300, 1)
-
-        assert in_child(work) == -signal.SIGKILL, name
-        assert_sound(directory, newest=300 if index > commit else 200)
-
-
-def test_killed_in_the_middle_of_every_write(tmp_path: Path, points: list[Call]) -> None:
-    writes = [index for index, (name, _) in enumerate(points) if name == "write"]
-    assert len(writes) > 5
-    for index in writes:
-        directory = tmp_path / f"at{index}"
-        prepare(directory)
-
-        def act(i: int, call: Call, index: int = index) -> None:
-            if i == index:
+    def act(i: int, call: Call) -> None:
+        if i == index:
+            if call[0] == "write":
                 descriptor, data = call[1]
                 os.write(descriptor, data[: len(data) // 2])
-                die()
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def work(directory: Path = directory, act: Callable[[int, Call], None] = act) -> None:
-            Seam(pytest.MonkeyPatch(), act)
-            save_good(directory, 300, 1)
-
-        assert in_child(work) == -signal.SIGKILL
-        assert_sound(directory, newest=200)
+    Seam(pytest.MonkeyPatch(), act)
+    save_good(directory, 300, 1)
 
 
-def test_killed_in_the_first_save_of_a_run(tmp_path: Path) -> None:
-    for index in range(60):
-        directory = tmp_path / f"at{index}" / "run" / "checkpoints"
-
-        def work(directory: Path = directory, index: int = index) -> None:
-            Seam(pytest.MonkeyPatch(), lambda i, call: die() if i == index else None)
-            save_good(directory, 300, 1)
-
-        if in_child(work) == 0:
-            break
-        seen = list_checkpoints(directory) if directory.exists() else []
-        assert [item.ok for item in seen] in ([], [True])
-        save_good(directory, 400)
-        assert not [path for path in directory.iterdir() if ".tmp-" in path.name]
-    assert 20 < index < 60
+@FEW_AND_MANY
+def test_killed_at_every_point(tmp_path: Path, points: list[Call], many: bool, faults: FaultCounts) -> None:
+    """Those of the first save of a run, and of all that runs do, are states of ``test_power_cut``."""
+    names = names_of(points)
+    assert len(names) >= 24
+    commit = next(index for index, name in enumerate(names) if name.endswith(" step-00000300"))
+    chosen = range(len(names)) if many else [*range(0, commit, 8), commit, commit + 1, len(names) - 1]
+    for index in chosen:
+        directory = tmp_path / f"at{index}"
+        prepare(directory)
+        code = in_child(lambda index=index, directory=directory: save_killed_at(directory, index))  # type: ignore[misc]
+        assert code == -signal.SIGKILL, names[index]
+        assert_sound(directory, newest=300 if index > commit else 200)
+    faults.passed("F2", len(chosen))
 
 
 COMMITTED = ("sync_directory", "the commit")
-FAULTS = [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT]
 LEASE = [
     ("create", "lease-"),
     ("write", "lease-"),
@@ -265,13 +230,19 @@ UNTIL_COMMIT = [
 CLEAN_UP = UNTIL_COMMIT[:4]
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda code: errno.errorcode[code])
-@pytest.mark.parametrize(("function", "what"), LEASE + UNTIL_COMMIT)
+@pytest.mark.parametrize(("lasting", "code"), [(False, errno.ENOSPC), (True, errno.EIO)], ids=["once", "from then on"])
 def test_failure_reaches_every_rank_and_hurts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, what: str, fault: int, lasting: bool
+    tmp_path: Path, lasting: bool, code: int, faults: FaultCounts
 ) -> None:
-    directory = tmp_path / "checkpoints"
+    for function, what in LEASE + UNTIL_COMMIT:
+        fail_at(tmp_path / f"{function}-{what}" / "checkpoints", function, what, code, lasting=lasting)
+    faults.passed("F10", len(LEASE + UNTIL_COMMIT))
+
+
+def fail_at(
+    directory: Path, function: str, what: str, code: int, *, lasting: bool = False, save: Saving = save_threads
+) -> None:
+    """A save whose call of ``function`` on a file fails, and all later calls too if that is ``lasting``."""
     prepare(directory)
     failed = threading.Event()
 
@@ -279,17 +250,17 @@ def test_failure_reaches_every_rank_and_hurts_nothing(
         hit = seam.is_at(call, function, what)
         if (lasting and failed.is_set() and call[0] != "close") or (hit and not failed.is_set()):
             failed.set()
-            raise OSError(fault, os.strerror(fault))
+            raise OSError(code, os.strerror(code))
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         seam = Seam(patch, act)
-        results = save_threads(directory, 300)
+        results = save(directory, 300)
     assert all(isinstance(error, CheckpointError) for error in results), results
     assert len({str(error) for error in results}) == 1
     assert re.search(r"step-00000300 failed on rank [01]( \(and on 1 more\))?: ", str(results[0]))
     assert what != "r0001" or lasting or "failed on rank 1: " in str(results[0])
     assert (function, what) not in LEASE + CLEAN_UP or "failed on rank 0: " in str(results[0])
-    assert f"{os.strerror(fault)} (errno {fault})" in str(results[0])
+    assert f"{os.strerror(code)} (errno {code})" in str(results[0])
     # where even acquiring the commit's rename back fails, the checkpoint is there, and whole
     stays = lasting and (function, what) == COMMITTED
     if not lasting:
@@ -300,13 +271,13 @@ def test_failure_reaches_every_rank_and_hurts_nothing(
     assert verify(directory).ok
     assert open_newest(directory, ALONE).step == (300 if stays else 200)
     if not stays:
-        save_good(directory, 300)  # the same step can be saved again at once
+        assert save(directory, 300) == [directory / "step-00000300"] * 2, "it can be saved again at once"
     assert_sound(directory, newest=300)
 
 
 @pytest.mark.parametrize("function", ["rename", "sync_directory", "remove_file", "remove_directory"])
 def test_failure_to_delete_old_checkpoints_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultCounts, function: str
 ) -> None:
     directory = tmp_path / "checkpoints"
     for step in (100, 200):
@@ -324,8 +295,8 @@ def test_failure_to_delete_old_checkpoints_does_not_fail_the_save(
         Seam(patch, act)
         assert save_threads(directory, 300) == [directory / "step-00000300"] * 2
     assert deleting.is_set()
-    assert verify(directory).ok
     assert_sound(directory, newest=300)
+    faults.passed("F10", 1)
 
 
 def test_existing_files_are_not_overwritten(tmp_path: Path) -> None:
@@ -370,20 +341,3 @@ def test_failure_other_than_the_file_system_reaches_every_rank(tmp_path: Path, m
     for error in save_threads(tmp_path, 100):
         assert "failed on rank 0 (and on 1 more): RuntimeError: CUDA error: an illegal memory access" in str(error)
     assert list(tmp_path.iterdir()) == []
-
-
-def _dies_in_its_write(rank: int, world: int, directory: Path) -> None:
-    comm: Communicator = connect(ALONE.device)
-    if rank == 1:
-        Seam(pytest.MonkeyPatch(), lambda index, call: die() if call[0] == "sync" else None)
-    save(directory, Snapshot(300, shards_of(make_tensors(300), rank, world), {}), comm)
-
-
-def test_one_real_rank_killed_in_a_save(tmp_path: Path) -> None:
-    directory = tmp_path / "checkpoints"
-    prepare(directory)
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(2, _dies_in_its_write, directory)
-    assert "--- rank 1:\nthe process died without a result" in str(failure.value)
-    assert [path.name for path in directory.iterdir() if path.name.startswith("step-00000300.tmp-")]
-    assert_sound(directory, newest=200)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import re
@@ -10,10 +9,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,17 +28,19 @@ from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CheckpointError, DtrainError
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
-from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of, write_samples
+from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
+from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, record_of, write_samples
 from tests.helpers.mishap import Mishap
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import fork, run_ranks
 
-STEPS = 8
 # heartbeat, limit, poll in seconds
 LONG_LIMIT = (0.05, 120.0, 0.02)
 SHORT_LIMIT = (0.05, 0.6, 0.02)  # for a job that takes over from a stopped one
 
-_context = multiprocessing.get_context("forkserver")
+
+def stale(token: int) -> bytes:
+    """The lease of a process on another host, which nobody here can ask."""
+    return replace(Holder.this_process(token), host="elsewhere", boot_id="other").encode()
 
 
 def _train(config: RunConfig, env: dict[str, str], log: Path, timing: tuple[float, float, float]) -> None:
@@ -59,31 +58,18 @@ def _train(config: RunConfig, env: dict[str, str], log: Path, timing: tuple[floa
 
 
 class Job:
-    """A training run in a process of its own.
+    """A training run in ``run_dir`` in a process of its own, with a fault if any."""
 
-    Args:
-        run_dir: run directory; the log is next to it, under ``name``.
-        config: the rest of the configuration.
-        name: name of the job.
-        mishap: fault of the job, if any.
-        timing: heartbeat, limit and poll interval of the lease.
-    """
-
-    def __init__(
-        self, run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, timing: Any = LONG_LIMIT
-    ) -> None:
-        self.run_dir = run_dir
-        self._log = Path(f"{run_dir}.{name}.log")
+    def __init__(self, run_dir: Path, config: RunConfig, mishap: Mishap | None, timing: Any) -> None:
+        self._log = Path(f"{run_dir}.{time.monotonic()}.log")
         self._log.touch()
         config = replace(config, run_dir=str(run_dir))
-        env = mishap.env() if mishap else {}
-        self._process: BaseProcess = _context.Process(target=_train, args=(config, env, self._log, timing))
-        self._process.start()
+        self.process = fork(_train, config, mishap.env() if mishap else {}, self._log, timing)
 
     @property
     def pid(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        assert self.process.pid is not None
+        return self.process.pid
 
     @property
     def output(self) -> str:
@@ -92,49 +78,39 @@ class Job:
     def send(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
-    def wait(self, timeout: float = 180) -> int | None:
-        self._process.join(timeout)
-        return self._process.exitcode
+    def wait(self) -> int | None:
+        self.process.join(180)
+        return self.process.exitcode
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 180
         while not condition():
             assert time.monotonic() < deadline, self.output
-            assert not self.has_ended() or condition(), self.output
+            assert self.process.exitcode is None or condition(), self.output
             time.sleep(0.005)
 
-    def has_ended(self) -> bool:
-        return self._process.exitcode is not None
-
-    def is_stopped(self) -> bool:
-        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-
-    def end(self) -> None:
-        if self._process.is_alive():
-            self.send(signal.SIGKILL)
-        self._process.join()
+    def wait_until_stopped(self) -> None:
+        status = Path(f"/proc/{self.pid}/stat")
+        self.wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
 
 
-@contextmanager
-def jobs() -> Iterator[Callable[..., Job]]:
-    """Yields a function that starts jobs; kills those that still run at the end of the block."""
+@pytest.fixture
+def start() -> Iterator[Callable[..., Job]]:
+    """Starts jobs; kills those that still run at the end."""
     started: list[Job] = []
 
-    def start(
-        run_dir: Path, config: RunConfig, name: str, mishap: Mishap | None = None, timing: Any = LONG_LIMIT
-    ) -> Job:
-        started.append(Job(run_dir, config, name, mishap, timing))
+    def start(run_dir: Path, config: RunConfig, mishap: Mishap | None = None, timing: Any = LONG_LIMIT) -> Job:
+        started.append(Job(run_dir, config, mishap, timing))
         return started[-1]
 
-    try:
-        yield start
-    finally:
-        for job in started:
-            job.end()
+    yield start
+    for job in started:
+        job.process.kill()
+        job.process.join()
 
 
 def lingering(run_dir: Path) -> tuple[Mishap, Callable[[], None]]:
-    """Reholdings a fault that keeps a finished job, and so its lease, until the returned function is called."""
+    """Returns a fault that keeps a finished job, and so its lease, until the returned function is called."""
     file = Path(f"{run_dir}.release")
     return Mishap("summary", 1, "sleep", until=str(file)), file.touch
 
@@ -149,145 +125,74 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 def whole(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Record:
     """Result of a single job."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    with jobs() as start:
-        assert start(run_dir, config, "alone").wait() == 0
+    assert Job(run_dir, config, None, LONG_LIMIT).wait() == 0
     assert checkpoints(run_dir) == ["step-00000006", "step-00000008"], "and no lease"
     return record_of(run_dir)
 
 
-def refused(job: Job, by: Job) -> bool:
-    return bool(re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {by.pid} on ", job.output))
-
-
-@pytest.mark.parametrize("trial", range(2))
-def test_started_together(tmp_path: Path, config: RunConfig, whole: Record, trial: int) -> None:
-    """The second job is refused when it sees a heartbeat."""
+def test_second_job_is_refused_while_the_first_runs(
+    tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job]
+) -> None:
     run_dir = tmp_path / "run"
     lingers, release = lingering(run_dir)
-    with jobs() as start:
-        pair = [start(run_dir, config, name, lingers) for name in ("one", "other")]
-        pair[0].wait_until(lambda: any(job.has_ended() for job in pair))
-        release()
-        codes = [job.wait() for job in pair]
-        assert sorted(codes, key=str) == [0, 2], [job.output for job in pair]
-        winner, loser = sorted(pair, key=lambda job: job.wait() or 0)
-        assert refused(loser, by=winner)
+    first = start(run_dir, config, lingers)
+    first.wait_until(lambda: "step-00000002" in checkpoints(run_dir))
+    second = start(run_dir, config)
+    assert second.wait() == 2
+    assert re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {first.pid} on ", second.output)
+    assert len([line for line in second.output.splitlines() if line.startswith("dtrain: ")]) == 1
+    release()
+    assert first.wait() == 0
     assert record_of(run_dir) == whole
 
 
-def test_one_after_the_other(tmp_path: Path, config: RunConfig, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    half = replace(config, train=replace(config.train, steps=3))
-    with jobs() as start:
-        assert start(run_dir, half, "one").wait() == 0
-        second = start(run_dir, config, "other")
-        assert second.wait() == 0
-        assert "is held by" not in second.output
-        again = start(run_dir, config, "again")
-        assert again.wait() == 0
-        assert "done already" in again.output
-    assert newest_step(run_dir) == STEPS
-
-
-def test_second_job_is_refused_while_the_first_runs(tmp_path: Path, config: RunConfig, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    lingers, release = lingering(run_dir)
-    with jobs() as start:
-        first = start(run_dir, config, "one", lingers)
-        first.wait_until(lambda: "step-00000002" in checkpoints(run_dir))
-        second = start(run_dir, config, "other")
-        assert second.wait() == 2
-        assert refused(second, by=first)
-        assert len([line for line in second.output.splitlines() if line.startswith("dtrain: ")]) == 1
-        release()
-        assert first.wait() == 0
-    assert record_of(run_dir) == whole
-
-
-@pytest.mark.parametrize("place", ["vote", "rename"])
-def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Record, place: str) -> None:
+@pytest.mark.exhaustive
+def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job]) -> None:
     """The new job takes over at once despite the long limit: the old process is known to have ended."""
     run_dir = tmp_path / "run"
-    with jobs() as start:
-        assert start(run_dir, config, "one", Mishap(place, 2)).wait() == -signal.SIGKILL
-        assert "lease-00000001.json" in checkpoints(run_dir)
-        second = start(run_dir, config, "other")
-        assert second.wait() == 0
-        assert "which has ended" in second.output
+    assert start(run_dir, config, Mishap("rename", 2)).wait() == -signal.SIGKILL
+    assert "lease-00000001.json" in checkpoints(run_dir)
+    second = start(run_dir, config)
+    assert second.wait() == 0
+    assert "which has ended" in second.output
     assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
     assert record_of(run_dir) == whole
 
 
 # where the first job is stopped: between two saves; in a save while it writes, before the check of the lease, and
 # between that check and the rename
-STOPS = [("update", 3), ("write", 10), ("sync_directory", 5), ("rename", 1)]
+STOPS = [
+    pytest.param("update", 3, marks=pytest.mark.exhaustive),
+    pytest.param("write", 10, marks=pytest.mark.exhaustive),
+    pytest.param("sync_directory", 5, marks=pytest.mark.exhaustive),
+    ("rename", 1),
+]
 
 
 @pytest.mark.parametrize(("place", "count"), STOPS)
 def test_stopped_for_long_and_continued(
-    tmp_path: Path, config: RunConfig, whole: Record, place: str, count: int
+    tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job], place: str, count: int
 ) -> None:
     """The unfinished save of the stopped job is removed, its next commit is refused, and it exits with that error."""
     run_dir = tmp_path / "run"
     lingers, release = lingering(run_dir)
-    with jobs() as start:
-        first = start(run_dir, config, "one", Mishap(place, count, "SIGSTOP"))
-        first.wait_until(first.is_stopped)
-        second = start(run_dir, config, "other", lingers, SHORT_LIMIT)
-        second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
-        second.send(signal.SIGSTOP)
-        second.wait_until(second.is_stopped)
-        assert f"no heartbeat from process {first.pid} on " in second.output
-        names = checkpoints(run_dir)
-        first.send(signal.SIGCONT)
-        assert first.wait() == 1
-        assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.output)
-        assert set(names) <= set(checkpoints(run_dir)), "it changes nothing there"
-        release()
-        second.send(signal.SIGCONT)
-        assert second.wait() == 0
+    first = start(run_dir, config, Mishap(place, count, "SIGSTOP"))
+    first.wait_until_stopped()
+    second = start(run_dir, config, lingers, SHORT_LIMIT)
+    second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
+    second.send(signal.SIGSTOP)
+    second.wait_until_stopped()
+    assert f"no heartbeat from process {first.pid} on " in second.output
+    names = checkpoints(run_dir)
+    first.send(signal.SIGCONT)
+    assert first.wait() == 1
+    assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.output)
+    assert set(names) <= set(checkpoints(run_dir)), "it changes nothing there"
+    release()
+    second.send(signal.SIGCONT)
+    assert second.wait() == 0
     assert verify(run_dir).ok
     assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
-    assert record_of(run_dir) == whole
-
-
-def test_stopped_until_the_new_holder_has_ended(tmp_path: Path, config: RunConfig, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    with jobs() as start:
-        first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
-        first.wait_until(first.is_stopped)
-        second = start(run_dir, config, "other", timing=SHORT_LIMIT)
-        assert second.wait() == 0
-        first.send(signal.SIGCONT)
-        assert first.wait() == 1
-        assert "is gone: another job took it over and has ended" in first.output
-    assert record_of(run_dir) == whole
-
-
-def test_stopped_for_less_than_the_limit(tmp_path: Path, config: RunConfig, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    with jobs() as start:
-        first = start(run_dir, config, "one", Mishap("update", 3, "SIGSTOP"))
-        first.wait_until(first.is_stopped)
-        second = start(run_dir, config, "other")
-        second.wait_until(lambda: "waiting 120 s for a heartbeat" in second.output)
-        first.send(signal.SIGCONT)
-        assert second.wait() == 2
-        assert refused(second, by=first)
-        assert first.wait() == 0
-    assert record_of(run_dir) == whole
-
-
-def test_stale_lease_of_another_system(tmp_path: Path, config: RunConfig, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    (run_dir / "checkpoints").mkdir(parents=True)
-    stale = replace(Holder.this_process(41), host="elsewhere", boot_id="other")
-    path_of(run_dir / "checkpoints", 41).write_bytes(stale.encode())
-    with jobs() as start:
-        job = start(run_dir, config, "one", timing=SHORT_LIMIT)
-        job.wait_until(lambda: "lease-00000042.json" in checkpoints(run_dir))
-        assert job.wait() == 0
-    assert re.search(r"is held by .*\n.*taking over .*: no heartbeat from process \d+ on elsewhere", job.output)
     assert record_of(run_dir) == whole
 
 
@@ -316,10 +221,11 @@ def _hold_repeatedly(directory: Path, log: int, rounds: int, seed: int) -> None:
     os.write(log, f"{pid} is done\n".encode())
 
 
-def test_one_holder_among_many_processes(tmp_path: Path, faults: FaultCounts) -> None:
-    """One acquired at a time, and whoever dies with it is followed at once."""
+@FEW_AND_MANY
+def test_one_holder_among_many_processes(tmp_path: Path, many: bool, faults: FaultCounts) -> None:
+    """One acquires it at a time, and whoever dies with it is followed at once."""
     num_holdings = 0
-    for number in range(faults.count(ci=1, full=20)):
+    for number in range(faults.count(ci=3, full=20) if many else 1):
         folder = tmp_path / str(number)
         folder.mkdir()
         log = os.open(folder / "log", os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -346,7 +252,7 @@ def test_one_holder_among_many_processes(tmp_path: Path, faults: FaultCounts) ->
 
 
 def _take_stale_lease(directory: Path, ready: int, over: int, results: int) -> None:
-    os.read(ready, 1)  # reholdings when the parent has closed it
+    os.read(ready, 1)  # returns when the parent has closed it
     try:
         with hold(directory, LeaseTiming(0.02, 1.0, 0.001)):
             os.write(results, b"1")
@@ -355,12 +261,13 @@ def _take_stale_lease(directory: Path, ready: int, over: int, results: int) -> N
         os.write(results, b"0")
 
 
-def test_one_of_several_processes_takes_a_stale_lease(tmp_path: Path, faults: FaultCounts) -> None:
-    rounds = faults.count(ci=2, full=100)
+@FEW_AND_MANY
+def test_one_of_several_processes_takes_a_stale_lease(tmp_path: Path, many: bool, faults: FaultCounts) -> None:
+    rounds = faults.count(ci=10, full=100) if many else 1
     for number in range(rounds):
         directory = tmp_path / str(number)
         directory.mkdir()
-        path_of(directory, 5).write_bytes(replace(Holder.this_process(5), boot_id="other").encode())
+        path_of(directory, 5).write_bytes(stale(5))
         (ready, go), (over, end), (outcomes, results) = (os.pipe() for _ in range(3))
         pids = []
         for _ in range(4):
@@ -387,13 +294,12 @@ def test_one_of_several_processes_takes_a_stale_lease(tmp_path: Path, faults: Fa
 def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None:
     """Another job has just taken over and has not cleaned up yet: only the check prevents the commit."""
     save_good(tmp_path, 100, 1)
-    other = replace(Holder.this_process(2), host="elsewhere", boot_id="other")
     real = storage.sync_directory
 
     def take_over(path: Path) -> None:
         real(path)
         if ".tmp-" in path.name:
-            path_of(tmp_path, 2).write_bytes(other.encode())
+            path_of(tmp_path, 2).write_bytes(stale(2))
             path_of(tmp_path, 1).unlink()
 
     with pytest.MonkeyPatch.context() as patch:
@@ -407,13 +313,12 @@ def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None
 def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> None:
     for step in (100, 200):
         save_good(tmp_path, step, 1)
-    other = replace(Holder.this_process(2), host="elsewhere", boot_id="other")
     real = storage.sync_directory
 
     def take_over(path: Path) -> None:
         real(path)
         if path == tmp_path:
-            path_of(tmp_path, 2).write_bytes(other.encode())
+            path_of(tmp_path, 2).write_bytes(stale(2))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "sync_directory", take_over)
@@ -430,6 +335,6 @@ def _save_with_short_collectives(rank: int, world: int, directory: Path) -> Path
 
 
 def test_a_save_waits_for_a_stale_lease_longer_than_a_collective_may_take(tmp_path: Path) -> None:
-    path_of(tmp_path, 1).write_bytes(replace(Holder.this_process(1), host="elsewhere", boot_id="other").encode())
+    path_of(tmp_path, 1).write_bytes(stale(1))
     assert run_ranks(2, _save_with_short_collectives, tmp_path) == [tmp_path / "step-00000100"] * 2
     assert verify(tmp_path).ok

@@ -80,8 +80,8 @@ def test_lease_file_names_its_holder_and_is_removed_with_the_last_block(tmp_path
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"boot_id": None}, {"pid_namespace": "pid:[1]"}, {"boot_id": None, "pid_start": None, "pid_namespace": None}],
-    ids=["another boot", "unknown system", "another namespace", "no /proc"],
+    [{}, {"pid_namespace": "pid:[1]"}, {"boot_id": None, "pid_start": None, "pid_namespace": None}],
+    ids=["another boot", "another namespace", "no /proc"],
 )
 def test_holder_on_an_unknown_system_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
     claim(tmp_path, 7, **values)
@@ -128,17 +128,6 @@ def test_hidden_process_of_another_user_counts_as_alive(tmp_path: Path) -> None:
         os._exit(0)
     os.wait()
     assert os.read(read, 10) == b"there"
-
-
-def test_wall_time_is_ignored(tmp_path: Path, clock: Clock) -> None:
-    path = claim(tmp_path, 1)
-
-    def jump() -> None:
-        os.utime(path, (0, 0) if clock.now % 2 else (2**32, 2**32))
-
-    clock.while_sleeping = jump
-    acquire(tmp_path, clock.timing()).release()
-    assert 90 <= clock.now <= 91
 
 
 def test_a_lease_that_was_removed_is_lost(tmp_path: Path, clock: Clock) -> None:
@@ -320,7 +309,7 @@ class AnyOrder(RuleBasedStateMachine):
 
 
 TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+TestAnyOrder.settings = settings(max_examples=25, stateful_step_count=30, suppress_health_check=list(HealthCheck))
 
 
 def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:
