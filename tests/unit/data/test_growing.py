@@ -42,8 +42,7 @@ def growing(rank: int, step: int = 0, world: int = WORLD) -> GrowingBatches:
     return GrowingBatches(BatchLoader(Numbered(), 3, MICRO, number, rank, world, cursor), GROWTH, step)
 
 
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("start", [0, 2, 3, 6])
+@pytest.mark.parametrize(("depth", "start"), [(0, 0), (1, 2), (3, 3), (1, 6)])
 def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start: int) -> None:
     streams = [PrefetchedBatches(growing(rank, start), depth, CPU) for rank in range(WORLD)]
     cursor = GROWTH.num_tokens(0, start) // LENGTH
@@ -60,14 +59,11 @@ def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start:
             assert torch.equal(torch.cat([micro[name] for micro in in_order]).view(-1, LENGTH), whole[name])
     for stream in streams:
         stream.close()
+    shapes = {micro["tokens"].shape for stream in [growing(0)] for _ in range(20) for micro in next(stream)}
+    assert shapes == {(8, 4), (4, 8), (2, 16)}, "one for each length"
 
 
-def test_shapes_are_one_for_each_length() -> None:
-    stream = growing(0)
-    shapes = {micro["tokens"].shape for _ in range(20) for micro in next(stream)}
-    assert shapes == {(8, 4), (4, 8), (2, 16)}
-
-
+@pytest.mark.exhaustive
 @pytest.mark.compile
 def test_a_compiled_model_is_compiled_once_for_each_length() -> None:
     compiled: list[int] = []
@@ -119,14 +115,12 @@ def _documents(positions: list[int]) -> list[int]:
     return [end - begin for begin, end in zip(begins, [*begins[1:], len(positions)], strict=True)]
 
 
-@pytest.mark.parametrize("factory", [GPT2_FACTORY, None])
+@pytest.mark.parametrize("factory", [GPT2_FACTORY, ModelConfig.factory])
 @pytest.mark.parametrize("number", [0, 1])
-def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str | None) -> None:
+def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str) -> None:
     """Logits of cut rows are those of their documents alone, also with learned positions."""
-    config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH)
-    if factory is not None:
-        config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH, factory=factory)
-    model = build_model(config, 200, seed=1).eval()
+    sizes = {"num_layers": 1, "hidden_dim": 8, "num_heads": 2, "ffn_dim": 8, "max_seq_len": LENGTH}
+    model = build_model(ModelConfig(factory=factory, **sizes), 200, seed=1).eval()  # type: ignore[arg-type]
     rows = cut_rows(sources()[number].batch(np.arange(3)), 8)
     with torch.no_grad():
         logits = model(**rows).logits
