@@ -20,12 +20,10 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli.resolve import compose
-from dtrain.config.schema import RunConfig, SuperviseConfig
-from dtrain.errors import DtrainError
-from dtrain.train.run import run_training
+from dtrain.config.schema import SuperviseConfig
 from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.kills import WORLDS, train_rank
 from tests.helpers.launch import (
-    LAUNCHER,
     SMALL,
     Job,
     checkpoints,
@@ -35,7 +33,6 @@ from tests.helpers.launch import (
     sbatch,
     started,
     torchrun,
-    write_samples,
 )
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
@@ -45,28 +42,15 @@ TOLERANCE_S = 2.0
 ENDLESS = ("train.steps=100000", "train.save_every=4", "train.eval_every=6")
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
-
-
 @dataclass(frozen=True)
 class HangCase:
-    """A hang of a real run.
+    """A hang of a real run."""
 
-    Attributes:
-        start: its launcher.
-        mishap: what hangs, and on which rank.
-        message: how the line on the console begins.
-        overrides: the rest of the configuration.
-        code: exit code of the command.
-    """
-
-    start: Callable[..., Job]
+    start: Callable[..., Job]  # its launcher
     mishap: Mishap
-    message: str
+    message: str  # how the line on the console begins
     overrides: tuple[str, ...] = (f"supervise.limit_s={LIMIT_S}",)
-    code: int = 1
+    code: int = 1  # exit code of the command
 
 
 _SYNCHRONOUS = ("checkpoint.asynchronous=false", f"supervise.save_s={LIMIT_S}")
@@ -100,15 +84,17 @@ HANGS = {
         ("engine=ddp", f"supervise.limit_s={LIMIT_S}"),
     ),
 }
-_IN_CI = ("stopped in a step", "endless loader")  # the unit tests have the other phases, without training
+# the unit tests have the other phases, without training
+DEFAULT, REST = ["stopped in a step"], [name for name in HANGS if name != "stopped in a step"]
 
 
 @pytest.mark.timeout(1200)  # for the full counts
-def test_a_hang_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts) -> None:
-    names = [*HANGS] if faults.full else _IN_CI
+@pytest.mark.parametrize("names", [DEFAULT, pytest.param(REST, marks=pytest.mark.exhaustive)], ids=len)
+def test_a_hang_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts, names: list[str]) -> None:
+    chosen = names if faults.full else [name for name in names if name in (*DEFAULT, "endless loader")]
     with ThreadPoolExecutor(2) as pool:  # two at a time: most of it is waiting
-        taken = list(pool.map(lambda name: _hang(name, tmp_path / name.replace(" ", "-"), data), names))
-    assert all(LIMIT_S <= seconds <= LIMIT_S + TOLERANCE_S for seconds in taken), dict(zip(names, taken, strict=True))
+        taken = list(pool.map(lambda name: _hang(name, tmp_path / name.replace(" ", "-"), data), chosen))
+    assert all(LIMIT_S <= seconds <= LIMIT_S + TOLERANCE_S for seconds in taken), dict(zip(chosen, taken, strict=True))
     faults.passed("F4", len(taken), named=len(taken), slowest_ms=round(1000 * max(taken)))
 
 
@@ -145,32 +131,17 @@ def _is_alive(pid: int) -> bool:
 # -- restarts ----------------------------------------------------------------------------------------------------------
 
 
-def _attempt(rank: int, world: int, config: RunConfig, env: dict[str, str], log: str) -> int:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    try:
-        return run_training(config)
-    except DtrainError as error:
-        print(f"dtrain: {error}", file=os.fdopen(2, "w", closefd=False), flush=True)
-        return error.exit_code
-
-
-@pytest.mark.parametrize("world", [1, 2])
+@WORLDS
 def test_a_run_that_crashes_in_its_first_step_is_started_four_times(
     tmp_path: Path, data: str, faults: FaultCounts, world: int
 ) -> None:
-    rounds = faults.count(ci=world % 2, full=1)
-    if not rounds:
-        pytest.skip("the other number of ranks in CI")
     log, crashes = tmp_path / "log", ("SIGKILL", "raise", "SIGABRT", "SIGSEGV", "SIGKILL")
     config = compose([*SMALL, data, f"run_dir={tmp_path}/run", "supervise.enabled=false"])
     trained = 0
     for number, crash in enumerate(crashes):
         mishap = Mishap("forward", 1, crash, rank=world - 1, mark=str(tmp_path / f"attempt-{number}"))
         with suppress(RankFailure):
-            assert run_ranks(world, _attempt, config, mishap.env(), str(log)) == [1] * world
+            assert run_ranks(world, train_rank, config, mishap.env(), str(log)) == [1] * world
         trained += bool([*tmp_path.glob(f"attempt-{number}-*")])
         assert trained == min(number + 1, 4)
     refused = [line for line in log.read_text().splitlines() if "is not started again: 4 attempts in a row" in line]
@@ -178,14 +149,13 @@ def test_a_run_that_crashes_in_its_first_step_is_started_four_times(
     assert checkpoints(tmp_path / "run") == []
     # the last word is the user's
     again = replace(config, supervise=SuperviseConfig(enabled=False, restarts=0))
-    assert run_ranks(world, _attempt, again, {}, str(log)) == [0] * world
+    assert run_ranks(world, train_rank, again, {}, str(log)) == [0] * world
     faults.passed("F14", len(crashes), trained=trained, refused=len(crashes) - trained)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)
 def test_torchrun_restarts_no_more_than_three_times(tmp_path: Path, data: str, faults: FaultCounts) -> None:
-    if not faults.full:
-        pytest.skip("six starts of torchrun's ranks; the count itself is tested with forked ranks")
     env = Mishap("forward", 1, "raise", rank=1, mark=str(tmp_path / "mark")).env()
     with torchrun(tmp_path, *SMALL, data, f"run_dir={tmp_path}/run", options=["--max-restarts=5"], env=env) as job:
         assert job.wait() == 1
@@ -199,9 +169,10 @@ def test_torchrun_restarts_no_more_than_three_times(tmp_path: Path, data: str, f
 
 
 @pytest.mark.timeout(3600)  # for the full counts
-def test_killed_ranks_and_launchers_leave_no_orphan(tmp_path: Path, data: str, faults: FaultCounts) -> None:
+@pytest.mark.parametrize("share", ["first", pytest.param("rest", marks=pytest.mark.exhaustive)])
+def test_killed_ranks_and_launchers_leave_no_orphan(tmp_path: Path, data: str, faults: FaultCounts, share: str) -> None:
     """SIGKILL at any time: of a rank, of the launcher, or of both and the watcher. Each start takes over at once."""
-    count, seed = faults.count(ci=3, full=100), 17
+    count, seed = 1 if share == "first" else faults.count(ci=2, full=99), 17
     rng, run_dir, temporary = random.Random(seed), tmp_path / "run", tmp_path / "tmp"
     temporary.mkdir()
     argv = (*SMALL, data, *ENDLESS, f"run_dir={run_dir}", "supervise.restarts=0")
@@ -214,9 +185,7 @@ def test_killed_ranks_and_launchers_leave_no_orphan(tmp_path: Path, data: str, f
             if number % 3 == 0:  # else at any time, the start included
                 began, before = time.monotonic(), newest_step(run_dir)
                 job.wait_until(lambda: newest_step(run_dir) > before)  # noqa: B023
-                late_starts += (
-                    time.monotonic() - began > 80
-                )  # the lease of a dead process is taken at once, not after 90 s
+                late_starts += time.monotonic() - began > 80  # a dead process's lease is taken at once, not after 90 s
             time.sleep(rng.uniform(0, 1 if number % 3 == 0 else 6))
             pids = {**job.ranks(), -1: job.pid} if victims == "all" else job.ranks()
             chosen = [*pids.values()] if victims == "all" else [rng.choice([*pids.values()])] if pids else [job.pid]

@@ -25,6 +25,7 @@ from tests.helpers.short_lease import FACTORY
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason() or "hosts can be made")
 
+EXHAUSTIVE = pytest.mark.exhaustive
 CRASH_S = 2.0
 LIMIT_S = 3.0
 SLACK_S = 8.0  # of a busy machine
@@ -83,19 +84,16 @@ def assert_ended(jobs: Sequence[HostRank], limit_s: float, named: str) -> float:
 
 
 @pytest.mark.parametrize(
-    ("victim", "vanishes"), [(1, True), (0, True), (2, False)], ids=["no network", "no network of rank 0", "killed"]
+    ("victim", "vanishes"), [(1, True), *(pytest.param(*case, marks=EXHAUSTIVE) for case in ((0, True), (2, False)))]
 )
 def test_every_other_host_names_it(cluster: Cluster, faults: FaultCounts, victim: int, *, vanishes: bool) -> None:
     run_dir = cluster.folder() / "run"
     jobs = cluster.ranks(*SETTINGS, ENDLESS, cluster.data, f"run_dir={run_dir}")
     jobs[0].wait_until(lambda: last_step(run_dir) > 2)
     end_host(cluster, victim, vanishes=vanishes)
-    host = (
-        rf"host{victim} \(rank {victim}\) sends no heartbeat"
-        if vanishes
-        else rf"rank {victim} on host{victim} has ended"
-    )
-    assert_ended([job for rank, job in enumerate(jobs) if rank != victim], LIMIT_S if vanishes else CRASH_S, host)
+    silent, ended = rf"host{victim} \(rank {victim}\) sends no heartbeat", rf"rank {victim} on host{victim} has ended"
+    others = [job for rank, job in enumerate(jobs) if rank != victim]
+    assert_ended(others, *((LIMIT_S, silent) if vanishes else (CRASH_S, ended)))
     faults.passed("P9", 1)
 
 
@@ -105,6 +103,7 @@ def is_watcher(pid: int) -> bool:
     return False
 
 
+@EXHAUSTIVE
 def test_a_rank_that_hangs_is_named_on_every_host(cluster: Cluster, faults: FaultCounts) -> None:
     run_dir = cluster.folder() / "run"
     jobs = cluster.ranks(*SETTINGS, ENDLESS, cluster.data, f"run_dir={run_dir}")
@@ -130,6 +129,7 @@ def watcher_is_connected(host: Host) -> bool:
 PLACES = ("start", "step", "save")
 
 
+@EXHAUSTIVE
 def test_kills_at_random_instants(cluster: Cluster, faults: FaultCounts, tmp_path: Path) -> None:
     """A run on two hosts, each time killed on one of them, and then finished on one host, by two ranks and by one."""
     rng = random.Random(seed := 301)

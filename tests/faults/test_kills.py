@@ -6,165 +6,37 @@ A run is killed and resumed until it finishes; then the next run starts. Saves a
 
 from __future__ import annotations
 
-import os
 import random
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from dtrain.cli.resolve import compose
-from dtrain.config.schema import RunConfig
-from dtrain.errors import DtrainError
-from dtrain.train.run import run_training
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.kills import FACTORY, Kill
-from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of, write_samples
-from tests.helpers.ranks import RankFailure, run_ranks
-
-STEPS = 32
-SETTINGS = (
-    *SMALL,
-    FACTORY,
-    f"train.steps={STEPS}",
-    "train.global_batch_size=2",
-    "train.save_every=2",
-    "train.eval_every=10",
-    "supervise.enabled=false",
-    "supervise.restarts=0",  # it is killed on purpose, often without a newer checkpoint
-)
+from tests.helpers.kills import CHECKPOINT, FIRST_SAVE, WORLDS, Kill, Records, Run
+from tests.helpers.launch import Record
 
 
-def train_rank(rank: int, world: int, config: RunConfig, env: dict[str, str], log: str) -> int:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    try:
-        code = run_training(config)
-    except DtrainError as error:
-        code = error.exit_code
-    Path(f"{log}.ended-{rank}").touch()
-    return code
+class Runs:
+    """Runs in one folder, one after the other, each of which must reach the record ``uninterrupted``."""
 
-
-CHECKPOINT = "dtrain.checkpoint"
-FIRST_SAVE = f"{CHECKPOINT}.async_saver:save"
-
-
-@dataclass
-class Run:
-    """A run that is started repeatedly.
-
-    Attributes:
-        run_dir: its directory.
-        world: number of ranks.
-        data: override that names its data.
-    """
-
-    run_dir: Path
-    world: int
-    data: str
+    def __init__(self, folder: Path, world: int, data: str, uninterrupted: Record) -> None:
+        self._folder, self._world, self._data, self._uninterrupted = folder, world, data, uninterrupted
+        self.finished = 0
 
     def start(self, kill: Kill | None = None) -> bool:
-        """Starts the run and waits for all of its ranks; returns whether they were killed."""
-        log = Path(f"{self.run_dir}.log")
-        config = compose([f"run_dir={self.run_dir}", *SETTINGS, self.data])
-        env = kill.env() if kill else {}
-        codes, failure = [], ""
-        try:
-            codes = run_ranks(self.world, train_rank, config, env, str(log), grace=10.0)
-        except RankFailure as error:
-            failure = str(error)
-        marks = [Path(f"{log}.ended-{rank}") for rank in range(self.world)]
-        ended = {rank for rank, mark in enumerate(marks) if mark.exists()}
-        for mark in marks:
-            mark.unlink(missing_ok=True)
-        if not failure:
-            assert codes == [0] * self.world, log.read_text(encoding="utf-8")[-3000:]
-            return False
-        assert kill is not None, failure
-        assert f"--- rank {kill.ranks[0]}:\nthe process died without a result" in failure
-        survivors = set(range(self.world)) - set(kill.ranks)
-        assert ended >= survivors, f"ranks {survivors - ended} did not end after the kill"
-        self._check_visible_checkpoints(log)
-        return True
-
-    def _check_visible_checkpoints(self, log: Path) -> None:
-        """Visible checkpoints verify, and the newest is no older than the last one reported."""
-        reported = re.findall(r"saved \S+step-(\d+) ", log.read_text(encoding="utf-8")) if log.exists() else []
-        assert newest_step(self.run_dir) >= int(reported[-1] if reported else 0)
-
-    def assert_equals(self, uninterrupted: Record) -> None:
-        """Asserts that the run finished without leftovers and equals the uninterrupted run."""
-        # the last killed process leaves its lease; a start that finds the run finished takes none
-        *older, before, last = (name for name in checkpoints(self.run_dir) if not name.startswith("lease-"))
-        assert (before, last) == (f"step-{STEPS - 2:08d}", f"step-{STEPS:08d}")
-        # each of the last saves that was killed after its commit leaves one checkpoint too many: a complete one is not
-        # saved again, and only a save that finishes deletes old ones
-        assert older == [f"step-{STEPS - 2 - 2 * back:08d}" for back in range(len(older), 0, -1)]
-        assert len(older) <= 3
-        assert record_of(self.run_dir) == uninterrupted
-
-
-@dataclass
-class Runs:
-    """Runs in one folder, one after the other, and the record that each of them must reach."""
-
-    folder: Path
-    world: int
-    data: str
-    uninterrupted: Record
-    finished: int = 0
-
-    def __post_init__(self) -> None:
-        self._run = self._next()
-
-    def _next(self) -> Run:
-        return Run(self.folder / f"run{self.finished}", self.world, self.data)
-
-    def start_and_kill(self, kill: Kill) -> bool:
-        """Starts the current run with a kill; returns False if it finished before the kill."""
-        if self._run.start(kill):
+        """Starts or continues the current run; returns whether it was killed, else it has finished."""
+        run = Run(self._folder / f"run{self.finished}", self._world, self._data)
+        if run.start(kill):
             return True
-        self._finish()
-        return False
-
-    def finish(self) -> None:
-        """Lets the current run finish."""
-        self._run.start()
-        self._finish()
-
-    def _finish(self) -> None:
-        self._run.assert_equals(self.uninterrupted)
+        run.assert_equals(self._uninterrupted)
         self.finished += 1
-        self._run = self._next()
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> dict[int, Record]:
-    """The uninterrupted runs on one and two ranks."""
-    records = {}
-    for world in (1, 2):
-        run = Run(tmp_path_factory.mktemp(f"whole{world}") / "run", world, data)
-        assert not run.start()
-        records[world] = record_of(run.run_dir)
-        assert records[world].step == STEPS
-    return records
+        return False
 
 
 @pytest.mark.timeout(1200)  # for the full counts
-@pytest.mark.parametrize("world", [1, 2])
-def test_at_random_instants(
-    tmp_path: Path, data: str, uninterrupted: dict[int, Record], faults: FaultCounts, world: int
-) -> None:
+@WORLDS
+def test_at_random_instants(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
     """Kills all ranks at any time after the model is built, or one of them after the first save."""
     count, seed = faults.count(ci=3, full=64), 100 + world
     rng = random.Random(seed)
@@ -175,8 +47,8 @@ def test_at_random_instants(
             kill = Kill(tuple(range(world)), after_s=rng.uniform(0.01, 0.8))
         else:  # the ranks are connected by then; before, the launcher ends the survivors
             kill = Kill((rng.randrange(world),), FIRST_SAVE, after_s=rng.uniform(0.001, 0.35))
-        kills += runs.start_and_kill(kill)
-    runs.finish()
+        kills += runs.start(kill)
+    runs.start()
     faults.passed("F1", kills, seed=seed, runs_equal=runs.finished)
 
 
@@ -231,22 +103,18 @@ def at_points(runs: Runs, names: Sequence[str], world: int) -> None:
     for name in names:
         place, count, rank = POINTS[name]
         ranks = tuple(range(world)) if rank is None else (rank % world,)
-        if not runs.start_and_kill(Kill(ranks, place, count)):
-            assert runs.start_and_kill(Kill(ranks, place, count)), f"{name} was not reached in a run"
+        if not runs.start(Kill(ranks, place, count)):
+            assert runs.start(Kill(ranks, place, count)), f"{name} was not reached in a run"
 
 
 @pytest.mark.timeout(1200)  # for the full counts
-@pytest.mark.parametrize("world", [1, 2])
-def test_at_named_points(
-    tmp_path: Path, data: str, uninterrupted: dict[int, Record], faults: FaultCounts, world: int
-) -> None:
+@WORLDS
+def test_at_named_points(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
     names = [name for name in POINTS if name != "step: reduction" or world > 1]
     if not faults.full:  # the two worlds alternate; other tests cover the remaining points
         names = names[world - 1 :: 6]
     runs = Runs(tmp_path, world, data, uninterrupted[world])
-    runs.start_and_kill(
-        Kill((0,), "dtrain.engine.native:NativeEngine._vote", 6)
-    )  # so that there is a checkpoint to load
+    runs.start(Kill((0,), "dtrain.engine.native:NativeEngine._vote", 6))  # so that there is a checkpoint to load
     at_points(runs, names, world)
-    runs.finish()
+    runs.start()
     faults.passed("F2", len(names), runs_equal=runs.finished)

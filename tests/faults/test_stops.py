@@ -16,17 +16,16 @@ from pathlib import Path
 import pytest
 
 from dtrain.cli.resolve import compose
-from tests.faults.test_kills import FIRST_SAVE, SETTINGS, train_rank
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.kills import Kill
-from tests.helpers.launch import Record, curve, newest_step, python, record_of, started, summary, write_samples
+from tests.helpers.kills import FIRST_SAVE, SETTINGS, WORLDS, Kill, Records, train_rank
+from tests.helpers.launch import Record, curve, newest_step, python, record_of, started, summary
 from tests.helpers.ranks import RankFailure, run_ranks
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
 LIMIT_S = 25.0  # promise P10
 AT_ONCE_S = 3.0
 
-pytestmark = [pytest.mark.processes, pytest.mark.parametrize("world", [1, 2])]
+pytestmark = [pytest.mark.processes, WORLDS]
 
 # functions in which a run hangs after the first signal
 HOLDS = (
@@ -39,30 +38,6 @@ HOLDS = (
     "dtrain.checkpoint.storage:remove_file",
     "dtrain.train.run:write_summary",
 )
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory: pytest.TempPathFactory, data: str) -> Records:
-    """The runs on one and two ranks that no signal stops; computed when first used."""
-    folder = tmp_path_factory.mktemp("whole")
-    return Records(folder, data)
-
-
-class Records(dict[int, Record]):
-    """Record of the uninterrupted run by world size."""
-
-    def __init__(self, folder: Path, data: str) -> None:
-        super().__init__()
-        self._folder, self._data = folder, data
-
-    def __missing__(self, world: int) -> Record:
-        assert run(self._folder / str(world), self._data, world) == [0] * world
-        return self.setdefault(world, record_of(self._folder / str(world)))
 
 
 def run(run_dir: Path, data: str, world: int, kill: Kill | None = None) -> list[int]:
@@ -131,12 +106,11 @@ def test_a_second_signal_ends_it(tmp_path: Path, data: str, faults: FaultCounts,
     faults.passed("F3", count, seed=seed, with_a_commit=commits, longest_ms=round(1000 * longest))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # for the full counts
 def test_the_command_is_stopped(tmp_path: Path, data: str, faults: FaultCounts, world: int) -> None:
     """``dtrain train`` itself, from its first instant on; before its handlers are there a signal ends it plainly."""
-    count, seed = faults.count(ci=0, full=10), 500 + world
-    if not count:
-        pytest.skip("tests/distributed stops each launcher once; random instants with --fault-counts full")
+    count, seed = faults.count(ci=1, full=10), 500 + world
     rng = random.Random(seed)
     saved, early, longest = 0, 0, 0.0
     while saved < count:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from dtrain.errors import ConfigError, UsageError
 from dtrain.models import build_model
 from dtrain.planning.storages import StorageTracker
 
+NONE: Mapping[str, Any] = MappingProxyType({})
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
 
@@ -30,8 +33,8 @@ def language_model(num_layers: int = 3, hidden_dim: int = 32, dropout: float = 0
     return build_model(ModelConfig(dropout=dropout, **sizes), 64, seed=0)
 
 
-def start(model: nn.Module, precision: str = "fp32", **blocks: Any) -> Any:
-    return dtrain.initialize(model, precision=precision, seed=3, audit=0, blocks=dtrain.Blocks(**blocks))
+def start(model: nn.Module, precision: str = "fp32", options: Mapping[str, Any] = NONE, **blocks: Any) -> Any:
+    return dtrain.initialize(model, precision=precision, seed=3, audit=0, blocks=dtrain.Blocks(**blocks), **options)
 
 
 def train(engine: Any, steps: int = 2) -> list[float]:
@@ -52,12 +55,12 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-def test_gradients_have_the_bits_of_a_run_without_recomputation(precision: str) -> None:
+@pytest.mark.parametrize(("precision", "ways"), [("fp32", WAYS), ("fp8", WAYS[:2])], ids=["fp32", "fp8"])
+def test_gradients_have_the_bits_of_a_run_without_recomputation(precision: str, ways: list[dict[str, Any]]) -> None:
     """With dropout, whose random numbers are drawn again."""
     plain = start(language_model(), precision)
     want = train(plain), plain.master_state()
-    for way in WAYS[:2] if precision in ("fp16", "fp8") else WAYS:
+    for way in ways:
         engine = start(language_model(), precision, **way)
         assert train(engine) == want[0], way
         assert all(torch.equal(values, want[1][name]) for name, values in engine.master_state().items()), way
@@ -147,23 +150,14 @@ class OddNet(nn.Module):
         return self.leave(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("engine", ["native", "ddp"])
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize(("engine", "precision"), [("native", "fp8"), ("ddp", "bf16")])
 def test_blocks_of_any_kind(engine: str, precision: str) -> None:
     """Running statistics are updated once, keywords are arguments, and caches of casts change nothing."""
     x, found = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), []
     for way in ({}, *WAYS[:2]):
         torch.manual_seed(0)
         model = OddNet()
-        run = dtrain.initialize(
-            model,
-            engine=engine,
-            precision=precision,
-            seed=3,
-            audit=0,
-            blocks=dtrain.Blocks(**way),
-            optimizer=dtrain.SGD(),
-        )
+        run = start(model, precision, {"engine": engine, "optimizer": dtrain.SGD()}, **way)
         curve = []
         for _ in range(2):
             run.backward(run(x).square().mean())
@@ -178,32 +172,7 @@ def test_blocks_of_any_kind(engine: str, precision: str) -> None:
         assert all(torch.equal(*pair) for pair in zip(others, tensors, strict=True))
 
 
-def test_an_input_on_the_host_that_was_changed_is_named() -> None:
-    class Changing(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.enter, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
-
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.enter(x)
-            y = self.blocks[0](x)
-            x.mul_(0.5)
-            return x + y
-
-    engine = start(Changing(), recompute="full", offload_activations=True)
-    loss = engine(torch.ones(2, 4)).mean()
-    with pytest.raises(RuntimeError, match="an input of a recomputed block was modified in place"):
-        engine.backward(loss)
-
-
 # -- which modules are blocks, and mistakes ----------------------------------------------------------------------------
-
-
-def refusal(model: nn.Module, **blocks: Any) -> str:
-    with pytest.raises(ConfigError) as refused:
-        start(model, **blocks)
-    assert "\n" not in str(refused.value)
-    return str(refused.value)
 
 
 def test_blocks_are_found() -> None:
@@ -217,63 +186,84 @@ def test_blocks_are_found() -> None:
     assert len(find_blocks(nn.ModuleDict({"a": lists}), dtrain.Blocks(recompute="full"))) == 2, "a list has no forward"
 
 
-def test_mistakes() -> None:
-    class Own(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(4, 4)
-            self.gradient_checkpointing = False
+class Own(nn.Module):
+    """Recomputes by itself."""
 
-        def forward(self, x: Tensor) -> Tensor:
-            return self.inner(x)  # type: ignore[no-any-return]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.gradient_checkpointing = True
 
-    pattern = "blocks pattern 'block.*' matches no module; did you mean 'blocks."
-    assert pattern in refusal(language_model(), recompute="full", blocks=["block.*"])
-    assert "Own has no ModuleList or Sequential" in refusal(Own(), recompute="selective")
-    own = nn.Sequential(Own())
-    own[0].gradient_checkpointing = True
-    assert "'0' recomputes its activations itself (gradient_checkpointing=True)" in refusal(own, recompute="full")
-    with pytest.raises(ConfigError, match=r"blocks=full is not a record such as dtrain\.Blocks\("):
-        dtrain.initialize(language_model(), blocks="full")
-    unit = "block 'blocks' contains the unit of sharding 'blocks.0'"
-    with pytest.raises(ConfigError, match=unit):
-        install_blocks(
-            nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}),
-            dtrain.Blocks(compile="blocks", blocks=["blocks"]),
-            "auto",
-            CompiledBlocks.__new__(CompiledBlocks),
-        )
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("model", "options", "message"),
     [
-        ({"recompute": "selectiv"}, "did you mean 'selective'"),
-        ({"recompute_every": 2}, "Blocks.recompute_every=2 with Blocks.recompute=none recomputes nothing"),
-        ({"recompute": "selective", "offload_activations": True}, "needs Blocks.recompute=full"),
-        ({"recompute": "full", "offload_activations": True, "compile": "auto"}, "set Blocks.compile=none"),
-        ({"blocks": "layers.*"}, "Blocks.blocks=layers.* must be auto or a list of name patterns"),
+        (
+            language_model,
+            {"recompute": "full", "blocks": ["block.*"]},
+            "'block.*' matches no module; did you mean",
+        ),
+        (Own, {"recompute": "selective"}, "Own has no ModuleList or Sequential"),
+        (
+            lambda: nn.Sequential(Own()),
+            {"recompute": "full"},
+            "'0' recomputes its activations itself",
+        ),
+        (Own, {"recompute": "selectiv"}, "did you mean 'selective'"),
+        (Own, {"recompute_every": 2}, "Blocks.recompute_every=2 with Blocks.recompute=none recomputes nothing"),
+        (Own, {"recompute": "selective", "offload_activations": True}, "needs Blocks.recompute=full"),
+        (Own, {"recompute": "full", "offload_activations": True, "compile": "auto"}, "set Blocks.compile=none"),
+        (Own, {"blocks": "layers.*"}, "Blocks.blocks=layers.* must be auto or a list of name patterns"),
     ],
 )
-def test_records_check_themselves(options: dict[str, Any], message: str) -> None:
+def test_mistakes(model: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
-        dtrain.Blocks(**options)
+        start(model(), **options)
 
 
-def test_reentrant_checkpointing_is_named() -> None:
-    class Reentrant(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(4, 4)])
+def test_blocks_that_are_no_record_or_contain_a_unit_of_sharding() -> None:
+    with pytest.raises(ConfigError, match=r"blocks=full is not a record such as dtrain\.Blocks\("):
+        dtrain.initialize(language_model(), blocks="full")
+    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))})
+    options = dtrain.Blocks(compile="blocks", blocks=["blocks"])
+    with pytest.raises(ConfigError, match=r"block 'blocks' contains the unit of sharding 'blocks\.0'"):
+        install_blocks(model, options, "auto", CompiledBlocks.__new__(CompiledBlocks))
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = x.requires_grad_()
-            return checkpoint(self.layers[0], x, use_reentrant=True) + checkpoint(self.layers[0], x, use_reentrant=True)
 
-    engine = start(Reentrant(), recompute="full")
-    loss = engine(torch.ones(2, 4)).mean()
-    with pytest.raises(UsageError, match="use_reentrant=False"):
-        engine.backward(loss)
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()
+        return checkpoint(self.layers[0], x, use_reentrant=True) + checkpoint(self.layers[0], x, use_reentrant=True)
+
+
+class Changing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        y = self.blocks[0](x)
+        x.mul_(0.5)
+        return x + y
+
+
+def test_what_fails_in_the_backward_is_named() -> None:
+    for model, offloads, error, message in (
+        (Reentrant(), False, UsageError, "use_reentrant=False"),
+        (Changing(), True, RuntimeError, "an input of a recomputed block was modified in place"),
+    ):
+        engine = start(model, recompute="full", offload_activations=offloads)
+        loss = engine(torch.ones(2, 4)).mean()
+        with pytest.raises(error, match=message):
+            engine.backward(loss)
 
 
 def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -352,7 +342,7 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
         model = OddNet()
         model.enter.requires_grad_(False)
         model.blocks[0].requires_grad_(False)
-        run = dtrain.initialize(model, engine=engine, precision="fp32", blocks=dtrain.Blocks(compile="auto"), audit=0)
+        run = start(model, "fp32", {"engine": engine}, compile="auto")
         run.backward(run(torch.randn(16, 32)).square().mean())
         run.step()
         assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1, 2]
@@ -362,7 +352,7 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0], None])
+@pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0], pytest.param(None, marks=pytest.mark.exhaustive)])
 def test_auto_measures_the_first_block(
     times: list[float] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -400,7 +390,7 @@ class Regional(nn.Module):
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["fp8", pytest.param("bf16", marks=pytest.mark.exhaustive)])
 def test_a_compiled_block_contains_its_regions(precision: str) -> None:
     curves = []
     x = torch.linspace(-1, 1, 4 * 32).view(4, 32)

@@ -45,10 +45,6 @@ def prepared(
     return model, contract, autocast
 
 
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-
-
 def run(model: nn.Module, contract: Contract, autocast: Any, x: Tensor = X) -> Tensor:
     with autocast(), observe_forward(model, contract):
         output: Tensor = model(x)
@@ -80,63 +76,98 @@ def test_odd_models_keep_the_contract(name: str) -> None:
         assert num_hooks(model) == own_hooks
 
 
-def test_weight_cast_before_its_module_is_an_error() -> None:
-    model, contract, autocast = prepared(mlp())
+# -- what breaks it ----------------------------------------------------------------------------------------------------
 
-    def unshard(module: nn.Module, _: Any) -> None:
-        module.weight.data = module.weight.data.float()
 
-    model[2].register_forward_pre_hook(unshard)
-    with pytest.raises(ContractError, match=r"parameter '2.weight' is torch.float32; the contract says torch.bfloat16"):
+@contextmanager
+def low_precision() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=BF16):
+        yield
+
+
+def ruled(name: str, **rules: str) -> PrecisionPolicy:
+    policy = PrecisionPolicy.named(name, rules={key.strip("_"): value for key, value in rules.items()})
+    return policy.reducing("auto", reduces_every_micro_batch=True)
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
+
+
+FLOAT8 = PrecisionPolicy.named("fp8").on(torch.device("cpu"))
+RULES = {"_0": "fp16", "_1": "fp32", "_3": "bf16"}
+IN_FP32 = "bf16, with every weight in FP32"
+
+
+def late_cast(module: nn.Module, _: Any) -> None:
+    module.weight.data = module.weight.data.float()
+
+
+# the model, its policy, what an engine then changes in it (or a context that replaces autocast), and the error
+BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, str]] = [
+    (
+        mlp,
+        "bf16",
+        lambda m: m[2].register_forward_pre_hook(late_cast),
+        "'2.weight' is torch.float32; .* torch.bfloat16",
+    ),
+    (mlp, IN_FP32, nullcontext, r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"),
+    (mlp, "fp32", low_precision, r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"),
+    (
+        mlp,
+        ruled("bf16", _1="bf16"),
+        lambda m: delattr(m[1], "forward"),
+        "'1' .* is called with another forward than the",
+    ),
+    (
+        wide,
+        FLOAT8,
+        lambda m: setattr(m[1], "__class__", nn.Linear),
+        "'1' is called as Linear; the contract says that its",
+    ),
+    (
+        wide,
+        FLOAT8,
+        lambda m: setattr(m[1].quantized_weight, "recipe", replace(m[1].recipe, rowwise=True)),
+        r"module '1' multiplies by Recipe\(rowwise=True.* the contract",
+    ),
+    (
+        wide,
+        FLOAT8,
+        lambda m: setattr(m[1], "forward", lambda x: type(m[1]).forward(m[1], x).float()),
+        r"module '1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16",
+    ),
+    (wide, ruled("fp32", **RULES), lambda m: delattr(m[0], "forward"), r"'0' .* called with another .* torch.float16"),
+]
+
+
+@pytest.mark.parametrize(("build", "precision", "wrong", "message"), BREACHES)
+def test_a_breach_is_an_error(build: Callable[[], nn.Module], precision: Any, wrong: Any, message: str) -> None:
+    if precision == IN_FP32:
+        model, contract, autocast = prepared(build(), "bf16", lambda contract: all_in(contract, torch.float32))
+    else:
+        model, contract, autocast = prepared(build(), precision)
+    if wrong in (nullcontext, low_precision):
+        autocast = wrong
+    else:
+        run(model, contract, autocast).float().sum().backward()  # it keeps the contract before
+        wrong(model)
+    hooks = num_hooks(model)
+    with pytest.raises(ContractError, match=message):
         run(model, contract, autocast)
-    assert num_hooks(model) == 1  # the one above
-
-
-def test_products_in_fp32_are_an_error() -> None:
-    model, contract, _ = prepared(mlp(), change=lambda contract: all_in(contract, torch.float32))
-    with pytest.raises(
-        ContractError, match=r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"
-    ):
-        run(model, contract, nullcontext)
-
-
-def test_products_in_low_precision_are_an_error() -> None:
-    model, contract, _ = prepared(mlp(), "fp32")
-
-    @contextmanager
-    def autocast() -> Iterator[None]:
-        with torch.autocast("cpu", dtype=BF16):
-            yield
-
-    with pytest.raises(
-        ContractError, match=r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"
-    ):
-        run(model, contract, autocast)
+    assert num_hooks(model) == hooks
 
 
 def test_norm_in_low_precision_is_an_error() -> None:
     model, contract, _ = prepared(mlp())
     del model[1].forward  # what casts its inputs
-
-    @contextmanager
-    def autocast() -> Iterator[None]:
-        with torch.autocast("cpu", dtype=BF16):
-            yield
-
     model[1].float()
     with pytest.raises(ContractError, match=r"module '1' \(LayerNorm\) computed torch.bfloat16"):
-        run(model, contract, autocast)
-
-
-def test_norm_that_ignores_its_low_precision_rule_is_an_error() -> None:
-    ruled = PrecisionPolicy.named("bf16", rules={"1": "bf16"}).reducing("auto", reduces_every_micro_batch=True)
-    model, contract, autocast = prepared(mlp(), ruled)
-    assert run(model, contract, autocast).dtype == BF16
-    del model[1].forward
-    with pytest.raises(
-        ContractError, match=r"module '1' \(LayerNorm\) is called with another forward than the one that"
-    ):
-        run(model, contract, autocast)
+        run(model, contract, low_precision)
 
 
 def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> None:
@@ -152,10 +183,18 @@ def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> N
     later.float().sum().backward()
 
 
-def test_outputs_changed_by_user_hooks_are_not_checked() -> None:
+# -- what does not break it --------------------------------------------------------------------------------------------
+
+
+def test_what_a_user_adds_is_not_checked() -> None:
     model, contract, autocast = prepared(mlp())
+    with torch.no_grad():
+        run(model, contract, autocast)
     model[2].register_forward_hook(lambda module, args, output: output.float())
     assert run(model, contract, autocast).dtype == torch.float32
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 1))
+    model, contract, autocast = prepared(scripted, "fp32")
+    run(model, contract, autocast).sum().backward()
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -177,68 +216,18 @@ def test_compiled_models_run_and_compile_once(whole: bool) -> None:
     assert len(graphs) == 1
 
 
-def test_scripted_modules_are_not_checked() -> None:
-    model, contract, autocast = prepared(nn.Sequential(torch.jit.script(nn.Linear(8, 8)), nn.Linear(8, 1)), "fp32")
-    run(model, contract, autocast).sum().backward()
-
-
-def test_without_gradients_nothing_is_put_on_the_graph() -> None:
-    model, contract, autocast = prepared(mlp())
-    with torch.no_grad():
-        run(model, contract, autocast)
-
-
-# -- FP8 and rules -----------------------------------------------------------------------------------------------------
-
-
-def wide() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
-
-
-def float8() -> PrecisionPolicy:
-    return PrecisionPolicy.named("fp8").on(torch.device("cpu"))
-
-
 def test_fp8_modules_keep_the_contract() -> None:
-    model, contract, autocast = prepared(wide(), float8())
+    model, contract, autocast = prepared(wide(), FLOAT8)
     assert contract.float8_modules == ("1",)
     run(model, contract, autocast).float().sum().backward()
     assert model[1]._parameters["weight"].grad.dtype == BF16
 
 
-def test_module_that_does_not_run_in_fp8_is_an_error() -> None:
-    model, contract, autocast = prepared(wide(), float8())
-    model[1].__class__ = nn.Linear
-    with pytest.raises(ContractError, match="module '1' is called as Linear; the contract says that its"):
-        run(model, contract, autocast)
-    assert num_hooks(model) == 0
-
-
-def test_fp8_products_of_another_recipe_are_an_error() -> None:
-    model, contract, autocast = prepared(wide(), float8())
-    model[1].quantized_weight.recipe = replace(model[1].recipe, rowwise=True)
-    with pytest.raises(ContractError, match=r"module '1' multiplies by Recipe\(rowwise=True.* the contract"):
-        run(model, contract, autocast)
-
-
-def test_fp8_products_of_another_dtype_are_an_error() -> None:
-    model, contract, autocast = prepared(wide(), float8())
-    own = type(model[1]).forward
-    model[1].forward = lambda x: own(model[1], x).float()
-    with pytest.raises(ContractError, match=r"module '1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16"):
-        run(model, contract, autocast)
-
-
-@pytest.mark.parametrize("name", ["fp32", "bf16"])
-def test_modules_of_another_format_keep_the_contract_and_cast_their_output(name: str) -> None:
-    rules = {"0": "fp16", "1": "fp32", "3": "bf16"}
-    model, contract, autocast = prepared(wide(), PrecisionPolicy.named(name, rules=rules))
+def test_modules_of_another_format_cast_their_output() -> None:
+    model, contract, autocast = prepared(wide(), ruled("bf16", **RULES))
     run(model, contract, autocast).float().sum().backward()
     model[0].register_forward_hook(lambda module, args, output: output.to(torch.float64).float())
     run(model, contract, autocast)  # a user's own hook runs after the check
-    del model[0].forward
-    with pytest.raises(ContractError, match=r"module '0' \(Linear\) is called with another forward .* torch.float16"):
-        run(model, contract, autocast)
 
 
 def test_full_precision_keeps_the_contract() -> None:
@@ -251,8 +240,11 @@ def test_full_precision_keeps_the_contract() -> None:
             with full_precision():
                 return self.inner(x)
 
-    model, contract, autocast = prepared(Exempt(), float8())
+    model, contract, autocast = prepared(Exempt(), FLOAT8)
     assert run(model, contract, autocast).dtype == torch.float32
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
 
 
 def test_reduce_dtype_check_by_label() -> None:
