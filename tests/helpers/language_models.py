@@ -27,6 +27,9 @@ MODELS = {
 }
 TOKENS = torch.randint(VOCAB, (3, 16), generator=torch.Generator().manual_seed(0))
 
+BRIEF_RUN = ("data=text", "precision=fp32", "schedule.warmup_steps=0", "supervise.enabled=false", "report=false")
+"""Settings of ``dtrain train`` with a text."""
+
 
 def build(config: ModelConfig) -> nn.Module:
     """The model with weights so large that attention looks at some positions more than at others."""
