@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.__main__ import main
-from dtrain.cli.resolve import compose, read_suite
+from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import PARITY
-from dtrain.config.dump import config_from_dict, config_to_dict, from_plain
+from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.config.schema import GROUP_OPTIONS, OptimConfig
 from dtrain.config.tool_schema import EngineSettings, ParityConfig
 from dtrain.engine.rng import rng_key
@@ -79,14 +79,12 @@ def mismatch(
     run: Trajectory,
     oracle: Trajectory,
     bounds: Bounds,
-    *,
     noise: Trajectory | None = None,
     weight_bound: float | None = None,
 ) -> Mismatch | None:
     noise_deviations = measure(noise, oracle) if noise else None
-    return first_mismatch(
-        measure(run, oracle), make_limits(bounds, oracle, noise_deviations, weight_bound=weight_bound)
-    )
+    limits = make_limits(bounds, oracle, noise_deviations, weight_bound=weight_bound)
+    return first_mismatch(measure(run, oracle), limits)
 
 
 def test_first_mismatch_names_step_and_worst_tensor(oracle: Trajectory, tmp_path: Path) -> None:
@@ -101,21 +99,22 @@ def test_first_mismatch_names_step_and_worst_tensor(oracle: Trajectory, tmp_path
     assert mismatch(run, oracle, Bounds(loss=0.2, weights=0.5)) is None
 
 
-def test_different_initial_weights_exceed_every_bound(oracle: Trajectory, tmp_path: Path) -> None:
-    run = trajectory(tmp_path / "run", [4.0, 2.0], a=[1.0001, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
+@pytest.mark.parametrize(
+    ("losses", "weights", "expected"),
+    [
+        ([4.0, 2.0], [1.0001, 1.5, 3.0], (0, "a")),  # other initial weights
+        ([4.0, 2.0], [1.0, math.nan, math.nan], (1, "a")),
+        ([4.0, 2.0], [1.0, math.inf, math.inf], (1, "a")),
+        ([4.0, math.nan], [1.0, 1.5, 3.0], (2, "loss")),
+    ],
+)
+def test_what_exceeds_every_bound(
+    losses: list[float], weights: list[float], expected: tuple[int, str], oracle: Trajectory, tmp_path: Path
+) -> None:
+    run = trajectory(tmp_path / "run", losses, a=weights, b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
     found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert (found.step, found.quantity) == (0, "a")  # type: ignore[union-attr]
-    assert "'a'" in str(found)
-
-
-@pytest.mark.parametrize("weights", [[1.0, math.nan, math.nan], [1.0, math.inf, math.inf]])
-def test_nonfinite_values_exceed_every_bound(weights: list[float], oracle: Trajectory, tmp_path: Path) -> None:
-    run = trajectory(tmp_path / "run", [4.0, 2.0], a=weights, b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
-    found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert (found.step, found.quantity) == (1, "a")  # type: ignore[union-attr]
-    run = trajectory(tmp_path / "loss", [4.0, math.nan], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
-    found = mismatch(run, oracle, Bounds(loss=1.0, weights=1.0))
-    assert (found.step, found.quantity) == (2, "loss")  # type: ignore[union-attr]
+    assert found is not None
+    assert (found.step, found.quantity) == expected
 
 
 def test_limit_grows_with_the_noise_baseline(oracle: Trajectory, tmp_path: Path) -> None:
@@ -220,8 +219,7 @@ def test_noise_baseline_in_fp16_lowers_its_loss_scale_until_no_gradient_overflow
     assert fp16.applied_steps == 1
 
 
-@pytest.mark.parametrize("magnitude", [1.0, 1e-6])
-def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears(magnitude: float) -> None:
+def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -231,19 +229,14 @@ def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears(magnitud
         def forward(self, x: Tensor) -> Tensor:
             return self.last(self.first(x)).float().square().sum()
 
-    x = magnitude * torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
+    x = 1e-6 * torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
     gradients = {}
     for name, linears in (("bf16", ()), ("fp8", ("first",))):
         model = Two()
         with torch.no_grad():
             model.first.bias.zero_()
-        plain = PlainTraining(
-            model,
-            OptimConfig(max_grad_norm=None),
-            lambda *_: None,
-            compute_dtype=torch.bfloat16,
-            float8_linears=linears,
-        )
+        optim = OptimConfig(max_grad_norm=None)
+        plain = PlainTraining(model, optim, lambda *_: None, compute_dtype=torch.bfloat16, float8_linears=linears)
         plain.step([{"x": x}], 0.0)
         gradients[name] = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
     assert gradients["fp8"].keys() == gradients["bf16"].keys() == {"first.weight", "first.bias", "last.weight"}
@@ -256,22 +249,14 @@ def test_noise_baseline_in_fp8_rounds_the_operands_of_the_named_linears(magnitud
 # -- the command -------------------------------------------------------------------------------------------------------
 
 MISTAKES: list[tuple[str, tuple[str, ...]]] = [  # words of the command, facts in the message
-    ("parity.engines=[]", ("parity.engines", "empty", "null")),
     ("parity.engines=[nativ]", ("parity.engines=['nativ']", "native, fsdp2, deepspeed, ddp")),
     ("parity.engine=[ddp]", ("'parity.engine'", "'parity.engines'")),
     ("parity.steps=1", ("parity.steps=1", "at least 2")),
-    ("parity.weight_bound=-1", ("parity.weight_bound=-1.0", "at least 0")),
     ("parity.global_batch_size=6", ("parity.global_batch_size=6", "parity.micro_batch_size=2", "2 ranks", "4 or 8")),
     ("parity.steps=4", ("schedule.warmup_steps=5", "parity.steps=4", "at most 4")),
     ("engine=native", ("'engine'", "'engines'")),
-    ("engines.native.zero_stage=4", ("engines.native.zero_stage=4", "at most 3")),
-    (
-        "engines.native.prefetch=2",
-        ("engines.native.prefetch=2", "engines.native.zero_stage=2", "set engines.native.zero_stage=3"),
-    ),
-    ("engines.native.name=ddp", ("engines.native.name=ddp",)),
+    ("engines.native.prefetch=2", ("engines.native.prefetch=2", "set engines.native.zero_stage=3")),
     ("-m seed=1,2", ("dtrain parity", "--multirun")),
-    ("parity.engines=[ddp] engines.ddp.zero_stage=1", ("engine=ddp", "engines.ddp.zero_stage=1")),
     ("parity.engines=[deepspeed] precision=fp16 parity.device=cpu", ("engine=deepspeed", "precision=fp16")),
 ]
 
@@ -287,9 +272,8 @@ def test_mistakes_are_one_line_errors(
     monkeypatch.chdir(tmp_path)
     assert main(["parity", *words.split()]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
+    assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dtrain: ")
-    assert err.count("\n") == 1
     assert [fact for fact in facts if fact not in err] == [], err
     assert not list(tmp_path.iterdir()), "a refused command leaves no folder behind"
 
@@ -306,18 +290,11 @@ def test_configuration_defaults_and_environment(monkeypatch: pytest.MonkeyPatch)
     assert read_suite([], PARITY).precision.name == "fp16"  # type: ignore[union-attr]
 
 
-def test_configuration_survives_json() -> None:
-    config = compose(["engine=deepspeed", "schedule=wsd", "schedule.decay_steps=9", "data=text", "data.files=*.txt"])
-    assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config
-
-
 def test_refuses_to_run_under_a_launcher(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["parity"]) == 2
-    error = capsys.readouterr().err
-    assert "launcher" in error
-    assert "parity.ranks" in error
+    assert "launcher" in capsys.readouterr().err
 
 
 def report_of(run_dir: Path) -> dict[str, Any]:
@@ -341,9 +318,11 @@ def single_ranks_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.processes
-def test_engines_agree_with_the_oracle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("single_ranks_in_process")
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_engines_agree_with_the_oracle(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parity.engines=[native,ddp]", "precision=fp32", "model.dropout=0.1", "engines.native.zero_stage=3"]
-    assert main(["parity", *TINY, *words, f"run_dir={tmp_path}"]) == 0
+    assert main(["parity", *TINY, *words, f"parity.ranks={ranks}", f"run_dir={tmp_path}"]) == 0
     output = capsys.readouterr().out
     for engine in ("native", "ddp"):
         assert f"{engine} agrees with the oracle" in output
@@ -359,7 +338,7 @@ def test_engines_agree_with_the_oracle(tmp_path: Path, capsys: pytest.CaptureFix
         assert max(max(series) for series in entry["deviations"]["weights"].values()) > 0
         assert entry["deviations"]["weights"].keys() == entry["limits"]["weights"].keys()
         assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "equal initial weights"
-    assert {path.name for path in tmp_path.iterdir()} == {"config.yaml", "logs", "parity.png", "report.json"}
+    assert {"config.yaml", "parity.png", "report.json"} <= {path.name for path in tmp_path.iterdir()}
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
 
 
@@ -420,6 +399,7 @@ def test_oracle_skips_the_overflows_of_a_dynamic_loss_scale(tmp_path: Path, caps
     assert max(max(series) for series in entry["deviations"]["weights"].values()) < 0.05
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_killed_rank_is_a_failure_of_its_engine(tmp_path: Path) -> None:
     config = read_suite([*TINY, FACTORY, "model.args.die=true", "precision=fp32"], PARITY)

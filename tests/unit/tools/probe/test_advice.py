@@ -90,6 +90,28 @@ def test_fp16_where_bf16_is_two_units_off(gap: float, precision: str) -> None:
         assert advice.line == "precision=fp16 precision.loss_scale.mode=static precision.loss_scale.init=1024"
 
 
+@pytest.mark.parametrize(
+    ("trials", "noise", "culprits", "line"),
+    [
+        ([trial("fp32"), trial("tf32"), trial("bf16", 1.0)], NOISE, {"b"}, "precision=tf32"),
+        # a name with quotes is matched without them
+        ([trial("fp32"), trial("bf16", 1.0)], NOISE, {"it?s"}, "precision=bf16 'precision.rules={\"it?s\": fp32}'"),
+        # the user's own rules stay
+        (
+            [trial("fp32"), replace(trial("bf16"), rules={"head": "fp32"})],
+            NOISE,
+            set(),
+            "precision=bf16 'precision.rules={\"head\": fp32}'",
+        ),
+        # without noise FP32's own rounding is left
+        ([trial("fp32"), trial("bf16", 1e-7)], Noise(0.0, 0.0), set(), "precision=bf16"),
+    ],
+)
+def test_lines_of_advice(trials: list[Trial], noise: Noise, culprits: set[str], line: str) -> None:
+    advice, _ = ask(Evidence(trials, noise, Analysis((result("it's", "bf16", 1.0),))), {"bf16": culprits})
+    assert advice.line == line
+
+
 def test_fp16_keeps_its_dynamic_scale_if_the_constant_one_fails() -> None:
     advice, _ = ask(
         Evidence([trial("fp32"), trial("fp16", 0.001)], NOISE, Analysis((), loss_scale=1024.0)), {"fp16": {"any"}}
@@ -174,36 +196,11 @@ def test_code_of_the_model_itself_gets_a_sentence_and_nothing_curable_gets_fp32(
     assert "fp32: no format that was tried (fp16) stays below two noise units" in advice.reasons
 
 
-def test_a_name_with_quotes_is_matched_without_them() -> None:
-    analysis = Analysis((result("it's", "bf16", 1.0), result("[0]", "bf16", 0.9)))
-    world = World({"bf16": {"it?s", "[[]0]"}})
-    advice = advise(Evidence([trial("fp32"), trial("bf16", 1.0)], NOISE, analysis), world)
-    assert rules(advice) == {"it?s": "fp32", "[[]0]": "fp32"}
-    assert compose(shlex.split(advice.line)).precision.rules == rules(advice)
-
-
-def test_tf32_before_fp32() -> None:
-    trials = [trial("fp32"), trial("tf32"), trial("bf16", 1.0)]
-    advice, _ = ask(Evidence(trials, NOISE, Analysis((result("a", "bf16", 1.0),))), {"bf16": {"b"}})
-    assert advice.precision == "tf32"
-
-
 def test_the_search_ends() -> None:
     analysis = Analysis(tuple(result(f"m{index}", "bf16", 1.0 + index) for index in range(10_000)))
     advice, world = ask(Evidence([trial("fp32"), trial("bf16", 1.0)], NOISE, analysis), {"bf16": {"elsewhere"}})
     assert advice.precision == "fp32"
     assert len(world.asked) == MAX_RETRAINS
-
-
-def test_the_users_own_rules_stay_in_the_line() -> None:
-    own = replace(trial("bf16"), rules={"head": "fp32"})
-    advice, _ = ask(Evidence([trial("fp32"), own], NOISE, Analysis(())))
-    assert (advice.rules, advice.line) == ((), """precision=bf16 'precision.rules={"head": fp32}'""")
-
-
-def test_noise_of_zero_leaves_fp32s_own_rounding() -> None:
-    evidence = Evidence([trial("fp32"), trial("bf16", 1e-7)], Noise(0.0, 0.0), Analysis(()))
-    assert ask(evidence)[0].precision == "bf16"
 
 
 @pytest.mark.parametrize("pattern", ["a.b", "a b", "it?s", "[[]x]", "0", "a,b:c", "*.attn"])

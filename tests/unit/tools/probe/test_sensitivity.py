@@ -63,7 +63,6 @@ def db(exact: Tensor, computed: Tensor) -> float:
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BODIES = {
     "linear": (lambda: nn.Linear(24, 16), (2, 5, 24)),
-    "without bias": (lambda: nn.Linear(24, 16, bias=False), (10, 24)),
     "convolution": (lambda: nn.Conv2d(3, 8, 3, stride=2, padding=1, groups=1), (2, 3, 8, 8)),
     "circular": (lambda: nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular", groups=2), (2, 4, 9)),
     "transposed": (lambda: nn.ConvTranspose1d(4, 6, 3, stride=2), (2, 4, 9)),
@@ -190,10 +189,10 @@ def test_gradients_at_scale_1_and_at_the_scale_of_their_histogram() -> None:
     assert scaled.predicted < 0.01 * unscaled["up", "wgrad"].predicted
 
 
-@pytest.mark.parametrize(("largest", "scale"), [(1.0, 4096.0), (0.9, 8192.0), (2.0**-30, 2.0**42), (1e9, 2.0**-17)])
-def test_constant_scale(largest: float, scale: float) -> None:
-    assert constant_scale(largest) == scale
-    assert scale * largest * 8 <= 65504 < 2 * scale * largest * 8
+def test_constant_scale() -> None:
+    for largest, scale in [(1.0, 4096.0), (0.9, 8192.0), (2.0**-30, 2.0**42), (1e9, 2.0**-17)]:
+        assert constant_scale(largest) == scale
+        assert scale * largest * 8 <= 65504 < 2 * scale * largest * 8
     assert constant_scale(0.0) is None
 
 
@@ -237,11 +236,8 @@ def test_functional_attention_is_charged_with_its_own_work_alone() -> None:
     model = seeded(lambda: Net(Attention()))
     micro_batches = [{"x": randn(2, 6, 16, seed=seed)} for seed in range(4)]
     analysis = analyze(model, micro_batches, ["bf16"])
-    assert {r.module for r in analysis.products if r.product in ("fprop", "forward")} >= {
-        "body",
-        "body.first",
-        "body.out",
-    }
+    examined = {r.module for r in analysis.products if r.product in ("fprop", "forward")}
+    assert examined >= {"body", "body.first", "body.out"}
     assert analysis.children["body"] == ("body.first", "body.out")
     for result in flip(model, micro_batches, analysis, "bf16"):
         assert result.measured == pytest.approx(result.predicted, rel=0.3, abs=2e-5)
@@ -271,9 +267,6 @@ def test_what_cannot_be_examined_is_named() -> None:
     assert analysis.unexamined["strict"] == "the model fails in bf16: only float32"
     assert analysis.unexamined["frozen"] == "its input is changed in place after the call"
     assert "linear" not in analysis.unexamined
-
-
-def test_a_model_without_a_loss_is_refused() -> None:
     with pytest.raises(ModelError, match="returns no loss"):
         analyze(nn.Linear(4, 4), [{"input": randn(2, 4)}], ["bf16"])
 
@@ -318,14 +311,10 @@ def test_the_model_is_as_before_and_results_repeat() -> None:
 
 def test_gradients_are_those_of_all_micro_batches() -> None:
     model = seeded(lambda: Net(nn.Linear(8, 4)))
-    micro_batches = [{"x": randn(3, 8, seed=seed)} for seed in range(3)]
+    micro_batches = [{"x": randn(3, 8, seed=seed)} for seed in range(2)]
     analysis = analyze(model, micro_batches, ["bf16"])
-    wanted = None
-    for micro_batch in micro_batches:
-        (gradient,) = torch.autograd.grad(model(**micro_batch), model.body.weight)
-        counted = Histogram.of(gradient)
-        wanted = counted if wanted is None else wanted + counted
-    assert analysis.gradients["body.weight"] == wanted
+    first, second = (torch.autograd.grad(model(**micro_batch), model.body.weight)[0] for micro_batch in micro_batches)
+    assert analysis.gradients["body.weight"] == Histogram.of(first) + Histogram.of(second)
     assert set(analysis.gradients) == {"body.weight", "body.bias"}
 
 

@@ -1,0 +1,152 @@
+"""Short runs of the experiments show what they are about: lost sums, updates and gradients, and their recovery."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.config.optim import SGD
+from dtrain.engine.initialize import initialize
+from dtrain.precision.formats import BF16, FP16, FP32
+from dtrain.precision.histogram import Histogram
+from dtrain.tools.experiment import accumulation, gradient_histogram, loss_scaling, master_weights
+from dtrain.tools.experiment.accumulation import MATMUL, SUMS, VECTORS
+from dtrain.tools.experiment.gradient_histogram import SCALES, ActivationGradients
+from dtrain.tools.experiment.master_weights import WithoutMasters
+from dtrain.tools.experiment.networks import convnet, detector, regression
+
+
+def test_accumulation() -> None:
+    result = accumulation.run(longest=4096, trials=16)
+    assert len(result.cases) == len(VECTORS) * (len(SUMS) + 1)
+    for case in result.cases:
+        assert len(case.errors) == len(case.bounds) == len(result.lengths) == 12
+        for error, bound in zip(case.errors, case.bounds, strict=True):
+            assert bound is None or error <= bound, case
+    place = result.lengths.index(16)
+    for floats in SUMS:
+        case = result.of("worst case", floats.name)
+        bound = case.bounds[place]
+        assert bound is not None
+        assert 0.8 * bound < case.errors[place] <= bound
+    errors = {floats: result.error("positive", floats.name, 4096) for floats in SUMS}
+    assert (errors[FP16] > 0.05, errors[BF16] > 0.8, errors[FP32] < 1e-5) == (True, True, True)
+    for length in result.lengths:  # a matmul of FP16 tensors sums in FP32
+        assert result.error("positive", MATMUL, length) <= FP16.unit_roundoff + 1e-5
+
+
+def test_loss_scaling() -> None:
+    """60 steps: the fewest after which FP32 is under its bound by a quarter."""
+    result = loss_scaling.run(steps=60, seeds=(0,), scales=("none", 32768.0, "dynamic"))
+    assert result.fp32 < 0.12  # of the variance
+    assert result.final("fp16", "none") > 0.85
+    (fp32,) = result.of("fp32", "none")
+    for scale in ("32768", "dynamic"):
+        assert result.final("fp16", scale) == pytest.approx(result.fp32, rel=0.15)
+        (fp16,) = result.of("fp16", scale)
+        assert fp16.curve.skipped <= 2
+        assert len(fp16.curve.losses) == 6
+        assert fp16.curve.losses == pytest.approx(fp32.curve.losses, rel=0.15)
+
+
+# -- gradients of activations ------------------------------------------------------------------------------------------
+
+
+def test_counts_the_gradient_of_every_product() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
+    x = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    expected = Histogram.of(torch.zeros(0))
+    activation = model[0](x).detach().requires_grad_()
+    output = model[3](torch.relu(activation).flatten(1))
+    output.retain_grad()
+    output.square().mean().backward()
+    for gradient in (activation.grad, output.grad):
+        expected += Histogram.of(gradient)
+    model.zero_grad()
+    engine, observer = initialize(model, precision="fp32", seed=0), ActivationGradients()
+    observer.start(engine)
+    engine.backward(engine(x).square().mean())
+    assert observer.histogram() == expected
+    with engine.eval():
+        engine(x)
+    assert observer.histogram() == expected
+
+
+def test_a_scale_recovers_the_gradients_of_a_detector_and_a_classifier_needs_none() -> None:
+    found, other = gradient_histogram.run([detector(), convnet()], steps=30).networks
+    counted = found.counted()
+    assert counted.total == 30 * 16 * (2 * 8 * 16**2 + 2 * 16 * 8**2 + 64 + 3)
+    assert 0.5 < counted.zeros / counted.total < 0.8  # 66.8 % in the paper's detector
+    shares = [found.flushed(scale) for scale in SCALES]
+    assert shares == sorted(shares, reverse=True)
+    assert (SCALES[0], SCALES[-1]) == (1, 32768)
+    assert shares[0] > 0.999
+    assert shares[-1] < 0.05
+    assert counted.overflowing(FP16, SCALES[-1]) == 0
+    assert other.flushed() < 0.02
+
+
+# -- weights without masters -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_is_the_loop_that_updates_rounded_weights(dtype: torch.dtype) -> None:
+    """The same bits as a loop without dtrain that keeps nothing but 16-bit weights."""
+    start, lr, scale = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), 2.0**-8, 2.0**6
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    model = nn.Linear(8, 8, bias=False)
+    model.weight.data.copy_(start)
+    rule = SGD(lr=lr, momentum=0.0)
+    engine = initialize(model, optimizer=rule, precision=dtype, loss_scale=scale, max_grad_norm=None, seed=0)
+    observer = WithoutMasters()
+    observer.start(engine)
+    weight = start.to(dtype)
+    updates = lost = 0
+    for _ in range(20):
+        engine.backward(engine(x).square().mean())
+        engine.step()
+        observer.step(engine)
+        leaf = weight.clone().requires_grad_()
+        ((x.to(dtype) @ leaf.T).float().square().mean() * scale).backward()
+        assert leaf.grad is not None
+        moved = weight.float() - lr * (leaf.grad.float() / scale)
+        updates += int((moved != weight.float()).sum())
+        lost += int(((moved != weight.float()) & (moved.to(dtype) == weight)).sum())
+        weight = moved.to(dtype)
+    assert torch.equal(engine.master_state()["weight"], weight.float())
+    assert (observer.updates, observer.lost) == (updates, lost)
+    assert 0 < lost < updates
+
+
+def test_norms_keep_their_fp32_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    engine = initialize(model, precision="bf16", seed=0)
+    value = torch.tensor([1.0001, 1.0, 1.0, 1.0])
+    with engine.modify_weights():
+        model[1].weight.copy_(value)
+    WithoutMasters().start(engine)
+    state = engine.master_state()
+    assert torch.equal(state["1.weight"], value)
+    assert torch.equal(state["0.weight"], state["0.weight"].bfloat16().float())
+
+
+def test_small_updates_are_lost_without_masters_in_bf16_first() -> None:
+    result = master_weights.run([(regression(), (1e-5, 1e-4, 1e-3), (0,))], steps=60)
+    assert {len(curve.losses) for item in result.trainings for curve in (item.with_masters, item.without)} == {6}
+    found = {(name, lr): result.of("regression", name, lr)[0] for name in ("fp16", "bf16") for lr in (1e-5, 1e-4, 1e-3)}
+    for (name, lr), (updates, progress) in {
+        ("fp16", 1e-5): (0.7, 0.6),
+        ("bf16", 1e-5): (0.95, 0.9),
+        ("bf16", 1e-4): (0.7, 0.6),
+    }.items():
+        assert found[name, lr].lost_updates > updates
+        assert found[name, lr].lost_progress > progress
+    for lr in (1e-4, 1e-3):
+        assert found["fp16", lr].lost_updates < 0.1 < found["bf16", lr].lost_updates
+        assert abs(found["fp16", lr].lost_progress) < 0.1
+    for lr in (1e-5, 1e-4, 1e-3):  # with masters both formats train alike
+        fp16, bf16 = found["fp16", lr], found["bf16", lr]
+        progress = fp16.untrained - fp16.with_masters.final
+        assert progress > 0
+        assert abs(bf16.with_masters.final - fp16.with_masters.final) < 0.02 * progress
