@@ -52,7 +52,7 @@ def test_columns_are_standardized_by_the_training_rows_alone(tmp_path: Path, mon
 
 def test_whole_numbers_are_classes_and_any_type_of_inputs_is_read(tmp_path: Path) -> None:
     x = torch.arange(40 * 3 * 2 * 2).view(40, 3, 2, 2)
-    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64):
+    for dtype in (torch.uint8, torch.bfloat16, torch.float64):
         path = write(tmp_path / "b.safetensors", x=(x % 100).to(dtype), y=(torch.arange(40) % 5).to(torch.uint8))
         dataset = load_dataset(ArraysDataConfig(path=path, standardize=False), 0)
         assert isinstance(dataset.task, Classification)
@@ -133,29 +133,21 @@ def test_a_file_that_is_no_table_is_refused_in_one_line(
 
 def test_files_that_are_missing_damaged_or_do_not_fit_together_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no safetensors")
-    with pytest.raises(ConfigError, match=r"data\.path=nowhere is not found .*; expected a file of safetensors"):
-        load_dataset(ArraysDataConfig(path="nowhere"), 0)
-    with pytest.raises(ConfigError, match="is a folder"):
-        load_dataset(ArraysDataConfig(path=str(tmp_path)), 0)
-    with pytest.raises(ConfigError, match="cannot be read as safetensors"):
-        load_dataset(ArraysDataConfig(path=str(tmp_path / "text")), 0)
     path = write(tmp_path / "e.safetensors", x=FLOATS, y=CLASSES)
     wide = write(tmp_path / "f.safetensors", x=torch.zeros(8, 3), y=CLASSES)
     values = write(tmp_path / "g.safetensors", x=FLOATS, y=FLOATS[:, 0])
-    with pytest.raises(
-        ConfigError, match=r"validation_path=.* x \[8, 3\] .* expected equal shapes apart from the rows"
-    ):
-        load_dataset(ArraysDataConfig(path=path, validation_path=wide), 0)
-    with pytest.raises(ConfigError, match=r"has floats in y, but data\.path=.* whole numbers"):
-        load_dataset(ArraysDataConfig(path=path, validation_path=values), 0)
-
-
-def test_a_file_to_validate_on_is_another_one_whatever_it_is_called(tmp_path: Path) -> None:
-    path = write(tmp_path / "h.safetensors", x=FLOATS, y=CLASSES)
     (tmp_path / "link").symlink_to(path)
-    for same in (str(tmp_path / "link"), f"{tmp_path}/./h.safetensors"):
-        with pytest.raises(ConfigError, match=r"validation_path=.* is the file data\.path=.*, which is trained on"):
-            load_dataset(ArraysDataConfig(path=path, validation_path=same), 0)
+    for first, other, message in (
+        ("nowhere", None, r"data\.path=nowhere is not found .*; expected a file of safetensors"),
+        (tmp_path, None, "is a folder"),
+        (tmp_path / "text", None, "cannot be read as safetensors"),
+        (path, wide, r"validation_path=.* x \[8, 3\] .* expected equal shapes apart from the rows"),
+        (path, values, r"has floats in y, but data\.path=.* whole numbers"),
+        (path, tmp_path / "link", r"validation_path=.* is the file data\.path=.*, which is trained on"),
+        (path, f"{tmp_path}/./e.safetensors", r"validation_path=.* is the file data\.path=.*, which is trained on"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            load_dataset(ArraysDataConfig(path=str(first), validation_path=None if other is None else str(other)), 0)
     calls: list[int] = []
     task = load_dataset(ArraysDataConfig(path=path), 0, on_progress=lambda: calls.append(0)).task
     assert len(calls) == 3  # the hash, the check of x, and the means of x

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from dtrain.cli.resolve import compose
 from dtrain.config.data import ChatDataConfig, TextDataConfig
 from dtrain.data import Dataset, load_dataset
+from dtrain.data.token_samples import mean_context
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
 from dtrain.tasks import IGNORE_INDEX
@@ -49,9 +51,9 @@ RUN = [
     "precision=fp32",
     "schedule=constant",
     "optim.lr=0.01",
-    "train.steps=40",
-    "train.eval_every=40",
-    "train.save_every=40",
+    "train.steps=6",
+    "train.eval_every=0",
+    "train.save_every=0",
     "train.global_batch_size=2",
     "train.sample_tokens=4",
     "model.hidden_dim=32",
@@ -105,15 +107,23 @@ def turn(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
+WHO = {"prompt": "who is there?", "completion": "two plus two"}
 LONG = [turn("system", "be brief"), turn("user", "two plus two?"), turn("assistant", "four é")]
 TALK = [*LONG, turn("user", "and who is there?"), turn("assistant", "nobody")]
 
 
-def load(tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64, **keys: Any) -> Dataset:
+def load(
+    tmp_path: Path,
+    folder: Path,
+    lines: list[Any],
+    seq_len: int = 64,
+    on_progress: Callable[[], None] = lambda: None,
+    **keys: Any,
+) -> Dataset:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (tmp_path / "talks.jsonl").write_text(text, encoding="utf-8")
     files = str(tmp_path / "*.jsonl")
-    return load_dataset(ChatDataConfig(files=files, tokenizer=str(folder), **keys), seq_len)
+    return load_dataset(ChatDataConfig(files=files, tokenizer=str(folder), **keys), seq_len, on_progress)
 
 
 def shown(data: Dataset) -> list[tuple[str, str]]:
@@ -131,58 +141,42 @@ def shown(data: Dataset) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_only_the_answers_count(tmp_path: Path, make_folder: Any, template: str) -> None:
-    other = {"prompt": "who?", "completion": "me"}
-    data = load(tmp_path, make_folder(template), [{"messages": TALK}, other, {"messages": LONG}], validation_percent=0)
-    # none is held out by its hash, so the last conversation is
-    assert sorted(counted for _, counted in shown(data)) == ["four é<|end|>nobody<|end|>", "me<|end|>"]
-    by_answer = {counted: text for text, counted in shown(data)}
-    talk = "<|system|>be brief<|end|><|user|>two plus two?<|end|><|assistant|>four é<|end|>"
-    assert by_answer["four é<|end|>nobody<|end|>"].startswith(talk)
-    assert data.validation.num_samples == 1
-    assert "3 conversations in 1 files, 1 of them held out for validation" in data.description
-
-
-def test_both_kinds_of_template_give_the_same_samples(tmp_path: Path, make_folder: Any) -> None:
-    lines = [{"messages": TALK}, {"messages": LONG}] * 5
-    ids = np.arange(3)
-    marked = load(tmp_path, make_folder(MARKED), lines)
-    expected = marked.train.batch(ids % marked.train.num_samples)
-    plain = load(tmp_path, make_folder(PLAIN), lines)
-    found = plain.train.batch(ids % plain.train.num_samples)
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert plain.fingerprint != marked.fingerprint  # of another template
-    assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines, validation_percent=30).fingerprint
-    assert plain.fingerprint != load(tmp_path, make_folder(PLAIN), lines[1:]).fingerprint
-
-
-@pytest.mark.parametrize("trims_offsets", [False, True])
-def test_each_token_of_a_marked_part_counts(tmp_path: Path, make_folder: Any, trims_offsets: bool) -> None:
-    folder = make_folder(UNTERMINATED, trims_offsets=trims_offsets)
-    data = load(tmp_path, folder, [{"messages": TALK}] * 2, seq_len=96)
-    assert "cut" not in data.description
-    (shows,) = shown(data)
-    assert shows[1] == " four é nobody"  # é is two tokens
+def test_only_the_answers_count_by_both_kinds_of_template(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"messages": TALK}, {"prompt": "who?", "completion": "me"}, {"messages": LONG}]
+    found = []
+    for template in (MARKED, PLAIN):
+        folder = make_folder(template)
+        data = load(tmp_path, folder, lines, validation_percent=0)
+        # none is held out by its hash, so the last conversation is
+        assert sorted(counted for _, counted in shown(data)) == ["four é<|end|>nobody<|end|>", "me<|end|>"]
+        by_answer = {counted: text for text, counted in shown(data)}
+        talk = "<|system|>be brief<|end|><|user|>two plus two?<|end|><|assistant|>four é<|end|>"
+        assert by_answer["four é<|end|>nobody<|end|>"].startswith(talk)
+        assert data.validation.num_samples == 1
+        assert "3 conversations in 1 files, 1 of them held out for validation" in data.description
+        batch = data.train.batch(np.arange(data.train.num_samples))
+        assert {name: (v.dtype, v.shape[1]) for name, v in batch.items()} == dict.fromkeys(
+            ("tokens", "targets", "positions"), (torch.int64, 64)
+        )
+        assert (batch["tokens"] >= 0).all()
+        assert data.mean_context == mean_context(data.train)
+        found.append((batch, data.fingerprint))
+    (marked, of_marked), (plain, of_plain) = found
+    assert all(torch.equal(plain[name], marked[name]) for name in marked)
+    others = [load(tmp_path, folder, lines, validation_percent=30), load(tmp_path, folder, lines[1:])]
+    assert len({of_marked, of_plain, *(data.fingerprint for data in others)}) == 4
 
 
 @pytest.mark.parametrize("trims_offsets", [False, True])
-def test_the_first_word_counts_if_its_token_has_the_space_before_it(
+def test_each_token_of_an_answer_counts_also_one_with_the_space_before_it(
     tmp_path: Path, make_folder: Any, trims_offsets: bool
 ) -> None:
-    folder = make_folder(SPACED, trims_offsets=trims_offsets)
-    lines = [{"prompt": "who is there?", "completion": "two plus two"}] * 2
-    assert shown(load(tmp_path, folder, lines)) == [
-        ("user: who is there?<|end|>assistant: two plus two", " two plus two<|end|>")
-    ]
-
-
-def test_progress_is_marked_while_conversations_are_tokenized(tmp_path: Path, make_folder: Any) -> None:
-    (tmp_path / "talks.jsonl").write_text("\n".join([json.dumps({"messages": LONG})] * 7))
-    marks: list[int] = []
-    config = ChatDataConfig(files=str(tmp_path / "*.jsonl"), tokenizer=str(make_folder(PLAIN)))
-    load_dataset(config, 64, lambda: marks.append(1))
-    assert len(marks) == 7
+    data = load(tmp_path, make_folder(UNTERMINATED, trims_offsets=trims_offsets), [{"messages": TALK}] * 2, seq_len=96)
+    assert "cut" not in data.description
+    ((_, counted),) = shown(data)
+    assert counted == " four é nobody"  # é is two tokens
+    data = load(tmp_path, make_folder(SPACED, trims_offsets=trims_offsets), [WHO] * 2)
+    assert shown(data) == [("user: who is there?<|end|>assistant: two plus two", " two plus two<|end|>")]
 
 
 def test_a_sample_is_a_function_of_seed_and_index(tmp_path: Path, make_folder: Any) -> None:
@@ -195,24 +189,6 @@ def test_a_sample_is_a_function_of_seed_and_index(tmp_path: Path, make_folder: A
         one = again.train.batch(again.train.order(7, indices[index : index + 1]))
         assert all(torch.equal(one[name][0], whole[name][index]) for name in whole)
     assert once.train.order(8, indices).tolist() != once.train.order(7, indices).tolist()
-
-
-def test_the_mean_context_is_that_of_attention(tmp_path: Path, make_folder: Any) -> None:
-    data = load(tmp_path, make_folder(PLAIN), [{"messages": LONG}] * 9)
-    positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
-    borders = [[*(row == 0).nonzero().flatten().tolist(), len(row)] for row in positions]
-    lengths = [stop - start for row in borders for start, stop in pairwise(row)]
-    assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
-
-
-def test_samples_are_packed_and_padded(tmp_path: Path, make_folder: Any) -> None:
-    data = load(tmp_path, make_folder(PLAIN), [{"messages": LONG}] * 9, validation_percent=0)
-    batch = data.train.batch(np.arange(data.train.num_samples))
-    assert {name: (str(v.dtype), v.shape[1]) for name, v in batch.items()} == dict.fromkeys(
-        ("tokens", "targets", "positions"), ("torch.int64", 64)
-    )
-    assert (batch["tokens"] >= 0).all()
-    assert len(shown(data)) == 8
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, make_folder: Any) -> None:
@@ -260,14 +236,14 @@ def test_mistakes_of_the_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     assert "mark it in the template with {% generation %}" in found
     several = make_folder([{"name": "default", "template": PLAIN}, {"name": "tool_use", "template": PLAIN}])
     assert "has several chat templates (default, tool_use); keep one" in refusal(tmp_path, several, lines)
-    empty = tmp_path / "empty"
-    empty.mkdir()
+    (empty := tmp_path / "empty").mkdir()
     assert "empty/tokenizer.json cannot be read: No such file" in refusal(tmp_path, empty, lines)
+    found = refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, {"messages": [turn("user", "x")]}])
+    assert "gives 1 conversations with an answer in the first 64 tokens (1 without one)" in found
 
 
-@pytest.mark.parametrize("template", [MARKED, PLAIN])
-def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path, make_folder: Any, template: str) -> None:
-    folder = make_folder(template.replace("<|end|>", "<|im_end|>"), end="<|im_end|>")
+def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path, make_folder: Any) -> None:
+    folder = make_folder(MARKED.replace("<|end|>", "<|im_end|>"), end="<|im_end|>")
     found = refusal(tmp_path, folder, [{"messages": LONG}] * 3)
     assert "talks.jsonl:1 needs the token '<|im_end|>', which only tokenizer_config.json of" in found
     assert f"add it to tokenizer.json, which has {TokenizerFile(folder).vocab_size} tokens" in found
@@ -282,24 +258,18 @@ def test_a_run_on_conversations_lowers_the_loss(tmp_path: Path, make_folder: Any
     assert run_training(compose(overrides)) == 0
     losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
     assert losses[0] > 4  # an untrained model guesses among 281 tokens
-    assert losses[-1] < 1
+    assert losses[-1] < losses[0] - 0.5
 
 
-def test_both_sides_get_a_conversation(tmp_path: Path, make_folder: Any) -> None:
-    for number in range(12):  # of which the hash holds half out, some first
+def test_both_sides_get_a_conversation_and_each_one_marks_progress(tmp_path: Path, make_folder: Any) -> None:
+    marks: list[int] = []
+    for number in range(6):  # of which the hash holds half out, some first
         lines = [{"messages": LONG, "id": number}] * 2
-        data = load(tmp_path, make_folder(PLAIN), lines, validation_percent=50)
+        data = load(tmp_path, make_folder(PLAIN), lines, validation_percent=50, on_progress=lambda: marks.append(1))
         assert (data.train.num_samples, data.validation.num_samples) == (1, 1)
-
-
-def test_a_byte_order_mark_is_no_part_of_a_line(tmp_path: Path, make_folder: Any) -> None:
-    line = "\ufeff" + json.dumps({"messages": LONG})
+        assert len(marks) == 2 * (number + 1)
+    line = "\ufeff" + json.dumps({"messages": LONG})  # a byte order mark is no part of a line
     assert "2 conversations" in load(tmp_path, make_folder(PLAIN), [line, {"messages": TALK}]).description
-
-
-def test_too_few_conversations(tmp_path: Path, make_folder: Any) -> None:
-    found = refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, {"messages": [turn("user", "x")]}])
-    assert "gives 1 conversations with an answer in the first 64 tokens (1 without one)" in found
 
 
 def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:

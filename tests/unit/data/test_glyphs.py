@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import grid_sample
 
 from dtrain.config.data import GlyphsDataConfig
-from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
+from dtrain.data import Dataset, load_dataset, validation_batches
 from dtrain.data.images import glyphs
 from dtrain.errors import ConfigError
 from dtrain.tasks import Classification
@@ -33,14 +33,13 @@ def test_the_samples_are_images_of_62_classes_in_fonts_that_are_trained_on_or_va
     assert batch["inputs"].dtype == torch.float32
     assert abs(float(batch["inputs"].mean())) < 0.3
     assert 0.8 < float(batch["inputs"].std()) < 1.2
-    # within an epoch every character has the same number of samples
-    targets = dataset.train.batch(dataset.train.order(0, np.arange(dataset.train.num_samples)))["targets"]
-    assert set(Counter(targets.tolist()).values()) == {20 * 16}
+    targets = dataset.validation.batch(np.arange(992))["targets"]
+    assert set(Counter(targets.tolist()).values()) == {16}, "of each character"
 
 
 def test_what_is_learned_from_the_training_fonts_reads_the_fonts_of_validation(dataset: Dataset) -> None:
     """The mean image of each class is the simplest classifier; by chance it would be right once in 62 times."""
-    train = dataset.train.batch(dataset.train.order(0, np.arange(8000)))
+    train = dataset.train.batch(dataset.train.order(0, np.arange(4000)))
     means = torch.stack([train["inputs"][train["targets"] == label].mean(0) for label in range(62)]).flatten(1)
     validation = dataset.validation.batch(np.arange(992))
     distances = torch.cdist(validation["inputs"].flatten(1), means)
@@ -62,14 +61,6 @@ def test_a_sample_has_the_same_bits_in_any_batch(dataset: Dataset, seed: int, st
         assert torch.equal(values[2:3], dataset.train.batch(ids[2:3])[name])
 
 
-def test_ranks_and_a_resumed_run_get_the_bits_of_one_rank(dataset: Dataset) -> None:
-    loader = BatchLoader(dataset.train, 3, 8, 2, cursor=dataset.train.num_samples - 24)  # into the second epoch
-    whole = [torch.cat([micro["inputs"] for micro in next(loader)]) for _ in range(3)]
-    ranks = [BatchLoader(dataset.train, 3, 8, 1, rank, 2, loader.cursor - 16) for rank in range(2)]
-    assert torch.equal(whole[2], torch.cat([next(rank)[0]["inputs"] for rank in ranks]))
-    assert not torch.equal(whole[0], whole[2])
-
-
 def test_epochs_and_seeds_differ_and_validation_does_not(dataset: Dataset) -> None:
     train, validation, size = dataset.train, dataset.validation, dataset.train.num_samples
     epochs = [train.order(seed, epoch * size + np.arange(size)) for seed in (0, 1) for epoch in (0, 1)]
@@ -81,17 +72,10 @@ def test_epochs_and_seeds_differ_and_validation_does_not(dataset: Dataset) -> No
     first, second = (validation.batch(validation.order(0, epoch * 992 + np.arange(992))) for epoch in (0, 5))
     order = [values.flatten(1).double().sum(1).sort().values for values in (first["inputs"], second["inputs"])]
     assert torch.equal(*order)
-
-
-def test_validation_gives_each_sample_once_if_batches_do_not_divide_it(dataset: Dataset) -> None:
     rows = [
-        batch["inputs"]
-        for rank in range(3)
-        for batch, counts in validation_batches(dataset.validation, 100, None, rank, 3)
-        if counts
+        batch for rank in range(3) for batch, counts in validation_batches(validation, 100, None, rank, 3) if counts
     ]
-    assert [len(batch) for batch in rows].count(92) == 1
-    assert len(torch.cat(rows).flatten(1).unique(dim=0)) == sum(map(len, rows)) == 992
+    assert len(torch.cat([batch["inputs"] for batch in rows]).flatten(1).unique(dim=0)) == 992
 
 
 def test_the_interpolation_is_that_of_torch() -> None:
@@ -107,7 +91,7 @@ def test_the_interpolation_is_that_of_torch() -> None:
     torch.testing.assert_close(torch.from_numpy(ours), expected.flatten(1), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("size", [8, 33, 160])
+@pytest.mark.parametrize("size", [8, 33])
 def test_any_size_shows_whole_characters(size: int) -> None:
     drawn = glyphs.draw_glyphs("digits", size, ("DejaVuSans", "cmr10"))
     assert drawn.shape[:2] == (2, 10)

@@ -121,14 +121,15 @@ def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str) -
     """Logits of cut rows are those of their documents alone, also with learned positions."""
     sizes = {"num_layers": 1, "hidden_dim": 8, "num_heads": 2, "ffn_dim": 8, "max_seq_len": LENGTH}
     model = build_model(ModelConfig(factory=factory, **sizes), 200, seed=1).eval()  # type: ignore[arg-type]
-    rows = cut_rows(sources()[number].batch(np.arange(3)), 8)
-    with torch.no_grad():
-        logits = model(**rows).logits
-        for row, tokens in enumerate(rows["tokens"]):
-            begins = [*(rows["positions"][row] == 0).nonzero().flatten().tolist(), 8]
-            for begin, end in pairwise(begins):
-                alone = model(tokens[None, begin:end]).logits[0]
-                torch.testing.assert_close(logits[row, begin:end], alone)
+    whole = sources()[number].batch(np.arange(3))
+    for rows in (whole, cut_rows(whole, 8)):
+        with torch.no_grad():
+            logits = model(**rows).logits
+            for row, tokens in enumerate(rows["tokens"]):
+                begins = [*(rows["positions"][row] == 0).nonzero().flatten().tolist(), len(tokens)]
+                for begin, end in pairwise(begins):
+                    alone = model(tokens[None, begin:end]).logits[0]
+                    torch.testing.assert_close(logits[row, begin:end], alone)
 
 
 def test_every_target_of_a_micro_batch_still_counts() -> None:

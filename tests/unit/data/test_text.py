@@ -74,6 +74,7 @@ def test_windows_overlap_by_one_token_and_targets_are_one_ahead(tmp_path: Path) 
 def test_files_are_split_whole_by_name_permanently(tmp_path: Path) -> None:
     write(tmp_path)
     data = load(tmp_path / "**" / "*.txt")
+    assert (data.train.tokens[50::51] == END_OF_DOCUMENT).all()
     train, validation = files_in(data.train.tokens), files_in(data.validation.tokens)
     assert train | validation == set(range(60))
     assert not train & validation
@@ -95,13 +96,6 @@ def test_the_split_does_not_depend_on_the_folder(tmp_path: Path, monkeypatch: py
     same = [load(p) for p in ("deeper/**/*.txt", "$CORPUS/**/*.txt", "~/one/**/*.txt", "deeper/part*/*.txt")]
     assert len({data.fingerprint for data in same}) == 1
     assert len({data.validation.tokens.tobytes() for data in same}) == 1
-
-
-def test_every_document_ends_with_its_separator(tmp_path: Path) -> None:
-    write(tmp_path, count=40, size=3)
-    tokens = load(tmp_path / "**" / "*.txt", seq_len=4).train.tokens
-    assert (tokens[3::4] == END_OF_DOCUMENT).all()
-    assert (tokens.reshape(-1, 4)[:, :3] < 256).all()
 
 
 def test_the_fingerprint_sees_names_contents_and_boundaries(tmp_path: Path) -> None:
@@ -157,19 +151,12 @@ def test_any_bytes_are_text(tmp_path: Path) -> None:
     assert data.codec.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary
 
 
-def test_a_glob_without_a_match_is_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mistakes_are_named_with_the_folder_or_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"data\.files=none/\*\.txt matches no file \(working directory {tmp_path}\)$"
-    ):
+    with pytest.raises(ConfigError, match=rf"data\.files=none/\*\.txt matches no file .working directory {tmp_path}.$"):
         load("none/*.txt")
     with pytest.raises(ConfigError, match=r"it is a folder: add /\*\*/\*\.txt"):
         load(tmp_path)
-    with pytest.raises(ConfigError, match=r"needs TextDataConfig\.files, a glob such as"):
-        load("")
-
-
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, count=3)
     locked = tmp_path / "part1" / "1.txt"
     real = Path.read_bytes
@@ -182,8 +169,5 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(Path, "read_bytes", read_bytes)
     with pytest.raises(ConfigError, match=rf"cannot read {locked}: Permission denied; make it readable or narrow"):
         load(tmp_path / "**" / "*.txt")
-
-
-def test_an_unknown_source_is_refused() -> None:
     with pytest.raises(ConfigError, match="is no source of data"):
         load_dataset(DataConfig(), 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -111,15 +112,15 @@ def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, Me
     assert load(path="elsewhere").fingerprint == fingerprints[0]
 
 
-def test_the_mean_context_is_that_of_attention() -> None:
+def test_the_mean_context_is_that_of_attention_and_few_tokens_are_read_at_a_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert load(path="web", documents="cross").mean_context is None
     data = load(path="web", validation_percent=0)
     positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
-    lengths = [len(run) for row in positions.tolist() for run in runs(row)]
+    begins = [*(positions.flatten() == 0).nonzero().flatten().tolist(), positions.numel()]
+    lengths = [end - begin for begin, end in pairwise(begins)]
     assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
-
-
-def test_the_mean_context_reads_few_tokens_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_samples, "_TOKENS_OF_CONTEXT", 5 * SEQ_LEN)
     sizes: list[int] = []
     batch = token_samples.ShardWindows.batch
@@ -128,15 +129,6 @@ def test_the_mean_context_reads_few_tokens_at_a_time(monkeypatch: pytest.MonkeyP
     )
     load(path="web")
     assert sizes == [1] * 5
-
-
-def runs(positions: list[int]) -> list[list[int]]:
-    found: list[list[int]] = []
-    for position in positions:
-        if position == 0:
-            found.append([])
-        found[-1].append(position)
-    return found
 
 
 def test_the_codec_opens_the_tokenizer_for_the_first_text(
