@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import hashlib
 import math
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -33,7 +34,6 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 STEPS = range(4)
-every_recipe = pytest.mark.parametrize("recipe", RECIPES)
 
 
 def digest(tensors: dict[str, Tensor]) -> str:
@@ -194,7 +194,7 @@ def test_a_skipped_step_keeps_every_bit() -> None:
     assert run_ranks(2, skipped) == [[[False, [], True]] * 2] * 2
 
 
-@every_recipe
+@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("how", ["update", "load"])
 def test_an_overflow_in_a_weight_is_not_hidden(recipe: str, how: str, tmp_path: Path) -> None:
     """E4M3 has no Inf, and the cast makes 448 of it, which nobody would notice."""
@@ -291,26 +291,8 @@ def test_fp8_weights_are_written_in_modify_weights(world: int) -> None:
     run_ranks(world, modify)
 
 
-def copied(rank: int, world: int) -> list[bool]:
-    found = []
-    for stage in (1, 3):
-        engine = start("rowwise", zero_stage=stage)
-        copied_model = copy.deepcopy(engine.module)
-        has_values = not any(p.isnan().any() for p in copied_model.parameters())
-        train(engine, [0], num_micro_batches=2)
-        copied_model.load_state_dict({name: 0.01 * torch.ones_like(p) for name, p in copied_model.named_parameters()})
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            is_finite = bool(copied_model(batch(0, 0)).isfinite())
-        found += [has_values, is_finite]
-    return found
-
-
-def test_a_copy_is_a_model_of_its_own() -> None:
-    """At stage 3, as ever, one without values until it is given some."""
-    assert run_ranks(2, copied) == [[True, True, False, True]] * 2
-
-
-def communicates(rank: int, world: int) -> None:
+def communicate(rank: int, world: int) -> dict[str, int]:
+    """Gathers FP8 and reduces a maximum over both transports; counts the collectives of an engine's step."""
     for shared in (True, False):
         comm = make_communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=shared)
         whole, own = comm.allocate(world * 100, E4M3), comm.allocate(100, E4M3)
@@ -323,10 +305,18 @@ def communicates(rank: int, world: int) -> None:
         numbers = torch.tensor([float(rank), -float(rank), math.inf if rank == 1 else 1.0])
         comm.all_reduce_max(numbers, label="max").wait()
         assert numbers.tolist() == [world - 1.0, 0.0, math.inf]
+    engine = start(zero_stage=2)
+    engine.backward(engine(batch(1, rank)))
+    engine.finish_gradients()
+    with mock.patch.object(engine.comm.schedule, "record", wraps=engine.comm.schedule.record) as record:
+        engine.step()
+    return Counter(call.args[0] for call in record.call_args_list)
 
 
-def test_fp8_travels_and_the_maximum_is_that_of_all() -> None:
-    run_ranks(3, communicates)
+def test_fp8_travels_in_few_collectives() -> None:
+    """One maximum for all weights, and one all-gather per flat buffer; biases and norms are in the root's."""
+    for found in run_ranks(2, communicate):
+        assert (found["all_reduce_max"], found["all_gather"]) == (1, 4)
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
@@ -368,7 +358,7 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
             assert found == straight[recipe][:2], f"{recipe} at stage {stage} on {world} ranks"
 
 
-# -- memory, collectives -----------------------------------------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def measured(rank: int, world: int) -> dict[tuple[str, int], Any]:
@@ -404,25 +394,3 @@ def test_memory_counts_what_products_keep() -> None:
     assert engine.memory()["compute"] == between + kept
     engine.step()
     assert engine.memory()["compute"] == between
-
-
-def collectives_of_a_step(rank: int, world: int) -> dict[str, int]:
-    engine = start(zero_stage=2)
-    train(engine, [0], num_micro_batches=2)
-    engine.backward(engine(batch(1, rank)))
-    engine.finish_gradients()
-    names: list[str] = []
-    record = engine.comm.schedule.record
-
-    def recorded(op: str, label: str, tensor: Tensor) -> str:
-        names.append(op)
-        return record(op, label, tensor)
-
-    engine.comm.schedule.record = recorded  # type: ignore[method-assign]
-    engine.step()
-    return {op: names.count(op) for op in ("all_reduce_max", "all_gather")}
-
-
-def test_few_collectives_a_step() -> None:
-    """One maximum for all weights, and one all-gather per flat buffer; biases and norms are in the root's."""
-    assert run_ranks(2, collectives_of_a_step)[0] == {"all_reduce_max": 1, "all_gather": 4}

@@ -1,4 +1,4 @@
-"""Frozen parameters at stage 3: sharded with their units, at the bits of stage 2."""
+"""Frozen weights in each format: the same bits at every stage and world size, their bytes, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import gc
 import itertools
 import json
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,103 +16,92 @@ import pytest
 import torch
 from torch import Tensor
 
-import dtrain
-from dtrain.checkpoint import CheckpointReader
-from dtrain.config.engines import Native
+from dtrain.checkpoint import CheckpointReader, verify
+from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.engine.native import NativeEngine
-from dtrain.errors import CheckpointError, ContractError, ModelError, UsageError
+from dtrain.errors import CheckpointError
+from dtrain.precision.float8.cast import E4M3, dequantize, quantize
 from tests.distributed.test_memory import live_storages
-from tests.helpers.adapted_models import Adapted, AdaptedBlock, batch
+from tests.helpers.adapted_models import DIM, LINEARS, Adapted, float8_weights, held, joined, same, start, train
 from tests.helpers.damage import vouched
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-DIM = 32
-UNITS = [f"blocks.{number}" for number in range(5)]
+FORMATS = ("fp32", "bf16", "fp8", "fp8-rowwise")
+every_format = pytest.mark.parametrize("precision", FORMATS)
 
 
-def start(
-    model: Adapted, stage: int = 3, precision: str = "bf16", reproducible: bool = False, **options: Any
-) -> NativeEngine:
-    native = Native(zero_stage=stage, reproducible=reproducible, **options)
-    engine = dtrain.initialize(
-        model, engine=native, precision=precision, seed=5, max_grad_norm=0.5, optimizer=dtrain.AdamW(lr=0.01)
-    )
-    assert isinstance(engine, NativeEngine)
-    return engine
-
-
-def train(engine: NativeEngine, steps: int = 3) -> list[float]:
-    """Two micro-batches a step on each rank, and an evaluation between the steps."""
-    losses = []
-    for step in range(steps):
-        for index in engine.accumulate([engine.rank, engine.world_size + engine.rank]):
-            engine.backward(engine(batch(step, index)), weight=1.0 + index)
-        losses.append(engine.step().loss)
-        with engine.eval():
-            losses.append(float(engine(batch(step, 9))))
-    return losses
-
-
-def held(engine: NativeEngine) -> dict[str, list[tuple[int, Tensor]]]:
-    """Returns what this rank holds of the frozen parameters, by name: (first element, values)."""
-    found = {shard.name: [(shard.start, shard.data.clone())] for shard in engine.frozen_shards()}
-    whole = {name: [(0, tensor.clone().view(-1))] for name, tensor in engine.replicated_frozen().items()}
-    assert not found.keys() & whole.keys()
-    return found | whole
-
-
-def joined(ranks: list[dict[str, list[tuple[int, Tensor]]]]) -> dict[str, Tensor]:
-    """Returns the frozen parameters in full, 1-D, from what the ranks hold; a rank may hold all of one."""
-    found: dict[str, dict[int, Tensor]] = {}
-    for name, shards in itertools.chain.from_iterable(rank.items() for rank in ranks):
-        found.setdefault(name, {}).update(shards)
-    return {name: torch.cat([shards[start] for start in sorted(shards)]) for name, shards in found.items()}
-
-
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)
+def cast(weight: Tensor, precision: str) -> Tensor:
+    """Returns what products in FP8 compute with."""
+    return dequantize(quantize(weight.detach(), E4M3, rowwise=precision == "fp8-rowwise"))
 
 
 # -- bits --------------------------------------------------------------------------------------------------------------
 
-VARIANTS = [
+Setting = tuple[int, bool, bool, dict[str, Any]]
+"""Stage, whether sums are reproducible, whether activations are recomputed, and options of the engine."""
+VARIANTS: list[tuple[bool, dict[str, Any]]] = [
     (recomputes, {"prefetch": prefetch, "reshard_after_forward": reshard})
     for recomputes, prefetch, reshard in itertools.product((False, True), (0, 1, 2), (True, False))
 ]
+SETTINGS: list[Setting] = [
+    (2, True, False, {}),
+    (3, True, True, {"prefetch": 0}),
+    (3, True, False, {"prefetch": 2, "reshard_after_forward": False}),
+]
+ALL_SETTINGS: list[Setting] = [
+    *((stage, True, recomputes, {}) for stage in range(3) for recomputes in (False, True)),
+    *((3, True, *variant) for variant in VARIANTS),
+]
+PLAIN: list[Setting] = [(2, False, False, {}), (3, False, True, {"prefetch": 1})]
+ALL_PLAIN: list[Setting] = [*((stage, False, False, {}) for stage in (1, 2)), *((3, False, *one) for one in VARIANTS)]
 
 
-def compare_stages(rank: int, world: int, precision: str, reproducible: bool, variants: list[Any]) -> None:
-    for recomputes, variant in variants:
-        reference = start(Adapted(DIM, recomputes=recomputes), 2, precision, reproducible)
-        before, losses, masters = reference.master_state(), train(reference, 2), reference.master_state()
+def bits(
+    rank: int, world: int, precision: str, settings: list[Setting]
+) -> list[tuple[list[float], dict[str, Tensor], dict[str, list[tuple[int, Tensor]]]]]:
+    """Losses, masters and what the rank holds of the frozen weights."""
+    found = []
+    for stage, reproducible, recomputes, options in settings:
+        engine = start(stage, precision, recomputes=recomputes, reproducible=reproducible, **options)
+        assert set(engine.contract.float8_modules) == (set(LINEARS) if precision.startswith("fp8") else set())
+        before, frozen = engine.master_state(), held(engine)
+        losses, masters = train(engine, range(2)), engine.master_state()
         assert not any(torch.equal(before[name], tensor) for name, tensor in masters.items()), "all are trained"
-        engine = start(Adapted(DIM, recomputes=recomputes), 3, precision, reproducible, **variant)
-        frozen = joined([held(engine)])
-        assert train(engine, 2) == losses, variant
-        assert same(engine.master_state(), masters), variant
-        assert same(joined([held(engine)]), frozen), variant
+        assert same(joined([held(engine)]), joined([frozen]))
         assert engine.memory()["unsharded"] == 0
-        assert engine.sharded.scheduler is not None
-        if variant["reshard_after_forward"]:
-            assert engine.sharded.scheduler.peak <= 1 + variant["prefetch"], "groups unsharded at a time"
+        if stage == 3 and options.get("reshard_after_forward", True):
+            assert engine.sharded.scheduler is not None
+            assert engine.sharded.scheduler.peak <= 1 + options.get("prefetch", 1), "groups unsharded at a time"
+        found.append((losses, masters, frozen))
+    return found
 
 
 @pytest.mark.parametrize(
-    ("precision", "reproducible", "variants"),
-    [
-        ("fp32", False, [VARIANTS[0], VARIANTS[5], VARIANTS[8], VARIANTS[10]]),
-        ("bf16", True, [VARIANTS[2], VARIANTS[9]]),
-        *(
-            pytest.param(precision, reproducible, VARIANTS, marks=pytest.mark.exhaustive)
-            for precision in ("bf16", "fp32")
-            for reproducible in (False, True)
-        ),
-    ],
+    ("settings", "plain"),
+    [(SETTINGS, PLAIN), pytest.param(ALL_SETTINGS, ALL_PLAIN, marks=pytest.mark.exhaustive)],
+    ids=["default", "all"],
 )
-def test_stage_3_has_the_bits_of_stage_2(precision: str, reproducible: bool, variants: list[Any]) -> None:
-    run_ranks(2, compare_stages, precision, reproducible, variants)
+@every_format
+def test_every_stage_and_world_size_has_the_same_bits(
+    precision: str, settings: list[Setting], plain: list[Setting]
+) -> None:
+    """The plain order depends on the number of ranks, but not on the stage."""
+    ((losses, masters, frozen),) = run_ranks(1, bits, precision, [(0, True, False, {})])[0]
+    for name, weight in Adapted(DIM).named_parameters():
+        if name.removesuffix(".weight") in LINEARS and precision.startswith("fp8"):
+            assert torch.equal(frozen[name][0][1], cast(weight, precision).view(-1)), "of the unrounded weight, once"
+            assert not torch.equal(frozen[name][0][1], weight.view(-1))
+        elif not weight.requires_grad:
+            assert torch.equal(frozen[name][0][1], weight.to(frozen[name][0][1].dtype).view(-1))
+    first, second = run_ranks(2, bits, precision, settings + plain)
+    reference = first[len(settings)][:2]
+    for number, (setting, own, other) in enumerate(zip(settings + plain, first, second, strict=True)):
+        want_losses, want_masters = (losses, masters) if number < len(settings) else reference
+        assert own[0] == other[0] == want_losses, setting
+        assert same(own[1], want_masters), setting
+        assert same(joined([own[2], other[2]]), joined([frozen])), setting
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -126,8 +115,8 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
     for stage in (0, 2, 3):
         gc.collect()
         gc.freeze()  # objects that exist already are neither searched nor counted
-        engine = start(Adapted(WIDE), stage, precision)
-        train(engine, 1)
+        engine = start(stage, precision, dim=WIDE)
+        train(engine, range(1))
         gc.collect()
         memory = engine.memory()
         unknown = sum(live_storages(engine.comm).values()) - sum(memory.values())
@@ -135,182 +124,72 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.exhaustive)])
+@every_format
 def test_frozen_bytes_follow_the_formula(precision: str) -> None:
-    model = Adapted(WIDE)
-    every = {name: p for name, p in model.named_parameters() if not p.requires_grad}
-    codes = every["blocks.3.codes"].nbytes
+    every = {name: p for name, p in Adapted(WIDE).named_parameters() if not p.requires_grad}
+    float8 = {n: p for n, p in every.items() if n.removesuffix(".weight") in LINEARS and precision.startswith("fp8")}
+    codes = every["blocks.3.codes"].numel()  # int8 is no floating point, so it is never sharded
+    total = codes
+    for name, p in every.items():
+        if p.is_floating_point():
+            total += p.numel() * (1 if name in float8 else 4 if "norm" in name or precision == "fp32" else 2)
+    scales = 4 * sum(p.shape[0] if precision == "fp8-rowwise" else 1 for p in float8.values())  # on every rank
     for found in run_ranks(2, frozen_bytes, precision):
-        for stage in (0, 2):
-            got, formula, unknown, whole = found[stage]
-            assert (got, whole) == (formula, set(every))
-            assert abs(unknown) < 16 * 1024, f"stage {stage}"
-        total = found[0][0]
-        got, formula, unknown, whole = found[3]
-        assert whole == {"blocks.3.codes"}
-        assert formula == -(-total // 2)
-        # the codes stay whole, which the formula does not know
-        assert formula <= got - codes / 2 <= 1.03 * formula
-        assert abs(unknown) < 16 * 1024
-    assert precision != "fp32" or total == sum(p.nbytes for p in every.values())
-
-
-# -- all-gathers and groups --------------------------------------------------------------------------------------------
-
-
-def gathers(rank: int, world: int, prefetch: int, recomputes: bool, reshard: bool) -> Counter[str]:
-    """Returns the number of all-gathers of each flat buffer in the second step, which has one micro-batch."""
-    model = Adapted(DIM, recomputes=recomputes)
-    engine = start(model, prefetch=prefetch, reshard_after_forward=reshard)
-    schedule, labels = engine.comm.schedule, []
-    record = schedule.record
-
-    def recorded(op: str, label: str, tensor: Tensor) -> str:
-        labels.append((op, label))
-        return record(op, label, tensor)
-
-    schedule.record = recorded  # type: ignore[method-assign]
-    for step in range(2):
-        labels.clear()
-        engine.backward(engine(batch(step, rank)))
-        engine.step()
-    return Counter(label for op, label in labels if op == "all_gather")
-
-
-@pytest.mark.parametrize(("prefetch", "recomputes"), [(0, False), (1, True), (2, False)])
-def test_a_unit_is_gathered_once_a_pass(prefetch: int, recomputes: bool) -> None:
-    trained = {f"blocks.{number}/bfloat16" for number in (0, 1, 3, 4)} | {"root/bfloat16"}
-    frozen = {f"{unit}/bfloat16/frozen" for unit in UNITS}
-    root = {"root/bfloat16/frozen", "root/float32/frozen"}
-    # the last 1 + prefetch units stay unsharded from forward to backward
-    once = ("root/", *(f"blocks.{number}/" for number in (4, 3, 2)[: 1 + prefetch]))
-    want = {label: 1 if label.startswith(once) else 2 for label in trained | frozen | root}
-    assert run_ranks(2, gathers, prefetch, recomputes, True) == [want] * 2
-    assert run_ranks(2, gathers, prefetch, recomputes, False) == [dict.fromkeys(want, 1)] * 2
-
-
-class FrozenNorms(Adapted):
-    """Trains all but the norms."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM)
-        for name, parameter in self.named_parameters():
-            parameter.requires_grad_("norm." not in name and parameter.is_floating_point())
-
-
-def groups(rank: int, world: int) -> tuple[list[dict[str, set[str]]], set[str]]:
-    engines = [start(Adapted(DIM), precision=precision) for precision in ("bf16", "fp32")]
-    found = [{group.name: set(group.parameters) for group in engine.sharded.groups} for engine in engines]
-    return found, {replica.layout.name for replica in start(FrozenNorms()).sharded.frozen}
-
-
-def test_only_norms_join_the_root() -> None:
-    """Not the weights of a unit that has a parameter of integers too.
-
-    A flat buffer of frozen norms in every unit would be mostly padding, and double the all-gathers.
-    """
-    names = {name for name, p in Adapted(DIM).named_parameters() if p.is_floating_point()}
-    want = []
-    for precision in ("bf16", "fp32"):
-        in_units = {n for n in names if n.startswith("blocks.") and (precision == "fp32" or ".norm." not in n)}
-        of_units = {unit: {name for name in in_units if name.startswith(f"{unit}.")} for unit in UNITS}
-        want.append({"": names - in_units, **of_units})
-    assert run_ranks(2, groups) == [(want, {"root/float32/frozen"})] * 2
-
-
-# -- misuse ------------------------------------------------------------------------------------------------------------
-
-
-class Peeks(Adapted):
-    """The root reads a frozen weight of a block."""
-
-    def __init__(self) -> None:
-        super().__init__(DIM)
-        self.peek: Callable[[], Tensor] = lambda: torch.zeros(())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return super().forward(tokens) + self.peek().float()
-
-
-def message(error: type[Exception], call: Callable[[], Any]) -> str:
-    with pytest.raises(error) as caught:
-        call()
-    return str(caught.value)
-
-
-def misuse(rank: int, world: int) -> dict[str, Any]:
-    x = batch(0, 0)
-    model = Peeks()
-    block = model.blocks[1]
-    assert isinstance(block, AdaptedBlock)
-    engine = start(model)
-    said: dict[str, Any] = {}
-    model.peek = lambda: block.up.weight.sum()
-    said["read"] = message(ModelError, lambda: engine(x))
-    raw = dict(model.named_parameters())["blocks.1.up.weight"]
-    model.peek = raw.sum
-    said["raw"] = bool(engine(x).isnan())
-    model.peek = lambda: torch.zeros(())
-    with engine.eval():
-        engine(x)
-    said["between"] = message(UsageError, lambda: model.embedding.weight)
-    said["state_dict"] = message(UsageError, model.blocks[2].state_dict)
-    said["whole"] = bool(model.blocks[3].codes.any())  # type: ignore[operator]
-    fixed = Peeks()
-    inner = fixed.blocks[1]
-    assert isinstance(inner, AdaptedBlock)
-    fixed.peek = lambda: inner.up.weight.sum()
-    kept = start(fixed, keep_gathered=["blocks.1.up"])
-    train(kept, 1)
-    said["fixed"] = "blocks.1.up.weight" in kept.sharded.groups[0].parameters
-    engine.backward(engine(x))
-    raw.data = torch.zeros_like(raw)
-    said["replaced"] = message(ContractError, engine.step)
-    return said
-
-
-def test_a_sharded_frozen_weight_read_elsewhere_is_an_error_with_the_fix() -> None:
-    for said in run_ranks(2, misuse):
-        assert "'blocks.1.up.weight' is read outside the forward of 'blocks.1'" in said["read"]
-        assert "keep_gathered=['blocks.1.up.weight']" in said["read"]
-        assert said["raw"], "NaN: no number that could be taken for one"
-        assert "'embedding.weight' is read outside a forward of the engine" in said["between"]
-        assert "is sharded (zero_stage=3) would hold no values; engine.master_state()" in said["state_dict"]
-        assert said["whole"], "the codes are not sharded"
-        assert said["fixed"]
-        assert "parameter 'blocks.1.up.weight' no longer lies in its flat buffer" in said["replaced"]
+        for stage, (got, formula, unknown, whole) in found.items():
+            assert formula == (total if stage < 3 else -(-total // 2))
+            share = got if stage < 3 else got - codes / 2  # which the formula does not know
+            padding = 0.0 if stage < 3 and not float8 else (0.02 if float8 else 0.03) * formula
+            assert formula <= share <= formula + padding + scales, stage
+            assert whole == ({"blocks.3.codes"} if stage == 3 else set(every) - set(float8)), stage
+            assert abs(unknown) < (32 if float8 else 16) * 1024, stage
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
+State = tuple[dict[str, Tensor], dict[str, list[tuple[int, Tensor]]], list[float]]
 
-def save(rank: int, world: int, folder: str, stage: int, loaded: str | None) -> tuple[Any, ...]:
-    """Trains two steps, or loads instead, and saves; returns masters, frozen parameters and the loss after it."""
+
+def save(rank: int, world: int, folder: str, precision: str, stage: int = 3, loaded: str | None = None) -> State:
+    """Trains a step, or loads instead, and saves; returns masters, frozen weights and the losses of the steps after."""
     # other weights, frozen ones too, if it loads: what was saved must come back
-    engine = start(Adapted(DIM, seed=1 if loaded else 0), stage, reproducible=True)
+    engine = start(stage, precision, seed=1 if loaded else 0, reproducible=True)
     if loaded is None:
-        train(engine, 2)
+        train(engine, range(1))
     else:
         engine.load(loaded)
     engine.save(folder)
-    with engine.eval():
-        return engine.master_state(), held(engine), float(engine(batch(7, 7)))
+    return engine.master_state(), held(engine), train(engine, range(1, 2))
 
 
-def test_a_checkpoint_goes_from_stage_3_to_stage_2_and_back(tmp_path: Path) -> None:
+@every_format
+def test_a_checkpoint_goes_from_stage_3_to_others_and_back(precision: str, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("first", "second", "third")]
-    sharded = run_ranks(2, save, folders[0], 3, None)
-    whole = run_ranks(1, save, folders[1], 2, folders[0])
-    back = run_ranks(2, save, folders[2], 3, folders[1])
-    frozen = joined([rank[1] for rank in sharded])
-    model = Adapted(DIM)
-    assert frozen.keys() == {name for name, p in model.named_parameters() if not p.requires_grad}
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad or torch.equal(frozen[name], parameter.to(frozen[name].dtype).view(-1)), name
-    for ranks in (whole, back):
-        assert same(ranks[0][0], sharded[0][0])
-        assert same(joined([rank[1] for rank in ranks]), frozen)
-        assert [rank[2] for rank in ranks] == [sharded[0][2]] * len(ranks)
+    ranks = run_ranks(2, save, folders[0], precision)
+    (path,) = Path(folders[0]).glob("step*")
+    saved = {entry.name: entry.dtype for entry in verify_checkpoint(path).tensors if entry.kind == "frozen"}
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    assert {saved[f"{name}.weight"] for name in LINEARS} == {dtype}, "which has the values of E4M3 exactly"
+    whole = run_ranks(1, save, folders[1], precision, 2, folders[0])
+    back = run_ranks(2, save, folders[2], precision, 3, folders[1])
+    for again in (whole, back):
+        assert same(again[0][0], ranks[0][0])
+        assert same(joined([rank[1] for rank in again]), joined([rank[1] for rank in ranks]))
+        assert all(rank[2] == ranks[0][2] for rank in again)
+    assert verify(Path(folders[2])).checkpoints
+
+
+def test_checkpoints_go_between_precisions(tmp_path: Path) -> None:
+    """BF16 weights are cast; those that were FP8 stay what they are, because BF16 has them exactly."""
+    name = "blocks.1.up.weight"
+    start(2, "bf16").save(tmp_path / "bf16")
+    float8 = start(3)
+    float8.load(tmp_path / "bf16")
+    values = float8_weights(float8)[name]
+    assert torch.equal(values, cast(Adapted(DIM).get_parameter(name).bfloat16(), "fp8"))
+    float8.save(tmp_path / "fp8")
+    bf16 = start(2, "bf16", seed=1)
+    bf16.load(tmp_path / "fp8")
+    assert torch.equal(bf16.module.get_parameter(name).float(), values)
 
 
 def corrupt(path: Path, name: str) -> None:
@@ -326,39 +205,53 @@ def corrupt(path: Path, name: str) -> None:
     vouched("r0000.safetensors", edit)(path)
 
 
-def refusals(rank: int, world: int, damaged: list[str], path: str, name: str) -> list[str]:
-    """Loads damaged checkpoints, and a good one of which rank 1 reads the last element of a frozen shard wrongly."""
-    said = []
-    for number, folder in enumerate(damaged):
-        engine = start(Adapted(DIM, seed=1), (3, 2)[number % 2], reproducible=True)
-        said.append(message(CheckpointError, lambda engine=engine, folder=folder: engine.load(folder)))  # type: ignore[misc]
+def message(error: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(error) as caught:
+        call()
+    return str(caught.value)
+
+
+MISREAD = "blocks.1.down.weight"
+
+
+def refusals(rank: int, world: int, damaged: list[str], path: str) -> list[str]:
+    """Loads damaged checkpoints, and a good one of which the last element of a frozen weight is read wrongly."""
+    said = [
+        message(CheckpointError, partial(start(stage, precision, seed=1).load, folder))
+        for folder in damaged
+        for stage, precision in ((3, "bf16"), (2, "bf16"), (3, "fp8"))
+    ]
     real = CheckpointReader.read_into
-    for precision in ("bf16", "fp32"):
-        engine = start(Adapted(DIM, seed=1), 3, precision)
+    for stage, precision in ((3, "bf16"), (3, "fp32"), (3, "fp8"), (0, "fp8")):
+        engine = start(stage, precision, seed=1)
 
         def read_into(reader: CheckpointReader, targets: Iterable[Any], engine: NativeEngine = engine) -> None:
+            targets = list(targets)
             real(reader, targets)
-            shard = next(shard for shard in engine.frozen_shards() if shard.name == name)
-            if engine.rank == 1:
-                shard.data[-1] += 1
+            to_cast = [target for target in targets if target.data.dtype == torch.float32]  # to FP8, if to that
+            for shard in [*engine.frozen_shards(), *(to_cast if engine.frozen_float8 else ())]:
+                if shard.name == MISREAD and rank == 1:
+                    shard.data.view(-1)[-1] += 1
 
         with mock.patch.object(CheckpointReader, "read_into", read_into):
-            said.append(message(CheckpointError, lambda engine=engine: engine.load(path)))  # type: ignore[misc]
+            said.append(message(CheckpointError, partial(engine.load, path)))
     return said
 
 
 def test_a_load_refuses_frozen_weights_that_have_changed(tmp_path: Path) -> None:
-    """BF16 weights are proven by their fingerprint, the casts to FP32 against the file."""
-    run_ranks(2, save, str(tmp_path), 3, None)
+    """BF16 weights are proven by their fingerprint, the casts to FP32 and FP8 against the file."""
+    run_ranks(2, save, str(tmp_path), "bf16")
     (path,) = tmp_path.glob("step*")
     names = ["blocks.1.up.weight", "embedding.weight", "blocks.3.codes"]
     folders = [Path(shutil.copytree(path, tmp_path / name / path.name)) for name in names]
     for folder, name in zip(folders, names, strict=True):
         corrupt(folder, name)
-    other = "blocks.1.down.weight"
-    for *damaged, bf16, fp32 in run_ranks(2, refusals, [str(folder) for folder in folders], str(path), other):
-        for said, name in zip(damaged, names, strict=True):
-            assert f"frozen:{name} has the fingerprint" in said, said
-        for said in (bf16, fp32):
+    for found in run_ranks(2, refusals, [str(folder) for folder in folders], str(path)):
+        for number, said in enumerate(found[:9]):
+            assert f"frozen:{names[number // 3]} has the fingerprint" in said, said
+        for said in found[9:11]:
             assert f"after loading {tmp_path}" in said, said
-            assert other in said, said
+            assert MISREAD in said, said
+        for said in found[11:]:
+            assert "the frozen FP8 weights of 'blocks.1/float8_e4m3fn/frozen'" in said
+            assert "are not the cast of what was saved" in said

@@ -14,9 +14,8 @@ import dtrain
 from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import CheckpointError, ConfigError, DivergenceError
-from tests.distributed.test_frozen import held, joined, message, same
-from tests.distributed.test_frozen_float8 import start, train
-from tests.helpers.adapted_models import Adapted
+from tests.distributed.test_frozen import message
+from tests.helpers.adapted_models import Adapted, held, joined, same, start, train
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -56,7 +55,7 @@ def run(
     return frozen, train(engine, range(2, 4)), engine.master_state()
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp8"])
+@pytest.mark.parametrize("precision", ["bf16", pytest.param("fp8", marks=pytest.mark.exhaustive)])
 def test_a_checkpoint_names_the_folder_and_holds_no_frozen_weight(precision: str, base: Path, tmp_path: Path) -> None:
     first = run_ranks(2, run, str(tmp_path / "first"), str(base), 3, precision, None)
     held_kinds = kinds(tmp_path / "first")

@@ -21,7 +21,7 @@ from tests.helpers.runs import TOLERANCES
 
 pytestmark = pytest.mark.processes
 
-WORLD, STEPS, LR = 2, 20, 1e-3
+WORLD, STEPS, LR = 2, 8, 1e-3
 PROMPT = torch.tensor([[3, 1, 4, 1, 5]])
 
 
@@ -30,10 +30,10 @@ def batch(step: int) -> Tensor:
     return torch.randint(VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(step))
 
 
-def train_and_generate(rank: int, world: int, folder: Path) -> dict[str, Any]:
+def train_and_generate(rank: int, world: int, folder: Path, families: tuple[str, ...]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         block_network(monkeypatch)
-        return {f"{name}-{stage}": _train(rank, folder, name, stage) for name in FAMILIES for stage in (2, 3)}
+        return {f"{name}-{stage}": _train(rank, folder, name, stage) for name in families for stage in (2, 3)}
 
 
 def _train(rank: int, folder: Path, name: str, stage: int) -> tuple[list[float], dict[str, Tensor], Tensor]:
@@ -72,12 +72,17 @@ def plain(folder: Path) -> tuple[list[float], Any]:
     return losses, model.eval()
 
 
-def test_two_ranks_train_generate_and_export_as_plain_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "families", [("qwen3", "mixtral"), pytest.param(FAMILIES, marks=pytest.mark.exhaustive)], ids=["two", "all"]
+)
+def test_two_ranks_train_generate_and_export_as_plain_pytorch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, families: tuple[str, ...]
+) -> None:
     block_network(monkeypatch)
-    for name in FAMILIES:
+    for name in families:
         save_hf(tmp_path / name, name)
-    ranks = run_ranks(WORLD, train_and_generate, tmp_path)
-    for name in FAMILIES:
+    ranks = run_ranks(WORLD, train_and_generate, tmp_path, families)
+    for name in families:
         losses, trained = plain(tmp_path / name)
         weights = {f"hf.{key}": p.detach() for key, p in trained.named_parameters()}
         for stage in (2, 3):

@@ -29,12 +29,12 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-WORLD, STEPS, LR = 2, 20, 1e-3
+WORLD, STEPS, LR = 2, 8, 1e-3
 LORAS = {
     "llama": Lora(r=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"]),
     "gpt2": Lora(r=4, alpha=6, targets=["c_attn", "mlp.c_proj"]),  # its weights are transposed
 }
-WIDE = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
+
 OPTIMIZER = dtrain.AdamW(lr=LR, weight_decay=0.1)
 
 
@@ -45,7 +45,7 @@ def batch(step: int) -> Tensor:
 
 def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> StepEngine:
     engine = dtrain.initialize(
-        build_hf(folder / name, lora=LORAS.get(name, WIDE)), precision=precision, zero_stage=stage, seed=0, audit=2,
+        build_hf(folder / name, lora=LORAS[name]), precision=precision, zero_stage=stage, seed=0, audit=2,
         optimizer=OPTIMIZER, max_grad_norm=1.0, frozen_source=dtrain.FrozenSource(str(folder / name)), **options,
     )  # fmt: skip
     assert isinstance(engine, StepEngine)
@@ -66,7 +66,7 @@ def train(engine: StepEngine, steps: range) -> list[float]:
 
 def save(engine: StepEngine, folder: Path, run: str) -> None:
     name = run.partition("-")[0]
-    config = {"model": asdict(model_config(folder / name, lora=LORAS.get(name, WIDE)))}
+    config = {"model": asdict(model_config(folder / name, lora=LORAS[name]))}
     engine.save(folder / run / "checkpoints", config=config)
 
 
@@ -74,20 +74,14 @@ def save(engine: StepEngine, folder: Path, run: str) -> None:
 
 
 def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
-    torch.set_num_threads(1)
     found: dict[str, Any] = {}
     for name in LORAS:
-        for stage in (2, 3):
-            engine = start(folder, name, stage)
-            losses = train(engine, range(STEPS))
-            found[f"{name}-{stage}"] = losses, engine.master_state()
+        engine = start(folder, name, 3)
+        found[name] = train(engine, range(STEPS)), engine.master_state()
         save(engine, folder, f"{name}-fp32")
         with engine.full_model() as model:
             found[f"{name}-logits"] = model(TOKENS).logits
     for precision in ("bf16", "fp8"):
-        engine = start(folder, "wide", 3, precision)
-        train(engine, range(2))
-        found[f"memory-{precision}"] = engine.memory(), engine.memory_formula(), len(engine.contract.float8_modules)
         first = start(folder, "llama", 3, precision, reproducible=True)
         losses = train(first, range(2))
         save(first, folder, f"llama-{precision}")
@@ -129,7 +123,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("lora")
     for name in LORAS:
         save_hf(folder / name, name)
-    save_hf(folder / "wide", "llama", vocab_size=VOCAB, hidden_size=256, intermediate_size=704, num_hidden_layers=3)
+
     return folder
 
 
@@ -167,32 +161,21 @@ def plain(folder: Path, name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {f"hf.{n.removeprefix('base_model.model.')}": p.detach() for n, p in trained.items()}
 
 
-@pytest.mark.parametrize("name", LORAS)
-def test_adapters_train_as_by_peft_in_plain_pytorch(name: str, folder: Path, ranks: dict[str, Any]) -> None:
-    losses, weights = plain(folder, name)
-    assert losses[-1] != losses[0]
-    single = start(folder, name, 2)
-    alone = train(single, range(STEPS)), single.master_state()
-    for own_losses, own in (ranks[f"{name}-2"], ranks[f"{name}-3"], alone):
-        assert own_losses == pytest.approx(losses, rel=1e-5)
-        assert own.keys() == weights.keys()
-        for key, expected in weights.items():
-            assert normwise_error(own[key], expected) < 1e-5, key
-            assert ".lora_B." not in key or own[key].any(), key
-
-
-@pytest.mark.parametrize(("precision", "nbytes"), [("bf16", 2), ("fp8", 1)])
-def test_memory_of_a_rank_at_stage_3(precision: str, nbytes: int, folder: Path, ranks: dict[str, Any]) -> None:
-    model = build_hf(folder / "wide", lora=WIDE)
-    adapters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    base = sum(p.numel() for p in model.parameters()) - adapters
-    memory, formula, num_float8 = ranks[f"memory-{precision}"]
-    assert num_float8 == (7 * 3 if precision == "fp8" else 0)
-    states = sum(memory[kind] for kind in ("compute", "main_grad", "master", "moments", "frozen"))
-    # the embedding and the head are BF16 in any case, and FP8 adds them one more byte
-    others = 0 if precision == "bf16" else 2 * VOCAB * 256
-    assert states == pytest.approx((nbytes * base + others + 18 * adapters) / WORLD, rel=0.03)
-    assert sum(formula.values()) == pytest.approx(states, rel=0.03)
+def test_adapters_train_as_by_peft_in_plain_pytorch(folder: Path, ranks: dict[str, Any]) -> None:
+    for name in LORAS:
+        losses, weights = plain(folder, name)
+        assert losses[-1] != losses[0]
+        single = start(folder, name, 2)
+        for own_losses, own in (ranks[name], (train(single, range(STEPS)), single.master_state())):
+            assert own_losses == pytest.approx(losses, rel=1e-5)
+            assert own.keys() == weights.keys()
+            for key, expected in weights.items():
+                assert normwise_error(own[key], expected) < 1e-5, key
+                assert ".lora_B." not in key or own[key].any(), key
+    lost, unused = ranks["faults"]
+    assert lost.startswith(f"after the first applied step '{PATH}.lora_B.default.weight' is still zero")
+    assert "(so: 1 of 6 adapters)" in lost
+    assert not unused
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
@@ -201,28 +184,20 @@ def test_a_resumed_run_has_the_same_bits(precision: str, folder: Path, ranks: di
     run = folder / f"llama-{precision}"
     kinds = {entry.kind for entry in verify_checkpoint(next((run / "checkpoints").glob("step*"))).tensors}
     assert kinds == {"master", "exp_avg", "exp_avg_sq"}
-    for stage in (0, 3):
-        engine = start(folder, "llama", stage, precision, reproducible=True)
-        engine.load(run)
-        assert train(engine, range(2, 4)) == losses[2:]
-        assert all(torch.equal(values, masters[name]) for name, values in engine.master_state().items())
+    engine = start(folder, "llama", 0, precision, reproducible=True)
+    engine.load(run)
+    assert train(engine, range(2, 4)) == losses[2:]
+    assert all(torch.equal(values, masters[name]) for name, values in engine.master_state().items())
 
 
-@pytest.mark.parametrize("name", [name for name, _ in OTHERS if name != "deepspeed" or find_spec("deepspeed")])
-def test_every_engine_trains_adapters_over_a_bf16_base(name: str, folder: Path, ranks: dict[str, Any]) -> None:
+def test_every_engine_trains_adapters_over_a_bf16_base(folder: Path, ranks: dict[str, Any]) -> None:
     """FP32 masters beside BF16 frozen weights, in checkpoints without these, which any engine loads."""
     losses, _ = ranks["never-stopped-bf16"]
-    assert ranks[name] == pytest.approx(losses[:2], rel=5e-3)
     engine = start(folder, "llama", 2, "bf16")
-    engine.load(folder / f"llama-{name}")
-    assert train(engine, range(2, 3)) == pytest.approx(losses[2:3], rel=5e-3)
-
-
-def test_an_adapter_that_does_not_move_is_an_error(ranks: dict[str, Any]) -> None:
-    lost, unused = ranks["faults"]
-    assert lost.startswith(f"after the first applied step '{PATH}.lora_B.default.weight' is still zero")
-    assert "(so: 1 of 6 adapters)" in lost
-    assert not unused
+    for name in ranks.keys() & dict(OTHERS).keys():
+        assert ranks[name] == pytest.approx(losses[:2], rel=5e-3)
+        engine.load(folder / f"llama-{name}")
+        assert train(engine, range(2, 3)) == pytest.approx(losses[2:3], rel=5e-3)
 
 
 # -- export ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.processes
 
 REPRODUCIBLE = "engine.reproducible=true"
 WEIGHTS = {"web": 0.7, "code": 0.3}
+MORE = [(0, False), (2, True)]
 TOLERANCE = 5e-3  # relative, for BF16 (promise P5)
 
 
@@ -43,28 +44,31 @@ def whole(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
     return run_dir
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory, data: str) -> Path:
-    """The run on one rank that was never ended, summed in the order in which gradients come."""
-    run_dir = tmp_path_factory.mktemp("plain") / "run"
-    assert train(run_dir, *SMALL, data) == [0]
-    return run_dir
-
-
-@pytest.mark.parametrize(("before", "after", "stage"), [(2, 1, 3), (1, 3, 2), (1, 2, 3)])
-def test_another_world_size_has_the_same_bits(
-    tmp_path: Path, data: str, whole: Path, before: int, after: int, stage: int
+@pytest.mark.parametrize(
+    ("before", "after", "stage", "reproducible"),
+    [
+        (2, 1, 3, True),
+        *(pytest.param(1, 3, stage, reproducible, marks=pytest.mark.exhaustive) for stage, reproducible in MORE),
+        pytest.param(2, 1, 2, False, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_another_world_size_goes_on(
+    tmp_path: Path, data: str, whole: Path, before: int, after: int, stage: int, reproducible: bool
 ) -> None:
+    """With the same bits if sums are reproducible, or else near them."""
     run_dir = tmp_path / "run"
     # step 4 is saved by step 7, however slow the disk
-    command = [*SMALL, data, REPRODUCIBLE, f"engine.zero_stage={stage}", "checkpoint.asynchronous=false"]
-    killed = Mishap("vote", 7, rank=before - 1).env()
-    assert train(run_dir, *command, world=before, env=killed) is None
+    words = (f"engine.reproducible={str(reproducible).lower()}", f"engine.zero_stage={stage}")
+    command = [*SMALL, data, *words, "checkpoint.asynchronous=false"]
+    assert train(run_dir, *command, world=before, env=Mishap("vote", 7, rank=before - 1).env()) is None
     assert newest_step(run_dir) == 4
     assert train(run_dir, *command, world=after) == [0] * after
-    assert record_of(run_dir) == record_of(whole)
+    if reproducible:
+        assert record_of(run_dir) == record_of(whole)
+    assert losses(run_dir) == pytest.approx(losses(whole), rel=TOLERANCE)
 
 
+@pytest.mark.exhaustive
 def test_replicas_of_which_one_rank_is_killed_have_the_same_bits(tmp_path: Path, data: str, whole: Path) -> None:
     """Three replicas of two ranks; one rank resumes."""
     run_dir = tmp_path / "run"
@@ -97,36 +101,26 @@ def test_a_batch_that_grows_has_the_same_bits_on_other_ranks_after_a_kill(tmp_pa
     ]
 
 
-@pytest.mark.parametrize(("before", "after", "stage"), [(2, 1, 2), (1, 3, 0)])
-def test_another_world_size_has_the_same_curve(
-    tmp_path: Path, data: str, plain: Path, before: int, after: int, stage: int
-) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, data: str, whole: Path) -> None:
     run_dir = tmp_path / "run"
-    command = [*SMALL, data, f"engine.zero_stage={stage}"]
-    assert train(run_dir, *command, world=before, env=Mishap("vote", 7, rank=before - 1).env()) is None
-    assert train(run_dir, *command, world=after) == [0] * after
-    assert losses(run_dir) == pytest.approx(losses(plain), rel=TOLERANCE)
-
-
-def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, data: str, plain: Path) -> None:
-    run_dir = tmp_path / "run"
-    words = [*SMALL, data, "checkpoint.asynchronous=false"]  # step 8 is saved by step 11, however slow the disk
+    # step 8 is saved by step 11, however slow the disk
+    words = [*SMALL, data, REPRODUCIBLE, "checkpoint.asynchronous=false"]
     assert train(run_dir, *words, env=Mishap("vote", 11).env()) is None
     assert checkpoints(run_dir) == ["lease-00000001.json", "step-00000004", "step-00000008"]
     file = run_dir / "checkpoints/step-00000008/r0000.safetensors"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert train(run_dir, *SMALL, data) == [0]
+    assert train(run_dir, *SMALL, data, REPRODUCIBLE) == [0]
     told = log_of(run_dir)
     assert f"{file.parent} refused: r0000.safetensors: " in told
     assert f"using {run_dir}/checkpoints/step-00000004 (saved " in told
-    assert record_of(run_dir) == record_of(plain)
+    assert record_of(run_dir) == record_of(whole)
     assert checkpoints(run_dir) == ["bad-step-00000008-hash", "step-00000008", "step-00000012"]
 
 
 def test_token_shards_give_the_same_samples_on_other_ranks_after_a_kill(tmp_path: Path) -> None:
-    """Packed documents of a mixture: four ranks, one is killed; then three."""
+    """Packed documents of a mixture: two ranks, one is killed; then three."""
     lengths = [40, 7, 90, 12, 33, 5, 61] * 20
     folders = {str(write_packed_shards(tmp_path / name, lengths, SEQ_LEN)): weight for name, weight in WEIGHTS.items()}
     mixture = ", ".join(f"{folder}: {weight}" for folder, weight in folders.items())
@@ -141,7 +135,7 @@ def test_token_shards_give_the_same_samples_on_other_ranks_after_a_kill(tmp_path
         "checkpoint.asynchronous=false",
     ]
     steps: dict[int, list[str]] = {}
-    for world, mishap, expected in ((4, Mishap("vote", 6, rank=3), None), (3, None, [0] * 3)):
+    for world, mishap, expected in ((2, Mishap("vote", 6, rank=1), None), (3, None, [0] * 3)):
         file = tmp_path / f"samples-{world}"
         env = recording(file) | (mishap.env() if mishap else {})
         assert train(tmp_path / "run", *command, world=world, env=env) == expected
@@ -149,7 +143,7 @@ def test_token_shards_give_the_same_samples_on_other_ranks_after_a_kill(tmp_path
         for line in file.read_text(encoding="utf-8").splitlines():
             step, name = line.split()
             trained.setdefault(int(step), []).append(name)
-        assert min(trained) == (0 if world == 4 else 4)
+        assert min(trained) == (0 if world == 2 else 4)
         steps |= trained
     source = load_dataset(TokensDataConfig(mixture=folders, pack="best_fit"), SEQ_LEN).train
     for step in range(6):

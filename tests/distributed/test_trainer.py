@@ -16,7 +16,6 @@ from tests.helpers.trainers import (
     EngineTrainer,
     KilledInSave,
     Overflowing,
-    arguments,
     be_rank,
     build_model,
     needs_trainer,
@@ -91,6 +90,7 @@ def train_and_save(rank: int, world: int, *runs: tuple[Path, type, bool]) -> lis
     return results
 
 
+@pytest.mark.exhaustive
 def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     with pytest.raises(RankFailure, match="died without a result"):
@@ -103,29 +103,3 @@ def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
         assert logs == expected_logs  # of all steps: trainer_state.json has those before the kill
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
-
-
-def evaluate_statistics(rank: int, world: int, folder: Path) -> list[list[float]]:
-    """Returns all running means before and after an evaluation, and the loss of the evaluation."""
-    be_rank(rank, world)
-    torch.manual_seed(0)
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
-    pixels = torch.randn(12, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    rows = [{"pixel_values": one, "labels": torch.tensor(n % 3)} for n, one in enumerate(pixels)]
-    args = arguments(folder, max_steps=1, gradient_accumulation_steps=1)
-    model = transformers.ResNetForImageClassification(config)
-    trainer = EngineTrainer(model, args, train_dataset=rows, eval_dataset=rows)
-    trainer.train()
-
-    def means() -> list[float]:
-        return [x for name, b in model.named_buffers() if "running_mean" in name for x in b.tolist()]
-
-    trainer.model_wrapped.eval()  # asks no other rank
-    return [means(), [trainer.evaluate()["eval_loss"]], means()]
-
-
-def test_ranks_evaluate_with_the_running_statistics_of_rank_0(tmp_path: Path) -> None:
-    first, second = run_ranks(WORLD, evaluate_statistics, tmp_path)
-    assert first[0] != second[0], "control"
-    assert first[0] == first[2] == second[2]
-    assert first[1] == second[1]

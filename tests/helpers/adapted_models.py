@@ -1,13 +1,23 @@
-"""Models of frozen weights with trained adapters; blocks are the units."""
+"""Models of frozen weights with trained adapters, whose blocks are the units, and their engines."""
 
 from __future__ import annotations
+
+import itertools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-RANK, VOCAB = 4, 50
+import dtrain
+from dtrain.config.engines import Native
+from dtrain.config.precision import Float8
+from dtrain.engine.native import NativeEngine
+
+DIM, RANK, VOCAB = 32, 4, 50
+LINEARS = [f"blocks.{number}.{name}" for number in range(5) for name in ("up", "down")]
+"""The layers whose frozen weights are in FP8, if the precision is."""
 
 
 class FrozenBlock(nn.Module):
@@ -81,3 +91,68 @@ class Adapted(nn.Module):
 def batch(step: int, index: int) -> Tensor:
     """Token indices [4, 6]."""
     return torch.randint(VOCAB, (4, 6), generator=torch.Generator().manual_seed(100 * step + index))
+
+
+def start(
+    stage: int = 3,
+    precision: str = "fp8",
+    *,
+    model: Adapted | None = None,
+    dim: int = DIM,
+    seed: int = 0,
+    recomputes: bool = False,
+    frozen_source: Any = None,
+    **options: Any,
+) -> NativeEngine:
+    """Returns the native engine of a model; ``precision`` may be ``fp8-rowwise``."""
+    name, _, recipe = precision.partition("-")
+    engine = dtrain.initialize(
+        model or Adapted(dim, seed, recomputes=recomputes),
+        engine=Native(zero_stage=stage, **options),
+        precision=dtrain.PrecisionPolicy.named(name, float8=Float8(recipe or "tensorwise")),
+        seed=5,
+        max_grad_norm=0.5,
+        audit=1,
+        optimizer=dtrain.AdamW(lr=0.01),
+        frozen_source=frozen_source,
+    )
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def train(engine: NativeEngine, steps: range = range(3)) -> list[float]:
+    """Two micro-batches a step of all ranks together, of unequal weight, and an evaluation; returns all losses."""
+    losses = []
+    for step in steps:
+        for index in engine.accumulate(range(engine.rank, 2, engine.world_size)):
+            engine.backward(engine(batch(step, index)), weight=1.0 + index)
+        losses.append(engine.step().loss)
+        with engine.eval():
+            losses.append(float(engine(batch(step, 9))))
+    return losses
+
+
+def float8_weights(engine: NativeEngine) -> dict[str, Tensor]:
+    """The frozen weights that FP8 products compute with; all ranks call."""
+    return {name: values.clone() for weights in engine.frozen_float8 for name, values in weights.full()}
+
+
+def held(engine: NativeEngine) -> dict[str, list[tuple[int, Tensor]]]:
+    """Returns what this rank holds of the frozen parameters, by name: (first element, values)."""
+    found = {shard.name: [(shard.start, shard.data.clone())] for shard in engine.frozen_shards()}
+    whole = {name: [(0, tensor.clone().view(-1))] for name, tensor in engine.replicated_frozen().items()}
+    float8 = {name: [(0, tensor.view(-1))] for name, tensor in float8_weights(engine).items()}
+    assert not found.keys() & whole.keys()
+    return found | whole | float8
+
+
+def joined(ranks: list[dict[str, list[tuple[int, Tensor]]]]) -> dict[str, Tensor]:
+    """Returns the frozen parameters in full, 1-D, from what the ranks hold; a rank may hold all of one."""
+    found: dict[str, dict[int, Tensor]] = {}
+    for name, shards in itertools.chain.from_iterable(rank.items() for rank in ranks):
+        found.setdefault(name, {}).update(shards)
+    return {name: torch.cat([shards[start] for start in sorted(shards)]) for name, shards in found.items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a)

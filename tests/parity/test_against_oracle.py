@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import dtrain
+from dtrain.engine.deepspeed import config as deepspeed_config
+from dtrain.engine.deepspeed.engine import DeepSpeedEngine
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Run, assert_follows_the_oracle, assert_odd_models_follow, start, train_all
+from tests.helpers.runs import Result, Run, assert_follows_the_oracle, assert_odd_models_follow, start, train_engine
 from tests.helpers.zoo import ZOO, make
 
 pytestmark = pytest.mark.processes
@@ -23,6 +26,21 @@ def run(precision: str, *, steps: int = 8, accumulation: int = 2, **options: obj
     return Run("transformer", steps=steps, accumulation=accumulation, unequal_weights=True, options=options)
 
 
+def train_all(rank: int, world: int, runs: list[Run]) -> list[Result]:
+    """Trains ``runs``, from masters that nothing has rounded."""
+    results = []
+    for run in runs:
+        # as for a model that is large enough for DeepSpeed: at stage 3 no weight stays gathered
+        with mock.patch.object(deepspeed_config, "PERSISTENT", 0):
+            engine = start(run)
+        original = make(run.model).build(0)
+        for name, master in engine.full_state("master"):
+            assert torch.equal(master, original.get_parameter(name)), f"{run}: {name} was rounded"
+        results.append(train_engine(engine, run))
+        assert not isinstance(engine, DeepSpeedEngine) or engine._deepspeed.global_steps == run.steps
+    return results
+
+
 RUNS = {
     "native": [
         *(run("fp32", zero_stage=stage, accumulation=number) for stage, number in ((0, 1), (1, 3), (2, 2), (3, 2))),
@@ -34,6 +52,13 @@ RUNS = {
         run(precision, engine="fsdp2", zero_stage=stage)
         for precision, stage in (("fp32", 2), ("fp32", 3), ("bf16", 3), ("fp16", 2))
     ],
+    "deepspeed": [
+        run(precision, engine="deepspeed", zero_stage=stage, offload=offload, accumulation=number)
+        for precision, stage, offload, number in (
+            *(("fp32", 0, "none", 1), ("fp32", 1, "none", 2), ("fp32", 2, "none", 2), ("bf16", 3, "none", 2)),
+            ("fp32", 2, "cpu", 2),
+        )
+    ],
 }
 ALL_RUNS = {
     "native": [
@@ -44,6 +69,12 @@ ALL_RUNS = {
     ],
     "ddp": [run(precision, engine="ddp", steps=20, accumulation=n) for precision in PRECISIONS for n in (1, 2)],
     "fsdp2": [run(precision, engine="fsdp2", zero_stage=stage) for precision in PRECISIONS for stage in (2, 3)],
+    "deepspeed": [
+        run(precision, engine="deepspeed", zero_stage=stage, offload=offload)
+        for precision in PRECISIONS[:2]
+        for stage in range(4)
+        for offload in (("none", "cpu") if stage else ("none",))
+    ],
 }
 
 
@@ -66,7 +97,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "native": [{"precision": precision, "zero_stage": stage} for stage in range(4) for precision in PRECISIONS[:2]],
     "ddp": [{"precision": precision} for precision in PRECISIONS[:2]],
     "fsdp2": [{"precision": "fp32", "zero_stage": 2}, {"precision": "bf16", "zero_stage": 3}],
+    "deepspeed": [{"precision": "bf16", "zero_stage": stage} for stage in (3, 1, 2)],
 }
+# the others have nothing of their own for DeepSpeed, which refuses odd_sizes at stage 3
+ODD_UNDER_DEEPSPEED = ("tied", "odd_sizes", "unused", "partly_frozen", "object_output", "weight_norm")
 
 
 def odd_run(model: str, engine: str, options: dict[str, Any]) -> Run:
@@ -77,14 +111,17 @@ def odd_run(model: str, engine: str, options: dict[str, Any]) -> Run:
 def test_every_model_follows_the_oracle(engine: str) -> None:
     """Its settings alternate over the models."""
     settings = SETTINGS[engine]
-    runs = [odd_run(model, engine, settings[number % len(settings)]) for number, model in enumerate(sorted(ZOO))]
+    models = ODD_UNDER_DEEPSPEED if engine == "deepspeed" else sorted(ZOO)
+    runs = [odd_run(model, engine, settings[number % len(settings)]) for number, model in enumerate(models)]
     assert_odd_models_follow(run_ranks(2, train_all, runs), runs)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("engine", SETTINGS)
 def test_every_model_follows_the_oracle_in_each_setting(engine: str) -> None:
-    runs = [odd_run(model, engine, options) for model in sorted(ZOO) for options in SETTINGS[engine]]
+    models = (*ODD_UNDER_DEEPSPEED, "attention", "conv_batch_norm", "gru") if engine == "deepspeed" else sorted(ZOO)
+    runs = [odd_run(model, engine, options) for model in models for options in SETTINGS[engine]]
+    runs = [run for run in runs if (engine, run.model, run.options.get("zero_stage")) != ("deepspeed", "odd_sizes", 3)]
     assert_odd_models_follow(run_ranks(2, train_all, runs, timeout=280), runs)
 
 

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.setup import make_communicator
 from dtrain.engine.fsdp2 import units as fsdp2_units
-from dtrain.engine.step import StepEngine
 from dtrain.errors import ContractError, ModelError, UsageError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, forward_backward, start, train, train_engine
@@ -44,18 +42,6 @@ def test_large_fp32_modules_are_sharded() -> None:
         torch.testing.assert_close(sharded.masters[name], master, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def train_over_sockets(rank: int, world: int, run: Run) -> tuple[Result, Result]:
-    sockets = make_communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
-    return train(rank, world, run), train_engine(start(run, comm=sockets), run)
-
-
-def test_sockets_give_the_bits_of_shared_memory() -> None:
-    shared, sockets = run_ranks(2, train_over_sockets, fsdp2(steps=2))[0]
-    assert shared.outcomes == sockets.outcomes
-    for name, master in shared.masters.items():
-        assert torch.equal(sockets.masters[name], master), name
-
-
 def collectives_of_a_step(rank: int, world: int, run: Run) -> Counter[str]:
     engine = start(run)
     for step in range(2):
@@ -73,43 +59,6 @@ def test_stage_2_gathers_once_a_step() -> None:
         assert log["all_gather(weights of blocks.0"] == gathers
         assert log["all_gather(weights of root"] == of_root
         assert log["all_to_all_single(gradients of blocks.0"] == 2
-
-
-def nan_on_rank_1(rank: int, world: int, run: Run) -> list[dtrain.Culprit | None]:
-    engine = start(run)
-    found = []
-    for name in ("blocks.1.ffn.0.bias", "blocks.0.ffn_norm.weight", "embedding.weight"):
-        module = engine.module.get_submodule(name.rpartition(".")[0])
-        handle = None
-        if rank == 1:
-            handle = module.register_forward_hook(lambda _, args, output: poisoned(output, engine))
-        forward_backward(engine, run, engine.attempted_steps)
-        outcome = engine.step()
-        assert not outcome.applied
-        found.append(outcome.culprit)
-        if handle is not None:
-            handle.remove()
-    forward_backward(engine, run, engine.attempted_steps)
-    assert engine.step().applied
-    return found
-
-
-def poisoned(output: Tensor, engine: StepEngine) -> Tensor:
-    """Its gradient is NaN in the second micro-batch."""
-    output = output.clone()
-    if engine._micro_batch == 1:
-        output.register_hook(lambda grad: torch.full_like(grad, torch.nan))
-    return output
-
-
-def test_the_culprit_is_the_rank_and_the_micro_batch() -> None:
-    culprits = run_ranks(2, nan_on_rank_1, fsdp2(precision="fp32"))
-    assert culprits[0] == culprits[1]
-    for culprit in culprits[0]:
-        assert (culprit.rank, culprit.micro_batch, culprit.phase) == (1, 1, "local gradient")
-    # the first that backward reaches: a bias of the module itself or of one before it
-    assert culprits[0][0].tensor in ("blocks.1.ffn.0.bias", "blocks.1.ffn.0.weight")
-    assert culprits[0][2].tensor == "embedding.weight"
 
 
 def evaluate_between(rank: int, world: int, run: Run) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
@@ -223,28 +172,14 @@ def misuse(rank: int, world: int) -> list[str]:
     engine.module.layers[0].weight.requires_grad_(False)
     with pytest.raises(ContractError, match=r"'layers\.0\.weight' was frozen after dtrain\.initialize"):
         engine.backward(engine(x).sum())
-    engine = dtrain.initialize(Failing(), **options)
-    engine.module.to(torch.bfloat16)
-    with pytest.raises(ContractError, match="no longer lies where the engine updates it"):
-        engine.check_contract()
     return listening()
 
 
 def listening() -> list[str]:
     """The addresses on which this process listens, in the kernel's hexadecimal."""
-    own = {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
-    addresses = []
-    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
-        with open(table, encoding="ascii") as lines:
-            for line in list(lines)[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                    addresses.append(fields[1].split(":")[0])
-    return addresses
+    own = {os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.exists()}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in own]
 
 
 def test_misuse_is_named_and_one_rank_listens_on_loopback_alone() -> None:

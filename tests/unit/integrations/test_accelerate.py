@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -65,8 +66,8 @@ def test_a_script_trains_as_with_plain_accelerate() -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_is_the_engines_own(precision: str) -> None:
-    accelerator, model, optimizer = prepared(mixed_precision=precision)
+def test_precision_and_weights_of_micro_batches_are_the_engines_own(precision: str) -> None:
+    accelerator, model, optimizer = prepared(mixed_precision=precision, gradient_accumulation_steps=2)
     own = dtrain.initialize(
         build(),
         optimizer=model.engine.options.optimizer,
@@ -74,12 +75,14 @@ def test_mixed_precision_is_the_engines_own(precision: str) -> None:
         max_grad_norm=None,
         seed=model.engine.seed,
     )
+    batches = [(torch.ones(1, 6), torch.tensor([1]), 3.0), (torch.zeros(1, 6), torch.tensor([2]), 1.0)]
     for _ in range(3):
-        for net in (model, own):
-            assert net(torch.zeros(1, 6)).dtype == torch.float32
-        accelerator.backward(loss_of(model))
-        optimizer.step()
-        own.backward(loss_of(own))
+        for (x, y, weight), _ in zip(batches, own.accumulate(batches), strict=True):
+            own.backward(F.cross_entropy(own(x), y), weight=weight)
+            with accelerator.accumulate(model):
+                assert model(x).dtype == torch.float32
+                accelerator.backward(F.cross_entropy(model(x), y), weight=weight)
+                optimizer.step()
         own.step()
     got = accelerator.get_state_dict(model)
     assert all(torch.equal(got[name], value) for name, value in own.master_state().items())
@@ -88,38 +91,19 @@ def test_mixed_precision_is_the_engines_own(precision: str) -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
 
 
-def test_weights_average_by_them_and_not_by_backwards() -> None:
-    accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
-    own = dtrain.initialize(build(), optimizer=model.engine.options.optimizer, precision="fp32", max_grad_norm=None)
-    batches = [(torch.ones(1, 6), torch.tensor([1]), 3.0), (torch.zeros(1, 6), torch.tensor([2]), 1.0)]
-    for (x, y, weight), _ in zip(batches, own.accumulate(batches), strict=True):
-        own.backward(F.cross_entropy(own(x), y), weight=weight)
-        with accelerator.accumulate(model):
-            accelerator.backward(F.cross_entropy(model(x), y), weight=weight)
-            optimizer.step()
-    own.step()
-    got = accelerator.get_state_dict(model)
-    assert all(torch.equal(got[name], value) for name, value in own.master_state().items())
-
-
-def plain_step(losses: Callable[[nn.Module], list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    model = build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        for loss in losses(model):
-            loss.backward()
-        optimizer.step()
-    return {name: p.detach() for name, p in model.named_parameters()}
-
-
 def test_backwards_before_a_step_add_up_without_accumulate() -> None:
+    """A later one than before is refused unless it is marked."""
+
     def losses(model: Any) -> list[torch.Tensor]:
         return [loss_of(model), 0.5 * model(torch.ones(2, 6)).square().mean()]
 
-    accelerator, model = fresh(), build()
+    accelerator, model, reference = fresh(), build(), build()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
     for _ in range(3):
+        plain.zero_grad()
+        sum(losses(reference)).backward()  # type: ignore[union-attr]
+        plain.step()
         for loss in losses(model):  # both forwards come before the first backward
             accelerator.backward(loss)
             model.eval()
@@ -128,22 +112,49 @@ def test_backwards_before_a_step_add_up_without_accumulate() -> None:
             loss_of(model)  # with gradients, and no backward
             model.train()
         optimizer.step()
-    for name, value in plain_step(losses).items():
-        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value)
-
-
-def test_a_later_backward_than_before_is_refused_unless_marked() -> None:
-    accelerator, model, optimizer = prepared()
-    for _ in range(2):
-        accelerator.backward(loss_of(model))
-        optimizer.step()
+    for name, value in reference.named_parameters():
+        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value.detach())
     with accelerator.no_sync(model):
         accelerator.backward(loss_of(model))
-    accelerator.backward(loss_of(model))
+    for loss in losses(model):
+        accelerator.backward(loss)
     optimizer.step()
-    accelerator.backward(loss_of(model))
+    for loss in losses(model):
+        accelerator.backward(loss)
     with pytest.raises(UsageError, match=re.escape("of a step but the last into 'with accelerator.no_sync(model):'")):
         accelerator.backward(loss_of(model))
+
+
+def test_two_models_have_an_engine_each() -> None:
+    """As in the example of a DCGAN."""
+    torch.manual_seed(3)
+    nets = [nn.Linear(3, 6), nn.Linear(6, 1)]
+    plain = copy.deepcopy(nets)
+    accelerator = fresh()
+    g, d, *optimizers = accelerator.prepare(*nets, *(torch.optim.SGD(net.parameters(), lr=0.1) for net in nets))
+    plain_optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in plain]
+    for step in range(3):
+        real, noise = torch.full((4, 6), 0.1 * step), torch.ones(4, 3)
+        for own_g, own_d, (step_g, step_d) in ((g, d, optimizers), (*plain, plain_optimizers)):
+            losses = [F.softplus(-own_d(real)).mean(), F.softplus(own_d(own_g(noise).detach())).mean()]
+            for loss in losses:  # two backwards a step
+                accelerator.backward(loss) if own_d is d else loss.backward()
+            step_d.step()
+            step_d.zero_grad()
+            loss = F.softplus(-own_d(own_g(noise))).mean()
+            if own_g is g:
+                with pytest.raises(UsageError, match="depends on the parameters of 2 prepared models"):
+                    accelerator.backward(loss)
+                accelerator.backward(loss, model=g)
+            else:
+                loss.backward()
+            step_g.step()
+            step_g.zero_grad()
+            if own_d is not d:
+                step_d.zero_grad()  # of the gradients for the generator
+    for net, own in zip(plain, (g, d), strict=True):
+        for name, value in accelerator.get_state_dict(own).items():
+            torch.testing.assert_close(value, net.get_parameter(name).detach())
 
 
 def test_a_skipped_step_leaves_weights_and_scheduler() -> None:
@@ -165,66 +176,6 @@ def test_a_skipped_step_leaves_weights_and_scheduler() -> None:
             (accelerator.optimizer_step_was_skipped, changed, scheduler.get_last_lr()[0], bool(norm.isfinite()))
         )
     assert seen == [(False, True, 5e-3, True), (True, False, 5e-3, False), (False, True, 2.5e-3, True)]
-
-
-def test_two_models_have_an_engine_each() -> None:
-    def models() -> tuple[nn.Module, nn.Module]:
-        torch.manual_seed(3)
-        return nn.Linear(3, 6), nn.Linear(6, 1)
-
-    def train(g: Any, d: Any, g_step: Any, d_step: Any, backward: Any) -> None:
-        for step in range(3):
-            real, noise = torch.full((4, 6), 0.1 * step), torch.ones(4, 3)
-            backward(F.softplus(-d(real)).mean(), d)  # two backwards a step, as in the DCGAN example
-            backward(F.softplus(d(g(noise).detach())).mean(), d)
-            d_step()
-            backward(F.softplus(-d(g(noise))).mean(), g)
-            g_step()
-
-    g, d = models()
-    wanted = {id(net): torch.optim.SGD(net.parameters(), lr=0.1) for net in (g, d)}
-
-    def plain_backward(loss: torch.Tensor, net: nn.Module) -> None:
-        for p, grad in zip(net.parameters(), torch.autograd.grad(loss, list(net.parameters())), strict=True):
-            p.grad = grad if p.grad is None else p.grad + grad
-
-    def plain_step(net: nn.Module) -> Callable[[], None]:
-        def step() -> None:
-            wanted[id(net)].step()
-            wanted[id(net)].zero_grad()
-
-        return step
-
-    train(g, d, plain_step(g), plain_step(d), plain_backward)
-    accelerator = fresh()
-    own_g, own_d = models()
-    own_g, own_d, opt_d, opt_g = accelerator.prepare(
-        own_g, own_d, torch.optim.SGD(own_d.parameters(), lr=0.1), torch.optim.SGD(own_g.parameters(), lr=0.1)
-    )
-
-    def backward(loss: torch.Tensor, net: Any) -> None:
-        if net is own_g:
-            with pytest.raises(UsageError, match="depends on the parameters of 2 prepared models"):
-                accelerator.backward(loss)
-        accelerator.backward(loss, **({"model": net} if net is own_g else {}))
-
-    train(own_g, own_d, opt_g.step, opt_d.step, backward)
-    for net, own in ((g, own_g), (d, own_d)):
-        for name, value in accelerator.get_state_dict(own).items():
-            torch.testing.assert_close(value, net.get_parameter(name).detach())
-
-
-def test_a_forward_after_the_last_backward_is_for_another_engine() -> None:
-    accelerator = fresh()
-    g, d = accelerator.prepare(nn.Linear(3, 6), nn.Linear(6, 1))
-    opt_g = accelerator.prepare(torch.optim.SGD(g.parameters(), lr=0.1))
-    opt_d = accelerator.prepare(torch.optim.SGD(d.parameters(), lr=0.1))
-    for _ in range(3):
-        accelerator.backward(d(torch.ones(2, 6)).mean())
-        accelerator.backward(d(g(torch.ones(2, 3))).mean(), model=g)
-        opt_d.step()
-        opt_g.step()
-        assert (opt_d.outcome.applied, opt_g.outcome.applied) == (True, True)
 
 
 # -- evaluation, weights, checkpoints ---------------------------------------------------------------------------------
@@ -377,15 +328,8 @@ def test_an_engine_is_named_with_its_settings() -> None:
             fresh(**options)
 
 
-def test_variables_of_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("DEEPSPEED", "PARALLELISM_CONFIG"):
-        with monkeypatch.context() as patch:
-            patch.setenv(f"ACCELERATE_USE_{name}", "true")
-            with pytest.raises(ConfigError, match=f"ACCELERATE_USE_{name}=true chooses another backend than dtrain"):
-                fresh()
-
-
-def test_precision_follows_accelerates_own_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Precision follows accelerate's own setting; other backends and ranks that it does not see are refused."""
     assert fresh().policy.name == "fp32"
     assert fresh(precision="tf32", mixed_precision="no").mixed_precision == "no"
     handlers = [ProfileKwargs(), DistributedDataParallelKwargs(find_unused_parameters=True)]
@@ -393,9 +337,11 @@ def test_precision_follows_accelerates_own_setting(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert fresh().policy.name == "bf16"
     assert fresh(precision="fp16").mixed_precision == "fp16"
-
-
-def test_ranks_that_accelerate_does_not_see_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("DEEPSPEED", "PARALLELISM_CONFIG"):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"ACCELERATE_USE_{name}", "true")
+            with pytest.raises(ConfigError, match=f"ACCELERATE_USE_{name}=true chooses another backend than dtrain"):
+                fresh()
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

@@ -100,7 +100,8 @@ def test_classifies_images_with_running_statistics(tmp_path: Path) -> None:
     for kind in (Plain, EngineTrainer):
         torch.manual_seed(0)
         folder = tmp_path / kind.__name__
-        trainer = kind(transformers.ResNetForImageClassification(config), arguments(folder), train_dataset=rows)
+        model = transformers.ResNetForImageClassification(config)
+        trainer = kind(model, arguments(folder, max_steps=3), train_dataset=rows)
         trainer.train()
         trainer.save_model()
         runs.append(([x["loss"] for x in trainer.state.log_history if "loss" in x], load_file(folder / FILE)))
@@ -224,21 +225,14 @@ def test_trains_twice_the_same_model_or_one_for_each_training(tmp_path: Path) ->
 
 
 def test_generates_with_whole_weights(tmp_path: Path) -> None:
-    config = {
-        "d_model": 16,
-        "d_ff": 32,
-        "d_kv": 8,
-        "num_layers": 1,
-        "num_heads": 2,
-        "vocab_size": 128,
-        "dropout_rate": 0.0,
-    }
+    sizes = {"d_model": 16, "d_ff": 32, "d_kv": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 128}
+    config = transformers.T5Config(**sizes, dropout_rate=0.0, decoder_start_token_id=0)
     rows = [{"input_ids": row["input_ids"], "labels": row["input_ids"][:5]} for row in text_rows(48)]
     predictions = []
     for kind in (transformers.Seq2SeqTrainer, type("Ours", (TrainerMixin, transformers.Seq2SeqTrainer), {})):
         torch.manual_seed(0)
-        model = transformers.T5ForConditionalGeneration(transformers.T5Config(**config, decoder_start_token_id=0))
-        args = arguments(tmp_path, kind=transformers.Seq2SeqTrainingArguments, predict_with_generate=True)
+        model = transformers.T5ForConditionalGeneration(config)
+        args = arguments(tmp_path, kind=transformers.Seq2SeqTrainingArguments, predict_with_generate=True, max_steps=3)
         options = {} if kind is transformers.Seq2SeqTrainer else {"dtrain": {"engine": dtrain.Native(zero_stage=3)}}
         trainer = kind(model, args, train_dataset=rows, **options)
         trainer.train()

@@ -60,17 +60,7 @@ def test_limits_and_loads_the_best_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(run.weights[name], value), name
 
 
-def test_weights_without_states(tmp_path: Path) -> None:
-    options = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
-    run_trainer(EngineTrainer, tmp_path, **options)
-    assert not (tmp_path / "checkpoint-3" / "dtrain").exists()
-    with pytest.raises(ConfigError, match=r"checkpoint-6 is not a complete checkpoint .* no folder dtrain/"):
-        run_trainer(EngineTrainer, tmp_path, resume=str(tmp_path / "checkpoint-6"), **options)
-    with pytest.raises(ConfigError, match="no complete checkpoint"):
-        run_trainer(EngineTrainer, tmp_path, resume=True, **options)
-
-
-def test_a_new_run_replaces_the_checkpoints_of_an_earlier_one(tmp_path: Path) -> None:
+def test_weights_without_states_and_checkpoints_of_an_earlier_run(tmp_path: Path) -> None:
     announced = []
 
     class Watch(transformers.TrainerCallback):
@@ -78,14 +68,19 @@ def test_a_new_run_replaces_the_checkpoints_of_an_earlier_one(tmp_path: Path) ->
             engine = kwargs["optimizer"].driver.engine
             announced.append(engine._audit.is_pending)  # the update has left fingerprints of what it wrote
 
-    for seed in (0, 1):
-        options = {"save_strategy": "steps", "save_steps": 3, "seed": seed, "trainer": {"callbacks": [Watch()]}}
-        run = run_trainer(EngineTrainer, tmp_path, **options)
-    assert announced == 2 * [False, False, True, False, False, True]
-    status = verify(tmp_path / "checkpoint-6" / "dtrain")
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run_trainer(EngineTrainer, tmp_path, save_only_model=True, **options)
+    assert not (tmp_path / "checkpoint-2" / "dtrain").exists()
+    with pytest.raises(ConfigError, match=r"checkpoint-4 is not a complete checkpoint .* no folder dtrain/"):
+        run_trainer(EngineTrainer, tmp_path, resume=str(tmp_path / "checkpoint-4"), **options)
+    with pytest.raises(ConfigError, match="no complete checkpoint"):
+        run_trainer(EngineTrainer, tmp_path, resume=True, **options)
+    run = run_trainer(EngineTrainer, tmp_path, seed=1, trainer={"callbacks": [Watch()]}, **options)
+    assert announced == [False, True, False, True]
+    status = verify(tmp_path / "checkpoint-4" / "dtrain")
     assert status.ok
     assert len(status.checkpoints) == 1
-    saved = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(saved["transformer.wte.weight"], run.weights["transformer.wte.weight"])
 
 
@@ -94,17 +89,20 @@ def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
 
     def run(resume: bool, **options: Any) -> dict[str, torch.Tensor]:
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
-        model = peft.get_peft_model(build_model(), lora)
-        args = arguments(tmp_path, save_strategy="steps", save_steps=2, learning_rate=1e-2, **options)
-        rows, held_out = text_rows(48), text_rows(5, start=900)
-        engine = dtrain.Native(zero_stage=3)
-        trainer = EngineTrainer(model, args, train_dataset=rows, eval_dataset=held_out, dtrain={"engine": engine})
+        args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, learning_rate=1e-2, **options)
+        trainer = EngineTrainer(
+            peft.get_peft_model(build_model(), lora),
+            args,
+            train_dataset=text_rows(48),
+            eval_dataset=text_rows(5, start=900),
+            dtrain={"engine": dtrain.Native(zero_stage=3)},
+        )
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(tmp_path / "final"))
         return load_file(tmp_path / "final" / "adapter_model.safetensors")
 
     whole = run(resume=False)
-    shutil.rmtree(tmp_path / "checkpoint-6")
+    shutil.rmtree(tmp_path / "checkpoint-4")
     resumed = run(resume=True)
     assert whole.keys() == resumed.keys()
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())

@@ -71,6 +71,7 @@ class _Block(nn.Module):
         return self.square(self.linear(x), factor)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compile
 def test_an_explained_skip_names_the_compiled_block() -> None:
     engine = planted.start("", _Squares(), blocks=dtrain.Blocks(compile="blocks", recompute="selective"))

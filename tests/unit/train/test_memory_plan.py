@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from dtrain.cli.resolve import compose
 from dtrain.errors import OutOfMemoryError
 from dtrain.planning.devices import Device
 from dtrain.precision.float8.cast import decode
-from dtrain.train.memory.changes import cheapest_changes
+from dtrain.train.memory.changes import _candidates, _estimate, cheapest_changes
 from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
 from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory, plan_notes
 from dtrain.train.planned import PlannedRun
@@ -25,6 +26,7 @@ from tests.unit.tools.plan.planned_runs import planned_run
 _KEYS = ("experiment=smoke", "model.hidden_dim=128", "train.micro_batch_size=4", "train.global_batch_size=16")
 
 
+@functools.cache
 def planned(mebibytes: float, *keys: str, ranks: int = 2) -> tuple[PlannedRun, MemoryPlan]:
     """Returns a run on a CPU with this memory, and its plan."""
     device = Device("small", "cpu", int(mebibytes * 2**20), "cpu")
@@ -39,22 +41,25 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     assert plan_memory(run.with_micro_batch_size(size)).fit == "fits"
     # memory is not quite linear in the micro-batch
     assert plan_memory(run.with_micro_batch_size(size + max(1, size // 20))).fit != "fits"
+    small = replace(run, device=replace(run.device, memory=8 * 2**20))
+    no_plan = plan_memory(small)
+    assert (no_plan.fit, largest_micro_batch(small, no_plan)) == ("does not fit", 0), "beside states that do not"
 
 
 def test_a_loss_by_chunks_takes_less() -> None:
     keys = ("model.vocab_size=8192", "train.micro_batch_size=16", "precision=bf16")
-    run, plan = planned(600, *keys, ranks=1)
-    chunked = plan_memory(planned_run(*_KEYS, *keys, "model.loss_chunk=auto"))
-    tokens = 16 * run.config.model.max_seq_len
-    logits = 4 * 8192 * tokens
-    assert plan.step.total - chunked.step.total > 2 * logits
+    whole, chunked = (plan_memory(planned_run(*_KEYS, *keys, f"model.loss_chunk={n}")) for n in ("none", "auto"))
+    logits = 4 * 8192 * 16 * 64
+    assert whole.step.total - chunked.step.total > 2 * logits
 
 
 def test_planned_fp8_tensors_never_meet_real_ones() -> None:
+    """And a plan leaves the settings of torch as they were."""
     values = torch.tensor([1.0, -2.0]).to(torch.float8_e4m3fn)
-    for _ in range(2):  # before and after the first plan
-        assert decode(values).tolist() == [1.0, -2.0]
-        planned(600, "precision=fp8", ranks=1)
+    assert decode(values).tolist() == [1.0, -2.0]
+    planned(600, "precision=fp8", "engine.reproducible=true", ranks=1)
+    assert decode(values).tolist() == [1.0, -2.0]
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_a_model_of_transformers_on_packed_documents(tmp_path: Path) -> None:
@@ -65,17 +70,6 @@ def test_a_model_of_transformers_on_packed_documents(tmp_path: Path) -> None:
     num_parameters = sum(parameter.numel() for parameter in build_hf(tmp_path / "hf").parameters())
     assert 4 * num_parameters <= plan.step.states["main_grad"] < 4.2 * num_parameters  # rows are padded
     assert plan.step.peak["activations"] > 0
-
-
-def test_no_micro_batch_fits_beside_states_that_do_not() -> None:
-    run, plan = planned(8)
-    assert plan.fit == "does not fit"
-    assert largest_micro_batch(run, plan) == 0
-
-
-def test_a_plan_leaves_the_settings_of_torch_as_they_were() -> None:
-    planned(600, "engine.reproducible=true")
-    assert not torch.are_deterministic_algorithms_enabled()
 
 
 def test_each_proposed_change_makes_the_run_fit() -> None:
@@ -93,16 +87,14 @@ def test_each_proposed_change_makes_the_run_fit() -> None:
     [
         ((), "train.micro_batch_size=2"),
         ((), "precision=bf16"),
-        ((), "optim=adamw-bf16"),
         (("engine.zero_stage=0",), "engine.zero_stage=1"),
-        ((), "engine.zero_stage=3"),
         ((), "ranks=4"),
+        pytest.param((), "optim=adamw-bf16", marks=pytest.mark.exhaustive),
+        pytest.param((), "engine.zero_stage=3", marks=pytest.mark.exhaustive),
     ],
 )
 def test_the_estimate_of_a_change_is_near_its_plan(keys: tuple[str, ...], change: str) -> None:
-    from dtrain.train.memory.changes import _candidates, _estimate
-
-    run, plan = planned(64, *keys)
+    run, plan = planned(600, *keys)
     effects = {words: apply for words, _, apply in _candidates(run, plan)}
     if change == "train.micro_batch_size=2":
         effects[change] = lambda run: run.with_micro_batch_size(2, keeps_global=True)
@@ -110,10 +102,9 @@ def test_the_estimate_of_a_change_is_near_its_plan(keys: tuple[str, ...], change
     assert _estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
 
 
-@pytest.mark.parametrize("device", ["cpu", "h100-80gb"])
-def test_recomputed_blocks_keep_fewer_activations_and_nothing_is_compiled(device: str) -> None:
+def test_recomputed_blocks_keep_fewer_activations_and_nothing_is_compiled() -> None:
     keys = (*_KEYS, "precision=bf16", "engine.zero_stage=3", "model.compile=blocks", "audit.replay_every=1")
-    runs = [planned_run(*keys, f"model.recompute={mode}", device=device) for mode in ("full", "selective", "none")]
+    runs = [planned_run(*keys, f"model.recompute={mode}") for mode in ("full", "selective", "none")]
     with runs[0].engine() as (engine, _):
         assert engine.compiled_graphs is None
     full, selective, none = map(plan_memory, runs)
@@ -135,8 +126,6 @@ def test_recomputation_is_proposed_with_the_bytes_of_its_own_plan() -> None:
 
 
 def test_offloaded_states_are_planned_on_the_host() -> None:
-    from dtrain.train.memory.changes import _candidates, _estimate
-
     run = planned_run(*_KEYS, "precision=bf16", "engine.zero_stage=3", device="h100-80gb", ranks=2)
     base = plan_memory(run)
     (apply,) = (apply for words, _, apply in _candidates(run, base) if words == "engine.offload=cpu")
@@ -192,10 +181,6 @@ def test_a_failed_allocation_shows_the_plan(tmp_path: object) -> None:
     assert "can't allocate memory" in text.splitlines()[0]
     assert "memory activations" in text
     assert "does not fit on cpu" in text
-
-
-def test_only_failed_allocations_are_out_of_memory() -> None:
-    assert is_out_of_memory(MemoryError())
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
 

@@ -2,68 +2,51 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 
 import pytest
 
 from dtrain.train.signals import STOP_SIGNALS, StopSignals
-
-_CHILD = """
-import sys, time
-from dtrain.train.signals import StopSignals
-with StopSignals() as stop:
-    print("ready", flush=True)
-    while not stop.requested:
-        time.sleep(0.01)
-    print(stop.name, flush=True)
-    time.sleep(float(sys.argv[1]))
-sys.exit(75)
-"""
+from tests.helpers.ranks import fork
 
 
-def _start(linger_s: float) -> subprocess.Popen[str]:
-    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(linger_s)], stdout=subprocess.PIPE, text=True)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "ready\n"
-    return child
+def _child(pipe: Connection, linger_s: float) -> None:
+    with StopSignals() as stop:
+        pipe.send("ready")
+        while not stop.requested:
+            time.sleep(0.01)
+        pipe.send(stop.name)
+        time.sleep(linger_s)
+    sys.exit(75)
+
+
+FIRST_ONLY = [((number,), 0.0, 0.0, 75) for number in STOP_SIGNALS]
+FORWARDED_COPY = ((signal.SIGINT, signal.SIGTERM), 0.0, 0.3, 75)  # it is the same request
+SECOND = ((signal.SIGTERM, signal.SIGTERM), 1.1, 300.0, -signal.SIGTERM)  # it ends at once
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_first_signal_only_requests_a_stop(number: signal.Signals) -> None:
-    child = _start(0.0)
-    child.send_signal(number)
-    out, _ = child.communicate(timeout=10)
-    assert out == f"{number.name}\n"
-    assert child.returncode == 75
-
-
-@pytest.mark.processes
-def test_forwarded_copy_of_a_signal_is_the_same_request() -> None:
-    child = _start(0.3)
-    child.send_signal(signal.SIGINT)
-    assert child.stdout is not None
-    assert child.stdout.readline() == "SIGINT\n"
-    child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=10)
-    assert child.returncode == 75
-
-
-@pytest.mark.processes
-def test_second_signal_ends_at_once() -> None:
-    child = _start(300.0)
-    child.send_signal(signal.SIGTERM)
-    assert child.stdout is not None
-    child.stdout.readline()
-    time.sleep(1.1)
-    child.send_signal(signal.SIGTERM)
-    child.communicate(timeout=60)
-    assert child.returncode == -signal.SIGTERM
+@pytest.mark.parametrize(("numbers", "pause_s", "linger_s", "code"), [*FIRST_ONLY, FORWARDED_COPY, SECOND])
+def test_the_first_signal_requests_a_stop_and_a_second_one_ends(
+    numbers: tuple[signal.Signals, ...], pause_s: float, linger_s: float, code: int
+) -> None:
+    pipe, theirs = multiprocessing.Pipe()
+    child = fork(_child, theirs, linger_s)
+    assert pipe.recv() == "ready"
+    assert child.pid is not None
+    os.kill(child.pid, numbers[0])
+    assert pipe.recv() == numbers[0].name
+    time.sleep(pause_s)
+    for number in numbers[1:]:
+        os.kill(child.pid, number)
+    child.join(timeout=60)
+    assert child.exitcode == code
 
 
 def test_handlers_are_restored() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +39,8 @@ _QUICK = (
     "launch.threads_per_rank=1",
 )
 _DIGITS = ("data.characters=digits", "data.size=12")
+_GROWTH = "train.global_batch_size={0:32,22:16}"
+_VIT = "model.args={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}"
 
 
 @dataclass(frozen=True)
@@ -56,25 +57,14 @@ class Experiment:
 
 EXPERIMENTS = {
     "glyphs": Experiment(
-        (
-            *_DIGITS,
-            "model.hidden_dim=8",
-            "train.steps=24",
-            "train.eval_every=12",
-            "train.global_batch_size={0:32,22:16}",
-        ),
+        (*_DIGITS, "model.hidden_dim=8", "train.steps=24", "train.eval_every=12", _GROWTH),
         "val_accuracy",
         0.2,  # a tenth by chance, with a standard deviation of 0.024
         "of 160 validation samples right",
         has_report=True,
     ),
     "vit": Experiment(
-        (
-            *_DIGITS,
-            "train.steps=60",
-            "seed=2",
-            "model.args={hidden_size: 32, num_hidden_layers: 1, num_attention_heads: 2}",
-        ),
+        (*_DIGITS, "train.steps=60", "seed=2", _VIT),
         "val_accuracy",
         0.2,  # about 0.3 here; a tenth by chance
         "of 160 validation samples right",
@@ -113,7 +103,9 @@ def _tensors(run_dir: Path) -> dict[tuple[str, str], bytes]:
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "vit" else []) for name in EXPERIMENTS]
+)
 def test_an_experiment_learns_and_writes_its_files(tmp_path: Path, name: str) -> None:
     experiment = EXPERIMENTS[name]
     run_dir = tmp_path / "run"
@@ -175,12 +167,24 @@ _NOISE = (
 )
 
 
+def _outcomes(rank: int, world: int, folder: str, cases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, str]]:
+    """Trains each case in a folder of its name; returns the kinds and messages of the errors."""
+    found = {}
+    for name, overrides in cases.items():
+        try:
+            _run(rank, world, f"{folder}/{name}", *overrides)
+            found[name] = "", ""
+        except DtrainError as error:
+            found[name] = type(error).__name__, str(error)
+    return found
+
+
 def _without_validation_at(lines: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
     return [line for line in lines if (line["step"], "val_loss" in line) != (step, True)]
 
 
 def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
-    """Among them running statistics, and how images are changed at random."""
+    """Among them running statistics, and how images are changed at random. Other classes are refused."""
     photos = (*_PHOTOS, _write_photos(tmp_path / "photos"))
     _train(tmp_path / "whole", *photos)
     for steps in (4, 9):
@@ -190,43 +194,24 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
     assert ("buffer", "model.stem_norm.running_mean") in whole
     assert _tensors(tmp_path / "parts") == whole
 
-
-def test_noise_has_the_same_bits_on_one_rank_two_and_resumed(tmp_path: Path) -> None:
-    _train(tmp_path / "one", *_NOISE)
-    _train(tmp_path / "two", *_NOISE, world=2)
-    _train(tmp_path / "parts", *_NOISE, "train.steps=2", world=2)
-    _train(tmp_path / "parts", *_NOISE)
-    one = _tensors(tmp_path / "one")
-    assert curve(tmp_path / "two") == curve(tmp_path / "one")
-    assert _without_validation_at(curve(tmp_path / "parts"), 2) == curve(tmp_path / "one")
-    assert _tensors(tmp_path / "two") == one
-    assert _tensors(tmp_path / "parts") == one
-
-
-def _refused(rank: int, world: int, run_dir: str, *overrides: str) -> tuple[str, str]:
-    try:
-        _run(rank, world, run_dir, *overrides)
-    except DtrainError as error:
-        return type(error).__name__, str(error)
-    return "", ""
-
-
-def test_other_classes_are_refused_when_a_run_resumes(tmp_path: Path) -> None:
-    """Also if the head, which is padded, has a row for each of them."""
-    photos = (*_PHOTOS, _write_photos(tmp_path / "photos"), "train.steps=1", "train.sample_tokens=0")
-    _train(tmp_path / "run", *photos)
+    # also if the head, which is padded, has a row for each of the classes
     os.rename(tmp_path / "photos" / "red", tmp_path / "photos" / "violet")
-    ((name, message),) = run_ranks(1, _refused, str(tmp_path / "run"), *photos, "train.steps=2")
+    cases = {"parts": (*photos, "train.steps=10")}
+    name, message = run_ranks(1, _outcomes, str(tmp_path), cases)[0]["parts"]
     assert name == "ConfigError"
     assert "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose" in message
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+    assert summary(tmp_path / "parts")["steps"] == 9
+
+
+def test_noise_has_the_same_bits_on_two_ranks_and_resumed(tmp_path: Path) -> None:
+    _train(tmp_path / "one", *_NOISE)
+    _train(tmp_path / "parts", *_NOISE, "train.steps=2", world=2)
+    _train(tmp_path / "parts", *_NOISE)
+    assert _without_validation_at(curve(tmp_path / "parts"), 2) == curve(tmp_path / "one")
+    assert _tensors(tmp_path / "parts") == _tensors(tmp_path / "one")
 
 
 # -- models and data of a user -----------------------------------------------------------------------------------------
-
-
-def _outcomes(rank: int, world: int, folder: str, cases: dict[str, tuple[str, ...]]) -> dict[str, tuple[str, str]]:
-    return {name: _refused(rank, world, f"{folder}/{name}", *overrides) for name, overrides in cases.items()}
 
 
 def test_models_and_data_of_a_user(tmp_path: Path) -> None:
@@ -244,6 +229,7 @@ def test_models_and_data_of_a_user(tmp_path: Path) -> None:
         "no_folder": ("model=convnet", "data=images", f"data.path={tmp_path}/none", *short),
         "no_file": ("model=mlp", "data=arrays", f"data.path={tmp_path}/none", *short),
         "no_image": ("model=convnet", "data=friedman", *short),
+        "statistics": ("experiment=glyphs", *_DIGITS, "model.hidden_dim=8", "engine.reproducible=true", *short),
     }
     (found,) = run_ranks(1, _outcomes, str(tmp_path), cases)
     for name in ("plain", "with_logits"):
@@ -259,6 +245,7 @@ def test_models_and_data_of_a_user(tmp_path: Path) -> None:
         ("no_folder", f"data.path={tmp_path}/none is not found"),
         ("no_file", f"data.path={tmp_path}/none is not found"),
         ("no_image", "model=convnet takes images of shape [channels, height, width], but the samples of the data"),
+        ("statistics", "reproducible=True cannot hold with 'model.stem_norm' (BatchNorm2d): its running statistics"),
     ):
         assert found[name][0] == "ConfigError", name
         assert found[name][1].startswith(text)

@@ -28,8 +28,7 @@ from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError, CommunicationError, CorruptionError, ModelError, NonFiniteError
 from dtrain.tasks import Language
-from dtrain.telemetry.metrics import StepMetrics
-from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
 from dtrain.train.validation import to_device, validate
@@ -47,18 +46,6 @@ class _Source(SampleSource):
     def batch(self, sample_ids: Any) -> dict[str, Tensor]:
         x = torch.from_numpy(np.asarray(sample_ids))
         return {"x": x, "targets": x}
-
-
-class _Stop(StopSignals):
-    """A stop signal that arrives during a given step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.wanted = False
-
-    @property
-    def requested(self) -> bool:
-        return self.wanted
 
 
 class _CountingEngine:
@@ -189,12 +176,6 @@ class _Sink:
     def validation(self, step: int, losses: Mapping[str, float]) -> None:
         self.events.append(f"eval {step}")
 
-    def precision(self, findings: PrecisionFindings) -> None:
-        self.events.append(f"precision {findings.step}")
-
-    def close(self, exit_code: int) -> None:
-        raise AssertionError("the trainer does not own its sinks")
-
 
 def _train(
     engine: _CountingEngine,
@@ -204,15 +185,14 @@ def _train(
     sink: _Sink | None = None,
     **config: int,
 ) -> tuple[TrainResult, _Sink]:
-    stop, sink = _Stop(), sink or _Sink(engine.events)
+    stop, sink = SimpleNamespace(requested=stop_at == 0), sink or _Sink(engine.events)
     loader = BatchLoader(_Source(), 0, 2, _BATCH // 2, cursor=engine.data_cursor)
     hook = engine.before_backward
 
     def interrupted(step: int) -> None:
-        stop.wanted = stop.wanted or (stop_at is not None and step >= stop_at)
+        stop.requested = stop.requested or (stop_at is not None and step >= stop_at)
         hook(step)
 
-    stop.wanted = stop_at == 0
     engine.before_backward = interrupted
     engine.retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best)
     trainer = Trainer(
@@ -220,8 +200,8 @@ def _train(
         TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), Language(50), 2, tokens_before=1000),
         TrainConfig(**config),
         SaveOptions(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
-        stop=stop,
-        sinks=[sink],
+        stop=cast(StopSignals, stop),
+        sinks=[cast(Sink, sink)],
     )
     return trainer.run(), sink
 
