@@ -1,25 +1,39 @@
-"""Trainer on an engine over two ranks: equal to transformers' own under DDP, killed, and resumed with equal bits."""
+"""Trainer on an engine over two ranks: equal to transformers' own under DDP and to ``dtrain train``, and resumed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor
 
 import dtrain
+from dtrain.checkpoint import export
+from dtrain.cli.resolve import compose
+from dtrain.config.schema import RunConfig
+from dtrain.data import load_dataset
+from dtrain.distributed.setup import connect_by_file
+from dtrain.tasks import IGNORE_INDEX
+from dtrain.telemetry.metrics import read_metrics
+from dtrain.train.run import run_training
+from tests.helpers.hf_models import load_hf, save_hf
 from tests.helpers.oracle import normwise_error
 from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.token_files import write_shards
 from tests.helpers.trainers import (
     EngineTrainer,
     KilledInSave,
     Overflowing,
+    arguments,
     be_rank,
     build_model,
     needs_trainer,
     run_trainer,
+    saved_weights,
     text_rows,
 )
 
@@ -103,3 +117,129 @@ def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
         assert logs == expected_logs  # of all steps: trainer_state.json has those before the kill
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
+
+
+# -- dtrain train ------------------------------------------------------------------------------------------------------
+
+STEPS, ROWS, ACCUMULATION, SEQ_LEN, VOCAB = 6, 2, 2, 16, 257
+LR, DECAY = 3e-3, 0.1
+MAX_NORM = {1: 2.5, 2: 2.0}  # by ranks, between the norms of the steps: Adam would not notice if all were clipped
+EPS = 1e-6  # Adam with its default would turn the rounding of a gradient that cancels out into steps of the rate
+METRICS = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
+"""Names in the logs of Trainer, and in ``metrics.jsonl``."""
+
+DATA = {
+    "text": ["data=text", "data.files=FOLDER/squares.txt"],
+    "masked": ["data=tokens", "data.path=FOLDER/tokens", "data.documents=mask"],
+}
+
+
+def settings(folder: Path, case: str, world: int) -> RunConfig:
+    """Returns the settings of the command, with the betas and the schedule of Trainer."""
+    return compose(
+        [
+            *(key.replace("FOLDER", str(folder)) for key in DATA[case]),
+            *(f"run_dir={folder}/{case}-{world}-run", "precision=fp32", "supervise.enabled=false", "report=false"),
+            *("model=hf", f"model.path={folder}/model", f"model.max_seq_len={SEQ_LEN}"),
+            *(f"optim.lr={LR}", f"optim.weight_decay={DECAY}", f"optim.eps={EPS}", "optim.betas=[0.9,0.999]"),
+            f"optim.max_grad_norm={MAX_NORM[world]}",
+            *("schedule=linear", "schedule.warmup_steps=0", "schedule.min_ratio=0.0"),
+            *(f"train.steps={STEPS}", f"train.micro_batch_size={ROWS}"),
+            f"train.global_batch_size={ROWS * ACCUMULATION * world}",
+            *("train.log_every=1", "train.eval_batches=1", "train.sample_tokens=0"),
+            *("launch.threads_per_rank=1", "launch.device=cpu"),
+        ]
+    )
+
+
+def rows_of(config: RunConfig) -> list[dict[str, Tensor]]:
+    """Returns what a script for Trainer has: the samples of all steps and ranks in their order, with their labels.
+
+    transformers shifts the labels, so that a row has one token more than a sample.
+    """
+    dataset = load_dataset(config.data, SEQ_LEN)
+    batch = dataset.train.batch(
+        dataset.train.order(config.seed, np.arange(config.train.steps * config.train.global_batch_size))
+    )
+    tokens, targets = batch["tokens"], batch["targets"]
+    ignored = torch.full_like(targets[:, :1], IGNORE_INDEX)
+    rows = {
+        "input_ids": torch.cat([tokens, targets[:, -1:].clamp(min=0)], dim=1),
+        "labels": torch.cat([ignored, targets], dim=1),
+    }
+    if (positions := batch.get("positions")) is not None:
+        rows["position_ids"] = torch.cat([positions, positions[:, -1:] + 1], dim=1)
+    return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]
+
+
+def train_by_trainer(folder: Path, case: str, world: int, rows: list[dict[str, Tensor]]) -> list[dict[str, float]]:
+    """Returns the log of each step; leaves the weights in a folder."""
+    from dtrain.integrations.trainer import Trainer
+
+    args = arguments(
+        folder / f"{case}-{world}-trainer",
+        max_steps=STEPS,
+        per_device_train_batch_size=ROWS,
+        gradient_accumulation_steps=ACCUMULATION,
+        learning_rate=LR,
+        weight_decay=DECAY,
+        adam_epsilon=EPS,
+        max_grad_norm=MAX_NORM[world],
+        train_sampling_strategy="sequential",
+    )
+    trainer = Trainer(load_hf(folder / "model"), args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(folder / f"{case}-{world}-saved"))
+    return [entry for entry in trainer.state.log_history if "loss" in entry]
+
+
+def train_by_both(rank: int, world: int, folder: Path) -> dict[str, list[dict[str, float]]]:
+    """Trains on all data by Trainer, then by the command; returns the logs of Trainer."""
+    be_rank(rank, world)
+    configs = {case: settings(folder, case, world) for case in DATA}
+    logs = {case: train_by_trainer(folder, case, world, rows_of(config)) for case, config in configs.items()}
+    for case, config in configs.items():
+        # a run leaves no process group behind
+        if not torch.distributed.is_initialized():
+            connect_by_file(f"{folder}/{case}-{world}-store", rank, world, torch.device("cpu"))
+        assert run_training(config) == 0
+    return logs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, a text, and documents of which many have one token, and so no target."""
+    folder = tmp_path_factory.mktemp("equal")
+    save_hf(folder / "model", "llama", vocab_size=VOCAB)
+    text = " ".join(f"{n} squared is {n * n};" for n in range(500))
+    (folder / "squares.txt").write_text(text)
+    draw = np.random.default_rng(0)
+    lengths = [length for _ in range(60) for length in (*[1] * 40, *[3, 2] * 10, 60)]
+    write_shards(folder / "tokens", [[draw.integers(1, VOCAB, length) for length in lengths]], vocab_size=VOCAB)
+    return folder
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_trainer_script_trains_as_the_command(folder: Path, world: int) -> None:
+    ranks = run_ranks(world, train_by_both, folder) if world > 1 else [train_by_both(0, 1, folder)]
+    for case in DATA:
+        run = folder / f"{case}-{world}-run"
+        expected = [line for line in read_metrics(run / "metrics.jsonl") if "loss" in line]
+        assert [line["step"] for line in expected] == [*range(1, STEPS + 1)]
+        norms = [line["grad_norm"] for line in expected]
+        assert min(norms) < MAX_NORM[world] < max(norms), "some steps must be clipped"
+        for rank, logs in enumerate(ranks):
+            for key, name in METRICS.items():
+                values = [entry[key] for entry in logs[case]]
+                assert values == pytest.approx([line[name] for line in expected], rel=1e-5), (case, rank, key)
+        exported = load_hf(export(run, folder / f"{case}-{world}-exported"))
+        weights = {name: parameter.detach() for name, parameter in exported.named_parameters()}
+        assert normwise_error(saved_weights(folder / f"{case}-{world}-saved"), weights) < 1e-5, case
+
+
+def test_masked_micro_batches_have_unequal_numbers_of_targets(folder: Path) -> None:
+    rows = rows_of(settings(folder, "masked", 2))
+    counts = torch.stack([row["labels"] != IGNORE_INDEX for row in rows]).view(-1, ROWS * (SEQ_LEN + 1)).sum(1)
+    assert len(counts) == STEPS * ACCUMULATION * 2
+    assert (int(counts.min()), int(counts.max())) == (0, ROWS * SEQ_LEN)
+    assert len(counts.unique()) > STEPS
