@@ -38,7 +38,7 @@ class Runs:
 @WORLDS
 def test_at_random_instants(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
     """Kills all ranks at any time after the model is built, or one of them after the first save."""
-    count, seed = faults.count(ci=3, full=64), 100 + world
+    count, seed = faults.count(ci=1 if world == 2 else 5, full=64), 100 + world
     rng = random.Random(seed)
     runs = Runs(tmp_path, world, data, uninterrupted[world])
     kills = 0
@@ -111,8 +111,8 @@ def at_points(runs: Runs, names: Sequence[str], world: int) -> None:
 @WORLDS
 def test_at_named_points(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
     names = [name for name in POINTS if name != "step: reduction" or world > 1]
-    if not faults.full:  # the two worlds alternate; other tests cover the remaining points
-        names = names[world - 1 :: 6]
+    if not faults.full:  # other tests cover the remaining points
+        names = names[1::13] if world == 2 else names[::3]
     runs = Runs(tmp_path, world, data, uninterrupted[world])
     runs.start(Kill((0,), "dtrain.engine.native:NativeEngine._vote", 6))  # so that there is a checkpoint to load
     at_points(runs, names, world)

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError, ConfigError, ContractError, ModelError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
@@ -53,21 +52,17 @@ CALLS: list[tuple[Call, str]] = [
         (batch(items), rf"engine\.accumulate got a {type(items).__name__}; expected a list")
         for items in (5, torch.tensor(1.0), {"tokens": X}, "batch")
     ),
-    *((weight(value), WEIGHT) for value in ("1", None, [1.0], 1j, torch.ones(2), torch.tensor(1j))),
+    *((weight(value), WEIGHT) for value in ("1", None, torch.ones(2), torch.tensor(1j))),
     *((weight(value), "expected a finite number >= 0") for value in (-1.0, math.nan, math.inf)),
     (loss(torch.ones(2, 3)), LOSS + r"of shape \[2, 3\]"),
     (loss(1.5), LOSS + "a float"),
-    (loss(None), LOSS + "a NoneType"),
-    (loss((torch.tensor(1.0),)), LOSS + "a tuple"),
     (loss({"lost": torch.tensor(1.0)}), LOSS + "a dict"),
     *((lambda e, path=path: e.save(path), r"engine\.save\(.*\): expected a directory") for path in (None, b"run")),
     (lambda engine: engine.load(["run"]), r"engine\.load\(.*\): expected a directory as a string or a Path"),
     (saved(extra=5), r"engine\.save\(extra=5\): expected a mapping"),
-    (saved(config="x"), r"engine\.save\(config='x'\): expected a mapping"),
     (saved(metrics=[1.0]), r"engine\.save\(metrics=.*\): expected a mapping"),
     (saved(retention=3), r"expected a dtrain\.checkpoint\.Retention"),
     (saved(asynchronous=1), r"engine\.save\(asynchronous=1\): expected True or False"),
-    (saved(asynchronous=None), r"engine\.save\(asynchronous=None\): expected True or False"),
 ]
 
 
@@ -202,65 +197,40 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "bf61"}, "precision=bf61 is not one of .*; did you mean 'bf16'"),
         ({"precision": "tf32"}, "needs an NVIDIA GPU"),
         ({"precision": torch.float64}, "precision=torch.float64 is not one of torch.float32, torch.bfloat16, torch.fl"),
         ({"precision": 16}, "precision=16 is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"),
-        ({"precision": "mxfp8"}, "precision=mxfp8: .* use fp8"),
         ({"engine": "nativ"}, "engine 'nativ' is not one of .*; did you mean 'native'"),
         ({"engine": dtrain.Native}, "engine=the class dtrain.config.engines.Native is not one of native, .* or a rec"),
-        ({"engine": None}, "engine=null is not one of native, fsdp2, deepspeed, ddp, or a record such as dtr"),
-        ({"zero_stage": 7}, "^zero_stage=7 is too large; it must be at most 3"),
         ({"zero_stage": True}, "^zero_stage=true is not a whole number"),
         ({"engine": dtrain.Native(zero_stage=3), "zero_stage": 2}, r"^zero_stage=2 beside engine=Native\(zero_stage=3"),
         ({"engine": "ddp", "zero_stage": 1}, "cannot do zero_stage=1: every rank holds .* use zero_stage=0, or "),
         ({"engine": "ddp", "prefetch": 2}, "engine=ddp has no prefetch; it is a setting of engine=native"),
-        ({"engine": "ddp", "optimizer": dtrain.AdamW(compile=True)}, "engine=ddp cannot do optimizer.compile=true"),
         ({"optimiser": dtrain.AdamW()}, "dtrain.initialize has no argument optimiser; did you mean 'optimizer'"),
-        ({"grad_reduction": "mean"}, "dtrain.initialize has no argument grad_reduction"),
         ({"optimizer": torch.optim.SGD}, r"=the class torch.optim.* is not an optimizer of dtrain .*AdamW\(lr=3e-4"),
-        ({"optimizer": torch.optim.SGD([nn.Parameter(X)])}, "optimizer=a torch.optim.* is not an optimizer of dtrain"),
-        ({"optimizer": dtrain.TorchOptimizer(torch.optim.LBFGS)}, "cannot take LBFGS: its step needs a closure"),
-        ({"ema_decay": 1}, "^ema_decay=1.0 keeps the first weights; it must be below 1"),
         ({"schedule": lambda step: 1.0}, r"schedule is a function; write schedule=dtrain.Schedule\(function\), if"),
-        ({"schedule": 0.5}, r"schedule=0.5 is not a schedule of dtrain, such as .* or dtrain.Schedule\(lambda step"),
         ({"schedule": TORCH_SCHEDULE}, r"of torch, .*; write schedule=dtrain.TorchSchedule\(.*\.LambdaLR, ...\)"),
-        ({"schedule": schedulers.OneCycleLR}, r"=the class .* write schedule=dtrain.TorchSchedule\(.*OneCycleLR"),
         ({"schedule": dtrain.Cosine}, "schedule=the class .*Cosine is not a schedule of dtrain"),
-        ({"schedule": dtrain.Cosine(5)}, "Cosine.total_steps is null; give the number of steps"),
         ({"schedule": Slowing()}, "the schedule is Slowing, .* make it a frozen dataclass"),
         ({"schedule": Opaque(curve=object())}, "must be numbers, strings, or lists"),
         (
             {"schedule": dtrain.TorchSchedule(schedulers.ConstantLR), "optimizer": dtrain.AdamW(lr=0.0)},
             "TorchSchedule needs an optimizer with lr above 0, and got lr=0",
         ),
-        ({"optimizer": dtrain.AdamW(groups={"*": {"schedule": dtrain.Cosine()}})}, "Cosine.total_steps is null"),
         (
             {"optimizer": dtrain.AdamW(groups={"0": {"schedule": "cosine"}})},
             r"^AdamW\.groups, '0': schedule=cosine is not a schedule of dtrain",
         ),
         ({"groups": {"0": {"lr_factor": 0.1}}}, r"^groups belong to the optimizer: .*AdamW\(groups=.* sharding_units"),
-        ({"loss_scale": "dynamc"}, "loss_scale=dynamc is not one of .*; did you mean 'dynamic'"),
-        ({"loss_scale": 0.0}, "loss_scale=0.0 is too small; it must be above 0"),
         ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=a torch.amp.* is not a mode .* needs no GradScaler"),
-        ({"max_grad_norm": 0.0}, "max_grad_norm=0.0 is too small; it must be above 0"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' is not a number or null"),
-        ({"max_grad_norm": math.nan}, "max_grad_norm=nan is not a finite number"),
         ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
-        ({"seed": 2**64}, "seed=18446744073709551616 is too large; it must be below 2"),
         ({"comm": "gloo"}, "comm=gloo is not a dtrain communicator; omit it"),
-        ({"comm": Communicator}, "comm=the class .*Communicator is not a dtrain communicator"),
-        ({"prefetch": 2}, "^prefetch=2 is used with zero_stage=3 only, and zero_stage=2; remove it, or "),
-        ({"keep_gathered": "0", "zero_stage": 3}, "^keep_gathered='0' is not a list"),
         ({"keep_gathered": ["1.wieght"], "zero_stage": 3}, "matches no parameter .*; did you mean '1.weight'"),
-        ({"engine": "deepspeed", "offload": "cpu", "zero_stage": 0}, "^offload=cpu with zero_stage=0: DeepSpeed offl"),
-        ({"offload": "cpu", "precision": "fp8"}, "^offload=cpu with precision=fp8: scales"),
         ({"engine": "ddp", "offload": "cpu"}, "engine=ddp has no offload; .* engine=native and deepspeed"),
         ({"sharding_units": ["block.*"]}, "sharding_units pattern 'block.*' matches no module"),
-        ({"sharding_units": [{"params": []}]}, r"^sharding_units=\[\{params: \[\]\}\] is not auto or a list of name p"),
         ({"reproducible": 1}, "^reproducible=1 is not true or false"),
         ({"reduce_dtype": torch.bfloat16}, "^reduce_dtype=torch.bfloat16 is not one of auto, fp32, bf16, fp16"),
-        ({"max_consecutive_skips": 0}, "^max_consecutive_skips=0 is too small"),
     ],
 )  # fmt: skip
 def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:

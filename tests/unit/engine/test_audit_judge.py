@@ -12,6 +12,7 @@ from dtrain.engine.audit.judge import Copies, RankFindings, judge
 COMPUTE = "compute replica"
 CLEAN, RECORDED = RankFindings(), RankFindings(has_record=True)
 BAD_MASTER = RankFindings(states=(("master", "w"),), has_record=True)
+BAD_BOTH = RankFindings((("master", "w"),), ((COMPUTE, "w"),), has_record=True)
 BAD_CAST = RankFindings(casts=((COMPUTE, "w"),), has_record=True)
 
 
@@ -39,21 +40,13 @@ def test_nothing_differs() -> None:
         # its record names the rank, with two copies too
         ([RECORDED, BAD_MASTER], master(1, 2), [((1,), "master")]),
         # a flipped master has an old replica, which is right
-        (
-            [RankFindings((("master", "w"),), ((COMPUTE, "w"),), has_record=True), RECORDED],
-            replica(1, 1),
-            [((0,), "master")],
-        ),
+        ([BAD_BOTH, RECORDED], replica(1, 1), [((0,), "master")]),
         ([BAD_CAST, RECORDED], replica(2, 1), [((0,), COMPUTE)]),
         # the owner's replica is proven by its master, or by the record of that
         ([CLEAN, CLEAN], replica(1, 2), [((1,), COMPUTE)]),
         ([RECORDED, RECORDED], replica(1, 2, is_master=True), [((1,), COMPUTE)]),
         # one rank has gathered the flipped bit of the owner, the others had gathered before
-        (
-            [RankFindings((("master", "w"),), has_record=True), RECORDED, RECORDED],
-            replica(2, 2, 1, is_master=True),
-            [((0,), "master")],
-        ),
+        ([BAD_MASTER, RECORDED, RECORDED], replica(2, 2, 1, is_master=True), [((0,), "master")]),
         # without a record: the majority, else all that differ
         ([CLEAN] * 3, master(1, 2, 1), [((1,), "master")]),
         ([CLEAN] * 3, replica(2, 1, 1, is_master=True), [((0,), "master")]),
@@ -64,11 +57,7 @@ def test_nothing_differs() -> None:
         # one rank is named by its record, another one diverged before that
         ([BAD_MASTER, *[RECORDED] * 3], master(5, 1, 1, 2), [((0,), "master"), ((3,), "master")]),
         # ranks 1 and 3 of 2 replicas hold the same interval: their records name the rank, else the pair is named
-        (
-            [RECORDED, RECORDED, RECORDED, BAD_MASTER],
-            Copies("master", "w", {1: 1, 3: 2}),
-            [((3,), "master")],
-        ),
+        ([*[RECORDED] * 3, BAD_MASTER], Copies("master", "w", {1: 1, 3: 2}), [((3,), "master")]),
         ([RECORDED] * 4, Copies("master", "w", {1: 1, 3: 2}), [((1, 3), "master")]),
         ([RECORDED] * 6, Copies("master", "w", {1: 1, 3: 2, 5: 1}), [((3,), "master")]),
         # each replica gathers its own masters

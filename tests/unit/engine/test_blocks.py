@@ -201,17 +201,9 @@ class Own(nn.Module):
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
-        (
-            language_model,
-            {"recompute": "full", "blocks": ["block.*"]},
-            "'block.*' matches no module; did you mean",
-        ),
+        (language_model, {"recompute": "full", "blocks": ["block.*"]}, "'block.*' matches no module; did you mean"),
         (Own, {"recompute": "selective"}, "Own has no ModuleList or Sequential"),
-        (
-            lambda: nn.Sequential(Own()),
-            {"recompute": "full"},
-            "'0' recomputes its activations itself",
-        ),
+        (lambda: nn.Sequential(Own()), {"recompute": "full"}, "'0' recomputes its activations itself"),
         (Own, {"recompute": "selectiv"}, "did you mean 'selective'"),
         (Own, {"recompute_every": 2}, "Blocks.recompute_every=2 with Blocks.recompute=none recomputes nothing"),
         (Own, {"recompute": "selective", "offload_activations": True}, "needs Blocks.recompute=full"),

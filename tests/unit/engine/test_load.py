@@ -33,20 +33,14 @@ def saved_by(path: Path, **options: Any) -> Path:
     return Path(engine.save(path))
 
 
-def test_frozen_bf16_weights_load_exactly_in_fp32(tmp_path: Path) -> None:
-    path = saved_by(tmp_path, precision="bf16")
-    engine = start(with_frozen(torch.zeros(5)), precision="fp32")
+@pytest.mark.parametrize(("saved", "loads"), [("bf16", "fp32"), ("fp32", "bf16")])
+def test_frozen_weights_load_exactly_and_narrow_as_at_the_start(tmp_path: Path, saved: str, loads: str) -> None:
+    path = saved_by(tmp_path, precision=saved)
+    engine = start(with_frozen(torch.zeros(5)), precision=loads)
     engine.load(path)
-    assert engine.module.frozen.dtype == torch.float32
-    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16).float())
-    assert train_step(engine).applied
-
-
-def test_frozen_weights_narrow_as_at_the_start(tmp_path: Path) -> None:
-    path = saved_by(tmp_path, precision="fp32")
-    engine = start(with_frozen(torch.zeros(5)), precision="bf16")
-    engine.load(path)
-    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16))
+    dtype = torch.float32 if loads == "fp32" else torch.bfloat16
+    assert engine.module.frozen.dtype == dtype
+    assert torch.equal(engine.module.frozen, torch.full((5,), 0.1, dtype=torch.bfloat16).to(dtype))
     assert train_step(engine).applied
 
 
@@ -133,46 +127,45 @@ def test_checkpoint_has_the_hash_of_its_config_without_secrets(tmp_path: Path) -
     assert state["config_hash"] == hashlib.sha256(b'{"api_key":"***","b":1}').hexdigest()
 
 
+def warnings_of_a_load(path: Path, caplog: pytest.LogCaptureFixture, saver: Any, loader: Any) -> str:
+    train_step(saver)
+    loader.load(saver.save(path))
+    return caplog.text
+
+
 @pytest.mark.parametrize("saved", [True, False])
 def test_load_warns_of_another_update(tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: bool) -> None:
     engine = start()
-    train_step(engine)
     rule = replace(engine.options.optimizer, compile=saved)
     engine.options = replace(engine.options, optimizer=rule)  # what is recorded; the update stays what it is
-    path = engine.save(tmp_path)
-    start().load(path)
-    assert ("was saved with optim.compile=true, this run has false" in caplog.text) is saved
+    text = warnings_of_a_load(tmp_path, caplog, engine, start())
+    assert ("was saved with optim.compile=true, this run has false" in text) is saved
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_load_warns_of_other_formats(tmp_path: Path, caplog: pytest.LogCaptureFixture, same: bool) -> None:
-    policy = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
-    engine = start(precision=policy)
-    train_step(engine)
-    path = engine.save(tmp_path)
-    start(precision=policy if same else "fp32").load(path)
-    message = "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"
-    assert (message in caplog.text) is not same
+RULED = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
+
+
+def float8(**options: Any) -> PrecisionPolicy:
+    return PrecisionPolicy.named("fp8", float8=Float8(**options))
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("saved", "loads", "message"),
     [
-        ({}, ""),
-        ({"num_rows": 64}, ""),
-        ({"grad_format": "e4m3"}, "was saved with float8 grad_format=e5m2 (now e4m3): FP8 products round differently"),
-        ({"recipe": "rowwise"}, "was saved with float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
+        (RULED, RULED, ""),
+        (RULED, "fp32", "was saved with '2' in bf16 (now fp32): 1 modules compute in another format"),
+        (float8(), float8(num_rows=64), ""),
+        (float8(), float8(grad_format="e4m3"), "saved with float8 grad_format=e5m2 (now e4m3): FP8 products"),
+        (float8(), float8(recipe="rowwise"), "float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
     ],
 )
-def test_load_warns_of_other_float8_options(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, changed: dict[str, Any], message: str
+def test_load_warns_of_other_formats(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: Any, loads: Any, message: str
 ) -> None:
-    start_float8().save(tmp_path)
-    start_float8(**changed).load(tmp_path)
-    assert message in caplog.text
-    assert bool(message) is ("was saved with" in caplog.text)
-
-
-def start_float8(**options: Any) -> Any:
-    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4))
-    return start(model, precision=PrecisionPolicy.named("fp8", float8=Float8(**options)))
+    saver, loader = (
+        start(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 4)), precision=policy)
+        for policy in (saved, loads)
+    )
+    text = warnings_of_a_load(tmp_path, caplog, saver, loader)
+    assert message in text
+    assert bool(message) is ("was saved with" in text)

@@ -73,8 +73,7 @@ def test_a_single_rank_and_no_window_compare_nothing(clock: list[float]) -> None
         assert [busy.end_step(step) for step in range(10)] == [0.0] * 10
 
 
-@pytest.mark.parametrize("ratio", [1.0, 1.19, 1.21, 2.0])
-@pytest.mark.parametrize("world_size", [2, 3, 4, 8])
+@pytest.mark.parametrize(("ratio", "world_size"), [(1.0, 2), (1.19, 3), (1.21, 4), (2.0, 2), (1.21, 8)])
 def test_a_rank_above_the_limit_is_named_with_its_phase(
     ratio: float, world_size: int, clock: list[float], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -102,34 +101,21 @@ def test_a_rank_above_the_limit_is_named_with_its_phase(
         assert "most of the difference in forward" in caplog.text
 
 
-def test_a_slow_rank_is_named_once_until_it_recovers(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    ranks: Any = Ranks(2)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_slow_rank_is_named_once_until_it_recovers_by_rank_0(
+    clock: list[float], caplog: pytest.LogCaptureFixture, rank: int
+) -> None:
+    ranks: Any = Ranks(2, rank=rank)
     busy = meter(ranks)
+    busy.compare(3, [0.0, 0.0])
+    assert busy.latest is None, "within a window nothing is compared"
     ranks.rows = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
     run_step(ranks, clock, {Phase.DATA: 1.0}, wait=0.0)
     for step in range(5):
         busy.end_step(step)
     for seconds in ([1.0, 2.0], [1.0, 2.0], [1.0, 1.1], [1.0, 2.0]):
         busy.compare(4, seconds)
-    assert caplog.text.count("slow rank") == 2
-
-
-def test_a_step_within_a_window_is_not_compared() -> None:
-    ranks: Any = Ranks(2)
-    busy = meter(ranks)
-    busy.compare(3, [0.0, 0.0])
-    assert busy.latest is None
-
-
-def test_only_rank_0_warns(clock: list[float], caplog: pytest.LogCaptureFixture) -> None:
-    ranks: Any = Ranks(2, rank=1)
-    busy = meter(ranks)
-    ranks.rows = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
-    run_step(ranks, clock, {Phase.DATA: 1.0}, wait=0.0)
-    for step in range(5):
-        busy.end_step(step)
-    busy.compare(4, [1.0, 2.0])
-    assert caplog.text == ""
+    assert caplog.text.count("slow rank") == (2 if rank == 0 else 0)
     assert busy.latest is not None
     assert busy.latest.slowest_rank == 1
 
@@ -190,7 +176,7 @@ def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.Monkey
     assert busy.latest.slowest_ms == pytest.approx(15)
 
 
-@pytest.mark.parametrize("every", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize("every", [1, 3, 8])
 def test_a_gpu_step_that_ends_a_window_is_not_recorded(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     """Its events may not have happened yet, and CUDA refuses to time them."""
     device, ranks = Device(monkeypatch), Ranks(2, "cuda")
@@ -205,18 +191,6 @@ def test_a_gpu_step_that_ends_a_window_is_not_recorded(monkeypatch: pytest.Monke
     assert (busy.latest is None) == (every == 1)
 
 
-def test_a_window_that_is_shortened_in_a_recorded_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
-    busy = meter(ranks, every=20)
-    for step in range(2):
-        gpu_step(step, busy, ranks, device)
-    busy.begin_step(2)
-    busy.every = 3
-    assert busy.end_step(2) == 0.0
-    seconds = [gpu_step(step, busy, ranks, device)[1] for step in range(3, 6)]
-    assert seconds[:2] == [0.0, 0.0]
-
-
 def test_a_gpu_records_nothing_if_nothing_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     for world_size, every in ((1, 20), (2, 0)):
         device, ranks = Device(monkeypatch), Ranks(world_size, "cuda")
@@ -224,9 +198,11 @@ def test_a_gpu_records_nothing_if_nothing_is_compared(monkeypatch: pytest.Monkey
         for step in range(20):
             gpu_step(step, busy, ranks, device)
         assert device.events == 0
-    device, ranks = Device(monkeypatch), Ranks(2, "cuda")
-    busy = meter(ranks)
-    busy.begin_step(2)
-    busy.every = 0  # by the program
-    busy.end_step(2)
-    assert ranks.schedule.progress.on_mark is None
+    for every, later in ((0, [0.0, 0.0]), (3, [0.0, 0.0])):  # changed by the program in a recorded step
+        device, ranks = Device(monkeypatch), Ranks(2, "cuda")
+        busy = meter(ranks)
+        busy.begin_step(2)
+        busy.every = every
+        assert busy.end_step(2) == 0.0
+        assert ranks.schedule.progress.on_mark is None
+        assert [gpu_step(step, busy, ranks, device)[1] for step in (3, 4)] == later

@@ -12,9 +12,7 @@ from dtrain.precision.contract import resolve
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
 
-CPU = torch.device("cpu")
-GENERATOR = torch.Generator().manual_seed(0)
-X = torch.randn(2, 5, 8, generator=GENERATOR)
+X = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Inside(nn.Module):
@@ -45,51 +43,30 @@ class Model(nn.Module):
         return states, self.outside(self.norm(states))
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple[nn.Module, nn.Module]:
-    """The model with BF16 weights under autocast, and one with the same values as FP32."""
+def test_fp32_modules_compute_in_fp32_over_low_precision_weights() -> None:
     torch.manual_seed(0)
     low_precision = Model()
     contract = resolve(PrecisionPolicy.named("bf16", rules={"inside": "fp32"}), low_precision, "compute")
     assert set(contract.replica_dtypes.values()) == {torch.bfloat16}
     low_precision.bfloat16()
-    full = copy.deepcopy(low_precision).float()
-    autocast = Autocast(contract, low_precision, CPU)
-    low_precision.run = lambda x: _run(low_precision, autocast, x)
-    return low_precision, full
-
-
-def _run(model: nn.Module, autocast: Autocast, x: Tensor) -> tuple[Tensor, Tensor]:
+    full = copy.deepcopy(low_precision).float()  # the same values
+    autocast = Autocast(contract, low_precision, torch.device("cpu"))
     with autocast():
-        states, output = model(x)
-    return states, output
-
-
-def test_fp32_modules_compute_in_fp32_and_the_rest_does_not(models: tuple[nn.Module, nn.Module]) -> None:
-    low_precision, full = models
-    states, output = low_precision.run(X)
+        states, output = low_precision(X)
     assert (states.dtype, output.dtype) == (torch.float32, torch.bfloat16)
     want, _ = full(X)
     torch.testing.assert_close(states, want, rtol=0, atol=0)
-
-
-def test_gradients_reach_the_low_precision_weights(models: tuple[nn.Module, nn.Module]) -> None:
-    low_precision, full = models
-    low_precision.run(X)[0].square().sum().backward()
-    full(X)[0].square().sum().backward()
+    states.square().sum().backward()
+    want.square().sum().backward()
     for (name, parameter), reference in zip(low_precision.named_parameters(), full.parameters(), strict=True):
         if name.startswith("inside"):
             assert parameter.grad is not None
             assert reference.grad is not None
             assert parameter.grad.dtype == torch.bfloat16
             torch.testing.assert_close(parameter.grad.float(), reference.grad, rtol=1e-2, atol=1e-2)
-
-
-def test_weights_are_restored_after_a_forward(models: tuple[nn.Module, nn.Module]) -> None:
-    low_precision, _ = models
-    low_precision.run(X)
-    assert {p.dtype for p in low_precision.parameters()} == {torch.bfloat16}
+    # the weights are as they were, also after a forward that fails
     assert all(weight.dtype == torch.bfloat16 for weight in low_precision.inside.gru._flat_weights)
-    with pytest.raises(RuntimeError):
-        low_precision.run(torch.randn(2, 5, 3))  # a forward that fails
+    with pytest.raises(RuntimeError), autocast():
+        low_precision(torch.randn(2, 5, 3))
+    assert {p.dtype for p in low_precision.parameters()} == {torch.bfloat16}
     assert {type(module._parameters) for module in low_precision.modules()} == {dict}

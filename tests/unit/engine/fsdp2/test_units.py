@@ -33,24 +33,15 @@ def test_every_parameter_is_in_one_unit_or_replicated() -> None:
             assert found.units[-1].module is model
 
 
-def test_norms_are_replicated_beside_low_precision_weights_only() -> None:
+def test_what_is_replicated() -> None:
+    """Norms beside low-precision weights only, and parameters without dimensions or elements."""
     model = make("transformer").build(0)
-    planned = plan(model)
+    planned, in_fp32 = plan(model), plan(model, "fp32")
     assert {unit.dtype for unit in planned.units} == {torch.bfloat16}
+    assert {unit.dtype for unit in in_fp32.units} == {torch.float32}
     assert "blocks.0.ffn_norm.weight" in planned.replicated
-    assert plan(model, "fp32").replicated == {}
-    assert all(unit.dtype == torch.float32 for unit in plan(model, "fp32").units)
-
-
-def test_a_tie_within_the_model_itself_is_sharded() -> None:
-    found = plan(make("tied").build(0))
-    assert "embedding.weight" in names(found)[""]
-    assert "head.weight" not in found.replicated
-
-
-def test_parameters_without_dimensions_or_elements_are_replicated() -> None:
-    found = plan(make("odd_sizes").build(0), "fp32")
-    assert sorted(found.replicated) == ["empty", "scale"]
+    assert in_fp32.replicated == {}
+    assert sorted(plan(make("odd_sizes").build(0), "fp32").replicated) == ["empty", "scale"]
 
 
 class Shared(nn.Module):
@@ -67,11 +58,15 @@ class Shared(nn.Module):
         return self.blocks[1](self.embedding(x))
 
 
-def test_parameters_shared_by_units_are_replicated() -> None:
+def test_shared_parameters() -> None:
+    """Those that units share are replicated, those of the model itself are sharded with it."""
     found = plan(Shared())
     assert list(found.replicated) == ["blocks.0.0.weight"]
     assert "embedding.weight" in names(found)[""]
     assert "blocks.1.0.bias" in names(found)["blocks.1"]
+    found = plan(make("tied").build(0))
+    assert "embedding.weight" in names(found)[""]
+    assert "head.weight" not in found.replicated
 
 
 def test_large_fp32_modules_get_units_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,27 +1,19 @@
-"""The culprit of a failed step: the search in the main grads, the gradient monitor, and the choice among findings.
+"""The culprit of a failed step: the search in the main grads, the gradient monitor, and the culprit as text.
 
-``tests/faults/test_vote_trials.py`` has the culprits of random steps.
+``tests/faults/test_vote_trials.py`` has the choice among findings, in random steps.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from dtrain.engine.outcome import Culprit
-from dtrain.engine.vote.culprit import Finding, find_nonfinite, locate_bad_gradient, locate_bad_loss
-from dtrain.engine.vote.decide import DecodedDecision
+from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
-from tests.helpers.vote_records import decoded, rank_records
-
-
-def decision(*ranks: dict[str, Any]) -> DecodedDecision:
-    return decoded("overflow", 1.0, 1.0, [rank_records(step=3, **values) for values in ranks])
-
 
 # -- the search --------------------------------------------------------------------------------------------------------
 
@@ -81,55 +73,7 @@ def test_monitor_keeps_numbers_and_sums_together_over_dtypes() -> None:
 
 # -- the culprit -------------------------------------------------------------------------------------------------------
 
-
-def test_bad_loss_is_the_earliest_micro_batch_then_the_lowest_rank() -> None:
-    bad = {"num_bad_losses": 2, "bad_micro_batch": 1, "bad_loss": math.nan}
-    got = locate_bad_loss(decision({}, bad, {**bad, "num_bad_losses": 1, "bad_loss": -math.inf}, {}))
-    assert got == Culprit(1, 3, "forward loss", 1, num_nan=1, num_bad_losses=3)
-    infinite = {**bad, "bad_micro_batch": 0, "bad_loss": -math.inf}
-    assert locate_bad_loss(decision(bad, infinite)) == Culprit(1, 3, "forward loss", 0, num_inf=1, num_bad_losses=4)
-
-
-ORDER = ["b.b", "b.a", "a.b", "a.a"]  # b is the later module
-EVERYWHERE = [Finding(name, rank, 0, 9, 1, 2) for rank in (0, 1) for name in ORDER]
 LOCAL, REDUCED = "local gradient", "reduced gradient"
-CULPRITS: dict[str, tuple[list[int], list[Finding], Culprit]] = {
-    # the numbers of the first bad gradient of each rank; micro-batch x 4 + index in ORDER
-    "micro-batch before backward": ([8, 7, -1], EVERYWHERE, Culprit(1, 3, LOCAL, 1, "a.a", 0, 9, 2, 4)),
-    "then the lowest rank": ([8, 8], EVERYWHERE, Culprit(0, 3, LOCAL, 2, "b.b", 0, 9, 2, 4)),
-    "rank and tensor belong together": (
-        [1, 0],
-        [Finding("b.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 4, 5, 1, 0)],
-        Culprit(1, 3, LOCAL, 0, "b.b", 4, 5, 1, 0),
-    ),
-    "one interval over ranks": (
-        [-1, 0],
-        [Finding("b.b", 0, 40, 960, 3, 0), Finding("a.a", 0, 0, 1, 0, 1), Finding("b.b", 1, 960, 1000, 0, 4)],
-        Culprit(1, 3, LOCAL, 0, "b.b", 40, 1000, 3, 4),
-    ),
-    "the owner of a sum": ([-1, -1], [Finding("a.b", 1, 7, 8, 1, 0)], Culprit(1, 3, REDUCED, None, "a.b", 7, 8, 1, 0)),
-    "nobody for the norm": ([-1, -1], [], Culprit(-1, 3, REDUCED)),
-    # the monitor of rank 1 has summed finite elements to an infinity
-    "not a rank whose gradient is finite": (
-        [-1, 0],
-        [Finding("a.a", 0, 1, 2, 1, 0)],
-        Culprit(0, 3, REDUCED, None, "a.a", 1, 2, 1, 0),
-    ),
-    "but the one whose is not": ([3, 0], [Finding("a.a", 0, 1, 2, 1, 0)], Culprit(0, 3, LOCAL, 0, "a.a", 1, 2, 1, 0)),
-}
-
-
-@pytest.mark.parametrize("case", CULPRITS)
-def test_culprit_of_a_gradient(case: str) -> None:
-    numbers, found, culprit = CULPRITS[case]
-    ranks = decision(*({"bad_gradient": number} for number in numbers))
-    assert locate_bad_gradient(ranks, found, ORDER, is_only_backward=False) == culprit
-
-
-def test_only_backward_is_the_culprit_without_a_record() -> None:
-    found = [Finding("a.a", 0, 1, 2, 1, 0)]
-    want = Culprit(0, 3, LOCAL, 0, "a.a", 1, 2, 1, 0)
-    assert locate_bad_gradient(decision({}), found, ORDER, is_only_backward=True) == want
 
 
 @pytest.mark.parametrize(
