@@ -38,7 +38,7 @@ def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
     return reader.step, reader.state["world_size"]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (2, 4), (3, 2)])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (3, 2)])
 def test_resharding_over_real_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
     assert run_ranks(saved, _save, tmp_path, 10) == ["step-00000010"] * saved
     assert run_ranks(loaded, _load_and_check, tmp_path) == [(10, saved)] * loaded
@@ -53,23 +53,6 @@ def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> N
     file.write_bytes(data)
     assert run_ranks(2, _load_and_check, tmp_path) == [(10, 2)] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000020-hash", "step-00000010"]
-
-
-def _place_wrongly(rank: int, world: int, directory: Path) -> str:
-    comm = _comm()
-    held = list(shards_of(make_tensors(10), rank, world))
-    if rank == 1:
-        held[0].data[0] += 1e-6
-    with pytest.raises(CheckpointError) as error:
-        open_newest(directory, comm).check_fingerprints(held, comm)
-    return str(error.value)
-
-
-def test_value_placed_wrongly_on_one_rank_stops_all(tmp_path: Path) -> None:
-    run_ranks(1, _save, tmp_path, 10)
-    messages = run_ranks(2, _place_wrongly, tmp_path)
-    assert messages[0] == messages[1]
-    assert "master:weight differs from what was saved" in messages[0]
 
 
 def _save_where_one_cannot(rank: int, world: int, directory: Path) -> str:

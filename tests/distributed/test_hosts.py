@@ -1,4 +1,4 @@
-"""Runs on two hosts, each with its own network, memory and processes, under every launcher."""
+"""Runs on two hosts, each with its own network, memory and processes."""
 
 from __future__ import annotations
 
@@ -11,60 +11,21 @@ import pytest
 
 from tests.helpers.cluster import Cluster, ranks_on
 from tests.helpers.hosts import Host, Hosts, unsupported_reason
-from tests.helpers.launch import SMALL, Record, record_of, summary, train
+from tests.helpers.launch import SMALL, record_of, summary, train
 
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason() or "hosts can be made"),
 ]
 
-SETTINGS = (*SMALL, "engine.reproducible=true", "train.steps=6", "train.save_every=2", "train.eval_every=0")
+SETTINGS = (*SMALL, "engine.reproducible=true", "train.steps=3", "train.save_every=2", "train.eval_every=0")
 ANYWHERE = {"00000000", "00000000000000000000000000000000"}
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with Hosts(2, tmp_path_factory.mktemp("shared")) as hosts:
-        cluster = Cluster(hosts)
-        with cluster.shells():
-            yield cluster
-
-
-@pytest.fixture(scope="module")
-def on_one_host(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Record:
-    folder = tmp_path_factory.mktemp("one-host")
-    assert train(folder / "run", *SETTINGS, cluster.data, world=2) == [0, 0]
-    return record_of(folder / "run")
-
-
-# addresses of torchrun: its rendezvous, and the store of its agent on the host of rank 0
-@pytest.mark.parametrize(("launcher", "num_anywhere"), [("torchrun", 2), ("deepspeed", 0), ("sbatch", 0)])
-def test_two_hosts_have_the_bits_of_one(
-    cluster: Cluster, on_one_host: Record, launcher: str, num_anywhere: int
-) -> None:
-    run_dir = cluster.folder() / "run"
-    jobs = getattr(cluster, launcher)(*SETTINGS, cluster.data, f"run_dir={run_dir}")
-    seen: list[set[str]] = [set(), set()]
-    ranks: list[set[int]] = [set(), set()]
-
-    def has_ended() -> bool:
-        time.sleep(0.2)  # each look reads all of /proc
-        for host, where, here in zip(cluster.hosts, seen, ranks, strict=True):
-            where |= host.listening()
-            here |= ranks_on(host, jobs)
-        return (run_dir / "summary.json").exists()
-
-    jobs[0].wait_until(has_ended)
-    for job in jobs:
-        assert job.wait() == 0, job.output
-        assert job.gone()
-    assert ranks == [{0}, {1}]
-    assert record_of(run_dir) == on_one_host
-    assert summary(run_dir)["world_size"] == 2
-    for host, where, anywhere in zip(cluster.hosts, seen, (num_anywhere, 0), strict=True):
-        addresses = [item.split(":")[0] for item in where]
-        assert sum(address in ANYWHERE for address in addresses) == anywhere, where
-        assert set(addresses) - ANYWHERE == {host.address_in_proc}
+        yield Cluster(hosts)
 
 
 def sharing_memory(host: Host) -> set[int]:
@@ -77,6 +38,11 @@ def sharing_memory(host: Host) -> set[int]:
     return found
 
 
+def addresses(host: Host) -> list[str]:
+    """Returns the addresses on which processes of ``host`` listen."""
+    return [item.split(":")[0] for item in host.listening()]
+
+
 def test_replicas_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """Each host holds a replica: its ranks share memory, and the replicas reach each other by the network."""
     settings = (*SETTINGS, "train.global_batch_size=4", "engine.shard_size=2", cluster.data)
@@ -84,8 +50,39 @@ def test_replicas_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     ranks = cluster.ranks(*settings, f"run_dir={run_dir}", per_host=2)
     for host in cluster.hosts:
         ranks[0].wait_until(lambda host=host: len(sharing_memory(host)) == 2)  # type: ignore[misc]
+        assert set(addresses(host)) == {host.address_in_proc}
     for rank in ranks:
         assert rank.wait() == 0, rank.output
     without = [setting for setting in settings if "shard_size" not in setting]  # reproducible: the same bits
     assert train(tmp_path / "run", *without, world=4) == [0] * 4
+    assert record_of(run_dir) == record_of(tmp_path / "run")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "sbatch"])
+def test_two_hosts_have_the_bits_of_one(cluster: Cluster, tmp_path: Path, launcher: str) -> None:
+    run_dir = cluster.folder() / "run"
+    seen: list[set[str]] = [set(), set()]
+    ranks: list[set[int]] = [set(), set()]
+    with cluster.shells():
+        jobs = getattr(cluster, launcher)(*SETTINGS, cluster.data, f"run_dir={run_dir}")
+
+        def has_ended() -> bool:
+            time.sleep(0.2)  # each look reads all of /proc
+            for host, where, here in zip(cluster.hosts, seen, ranks, strict=True):
+                where |= set(addresses(host))
+                here |= ranks_on(host, jobs)
+            return (run_dir / "summary.json").exists()
+
+        jobs[0].wait_until(has_ended)
+        for job in jobs:
+            assert job.wait() == 0, job.output
+            assert job.gone()
+    assert ranks == [{0}, {1}]
+    assert summary(run_dir)["world_size"] == 2
+    for number, (host, where) in enumerate(zip(cluster.hosts, seen, strict=True)):
+        # torchrun's rendezvous, and the store of its agent on the host of rank 0
+        assert bool(where & ANYWHERE) == (launcher == "torchrun" and number == 0), where
+        assert where - ANYWHERE == {host.address_in_proc}
+    assert train(tmp_path / "run", *SETTINGS, cluster.data, world=2) == [0, 0]
     assert record_of(run_dir) == record_of(tmp_path / "run")

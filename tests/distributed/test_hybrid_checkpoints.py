@@ -17,8 +17,7 @@ from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError
 from dtrain.parameters.compute_shard import COMPUTE
-from tests.engines.helpers import held, same, start, state_digests, train_step
-from tests.engines.test_audit import audit_legal_acts
+from tests.engines.helpers import start, state_digests, train_step
 from tests.engines.test_checkpoints_across import fingerprints
 from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
 from tests.helpers.bit_flips import flip_bit
@@ -67,7 +66,6 @@ def test_any_mesh_loads_any_other(tmp_path: Path) -> None:
         (("native", 2, SHARD_SIZE), 4),
         (("fsdp2", 3, None), 2),
         (("native", 3, SHARD_SIZE), 4),
-        (("native", 0, None), 1),
     ]
     expected, digests = None, None
     for number, (layout, world) in enumerate(chain):
@@ -83,45 +81,26 @@ def test_any_mesh_loads_any_other(tmp_path: Path) -> None:
         assert [(item.num_files, item.world_size) for item in list_checkpoints(target)] == [(num_files, world)]
 
 
-def resume(rank: int, world: int, layout: Layout, folder: Path) -> bool:
-    engine = started(layout, precision="bf16", dropout=0.1)
-    for _ in range(2):
-        train_step(engine, world)
-    engine.save(folder, asynchronous=True)
-    for _ in range(2):
-        train_step(engine, world)
-    expected = held(engine)
-    resumed = started(layout, precision="bf16", dropout=0.1, seed=7)
-    resumed.load(folder)
-    for _ in range(2):
-        train_step(resumed, world)
-    return same(held(resumed), expected)
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_resumes_bit_for_bit_on_the_same_mesh(tmp_path: Path, stage: int) -> None:
-    assert run_ranks(WORLD, resume, ("native", stage, SHARD_SIZE), tmp_path) == [True] * WORLD
-
-
 def train_on(rank: int, world: int, layout: Layout, source: Path | None, target: Path | None) -> dict[str, str]:
-    engine = started(layout, precision="bf16", dropout=0.1, reproducible=True)
+    """Takes two steps of four micro-batches; two more after a save."""
+    engine = started(layout, precision="fp32", dropout=0.1, reproducible=True, seed=7 if source else 5)
     if source is not None:
         engine.load(source)
     for _ in range(2):
         train_step(engine, 4)
     if target is not None:
-        engine.save(target)
+        engine.save(target, asynchronous=True)
         for _ in range(2):
             train_step(engine, 4)
     # the model's buffers depend on the micro-batches of their rank
     return {key: value for key, value in state_digests(engine).items() if not key.startswith("buffer:")}
 
 
-def test_reproducible_run_resumes_with_the_same_bits_on_any_mesh(tmp_path: Path) -> None:
-    flat: Layout = ("native", 3, None)
-    for number, (first, world, second, other) in enumerate([(HYBRID, 4, flat, 2), (flat, 1, HYBRID, 4)]):
-        (expected, *_) = run_ranks(world, train_on, first, None, tmp_path / f"{number}")
-        assert run_ranks(other, train_on, second, tmp_path / f"{number}", None) == [expected] * other
+@pytest.mark.parametrize("first", [HYBRID, ("native", 3, SHARD_SIZE)])
+def test_reproducible_run_resumes_with_the_same_bits_on_any_mesh(tmp_path: Path, first: Layout) -> None:
+    (expected, *_) = run_ranks(WORLD, train_on, first, None, tmp_path)
+    for layout, world in ((first, WORLD), (("native", 3, None), 2)):
+        assert run_ranks(world, train_on, layout, tmp_path, None) == [expected] * world, layout
 
 
 def measured(rank: int, world: int) -> list[tuple[int, int]]:
@@ -185,7 +164,7 @@ def test_difference_between_replicas_refuses_the_save(
 
 def flips(rank: int, world: int, count: int, folder: Path) -> list[Seen]:
     seen = []
-    for stage, precision in ((1, "bf16"), (2, "fp32"), (3, "bf16")):
+    for stage, precision in ((1, "bf16"), (3, "fp32")):
         engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1))
         engine.module.register_buffer("table", torch.arange(5.0))
         path = folder / f"{stage}"
@@ -196,7 +175,7 @@ def flips(rank: int, world: int, count: int, folder: Path) -> list[Seen]:
 
 
 def test_flips_in_any_replica_are_found_and_the_rank_named(tmp_path: Path, faults: FaultCounts) -> None:
-    ranks = run_ranks(WORLD, flips, faults.count(ci=4, full=20), tmp_path)
+    ranks = run_ranks(WORLD, flips, faults.count(ci=4, full=30), tmp_path)
     assert {seen.flip.rank // SHARD_SIZE for seen in ranks[0]} == {0, 1}
     for of_flip in zip(*ranks, strict=True):
         planted = next(seen.planted for seen in of_flip if seen.planted is not None)
@@ -225,35 +204,16 @@ def test_replicas_that_an_update_left_unequal_are_judged_by_the_majority(world: 
 
 def flip_gathered(rank: int, world: int) -> list[Any]:
     """A flip in what rank 2 has gathered from rank 3, of its own replica."""
-    results = []
-    for stage, precision in ((1, "bf16"), (2, "fp32")):
-        engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1))
-        train_step(engine, world)
-        engine.comm.barrier()  # as in flip_master
-        if rank == 2:
-            flip_bit(next(shard for shard in engine.compute_shards() if shard.owner == 1).data, 0, 5)
-        results.append(found_by(lambda: train_step(engine, world)))  # noqa: B023
-    return results
+    engine = started(("native", 1, SHARD_SIZE), precision="bf16", audit=dtrain.Audit(every=1))
+    train_step(engine, world)
+    engine.comm.barrier()  # as in flip_master
+    if rank == 2:
+        flip_bit(next(shard for shard in engine.compute_shards() if shard.owner == 1).data, 0, 5)
+    return [(item[0], item[2]) for item in found_by(lambda: train_step(engine, world))]
 
 
 def test_gathered_weights_are_judged_by_the_owner_in_their_replica() -> None:
-    for found in run_ranks(WORLD, flip_gathered):
-        assert [[(item[0], item[2]) for item in corruptions] for corruptions in found] == [[((2,), COMPUTE)]] * 2
-
-
-def legal(rank: int, world: int, folder: Path) -> None:
-    for stage, precision in ((2, "bf16"), (3, "fp32")):
-        engine = started(("native", stage, SHARD_SIZE), precision=precision, audit=dtrain.Audit(every=1), ema_decay=0.9)
-        audit_legal_acts(engine, folder / f"{stage}", world)
-    engine = started(HYBRID, precision="bf16", audit=dtrain.Audit(every=0))
-    train_step(engine, world)
-    engine.comm.barrier()  # as in flip_master
-    engine.module.get_parameter("mix.weight").data.mul_(0.5)  # which no counter shows
-    engine.save(folder / "no audit")
-
-
-def test_no_alarm_for_what_is_legal(tmp_path: Path) -> None:
-    run_ranks(WORLD, legal, tmp_path)
+    assert run_ranks(WORLD, flip_gathered) == [[((2,), COMPUTE)]] * WORLD
 
 
 # -- loads and crashes ------------------------------------------------------------------------------------------------
@@ -313,7 +273,7 @@ def load_newest(rank: int, world: int, folder: Path) -> int:
 
 
 # the snapshots, the directory, the files, the commit
-@pytest.mark.parametrize("instant", [1, 2, 3, 4])
+@pytest.mark.parametrize("instant", [2, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))])
 def test_rank_of_another_replica_killed_in_a_save(tmp_path: Path, instant: int) -> None:
     with pytest.raises(RankFailure) as failure:
         run_ranks(WORLD, dies_in_a_save, instant, tmp_path)

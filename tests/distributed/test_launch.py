@@ -1,60 +1,45 @@
-"""The command line as people start it: torchrun, sweeps, signals, mistakes."""
+"""The start of a run without the cost of launchers: stand-ins for the ranks of a command, mistakes, ends, signals."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import dtrain.__main__
 from dtrain.__main__ import main
 from dtrain.distributed.setup import connect, disconnect
-from dtrain.errors import DtrainError
+from dtrain.errors import DtrainError, LaunchError
+from dtrain.train import launcher
+from dtrain.train.launcher import exit_code
 from tests.helpers.launch import (
     CORE,
-    ROOT,
     SMALL,
-    Job,
-    checkpoints,
     command_line,
     curve,
+    fork_command,
     give_up_override,
-    listing,
     losses,
-    newest_step,
     summary,
-    torchrun,
     train,
     write_samples,
 )
-from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-# the default run, smaller
-QUICK = (
-    "model.num_layers=2",
-    "model.hidden_dim=64",
-    "model.num_heads=2",
-    "model.max_seq_len=64",
-    "train.steps=40",
-    "train.micro_batch_size=2",
-    "train.global_batch_size=8",
-    "train.log_every=1",
-    "train.eval_every=20",
-    "train.save_every=20",
-    "train.eval_batches=4",
-    "train.sample_tokens=16",
-    "launch.threads_per_rank=1",
-)
-ENDLESS = ("train.steps=100000", "train.save_every=0", "train.eval_every=0")
+SHORT = ("train.steps=2", "train.save_every=0", "train.eval_every=0", "checkpoint.save_at_end=false")
 
 
 @pytest.fixture(scope="module")
@@ -62,120 +47,216 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_samples(tmp_path_factory.mktemp("data"))
 
 
-def exit_codes(job: Job) -> dict[int, int]:
-    """Exit code of each rank that failed, as torchrun reports it."""
-    found = re.findall(r"rank +: (\d+) .*\n +exitcode +: (-?\d+)", job.output)
-    return {int(rank): int(code) for rank, code in found}
+# -- launch.num_processes ----------------------------------------------------------------------------------------------
+
+STAND_IN = """#!{python} -IS
+# a rank: writes what it was started with, then does what the name of the case says
+import json, os, signal, sys, time
+folder, case = sys.argv[-2:]
+rank = int(os.environ["RANK"])
+signal.signal(signal.SIGUSR1, lambda *_: os._exit(75))
+names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "PYTHONPATH", "DTRAIN_LAUNCHER_PID")
+started = dict(argv=sys.argv[1:], parent=os.getppid(), pid=os.getpid(), **dict((n, os.environ[n]) for n in names))
+listens = [line.split()[1] for line in open("/proc/net/tcp") if line.split()[3] == "0A"]
+started["loopback"] = f"0100007F:{{int(os.environ['MASTER_PORT']):04X}}" in listens
+with open(f"{{folder}}/{{rank}}.new", "w") as file:
+    json.dump(started, file)
+os.rename(f"{{folder}}/{{rank}}.new", f"{{folder}}/{{rank}}.json")
+while not os.path.exists(f"{{folder}}/{{1 - rank}}.json"):
+    time.sleep(0.01)
+if case == "done":
+    sys.exit(0)
+if rank == 1:
+    if case == "refused":
+        sys.exit(2)
+    if case == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if case in ("SIGUSR1", "SIGHUP"):
+        os.kill(os.getppid(), getattr(signal, case))
+time.sleep(60)
+"""
 
 
-def test_two_ranks_train_like_one_and_leave_one_run_directory(tmp_path: Path) -> None:
-    """Promise P5 without ``engine.reproducible``; run directory and precision are not given on the command line."""
-    folder = tmp_path / "two"
-    with torchrun(folder, *QUICK, "report=false", env={"DTRAIN_PRECISION": "fp32"}) as job:
-        assert train(tmp_path / "one", *QUICK, "precision=fp32") == [0]  # while torch is imported there
-        assert job.wait() == 0, job.output
-    runs = [path for path in folder.iterdir() if path.suffix != ".log"]
-    assert [path.name for path in runs] == ["runs"]
-    (run_dir,) = (folder / "runs").iterdir()
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d", run_dir.name)
-    assert listing(run_dir) == listing(tmp_path / "one")
-    files = [path.name for path in sorted((run_dir / "checkpoints/step-00000040").iterdir())]
-    assert files == ["manifest.json", "r0000.safetensors", "r0001.safetensors"]
-    assert yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))["precision"]["name"] == "fp32"
-    one, two = losses(tmp_path / "one"), losses(run_dir)
-    assert len(two) == 40
-    assert two[-1] < two[0] - 1  # it learns
-    assert two == pytest.approx(one, rel=5e-3)
-    assert summary(run_dir)["val_loss"] == pytest.approx(summary(tmp_path / "one")["val_loss"], rel=5e-3)
-    assert summary(run_dir)["world_size"] == 2
+def _launch(rank: int, world: int, folder: str, case: str) -> tuple[int | str, int, bool]:
+    """Returns exit code or error, this process, and whether its environment and handlers are as before."""
+    before = dict(os.environ), [signal.getsignal(number) for number in launcher.STOP_SIGNALS]
+    next_rendezvous = launcher._Loopback.next_rendezvous
+
+    def signalled(self: launcher._Loopback) -> object:
+        if case == "early signal":
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return next_rendezvous(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", f"{folder}/rank")
+        patch.setattr(launcher._Loopback, "next_rendezvous", signalled)
+        result: int | str
+        try:
+            result = launcher.launch([], 2, ["seed=3", folder, case])
+        except LaunchError as error:
+            result = str(error)
+    after = dict(os.environ), [signal.getsignal(number) for number in launcher.STOP_SIGNALS]
+    return result, os.getpid(), before == after
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_sweep(tmp_path: Path, data: str, world: int) -> None:
-    folder = tmp_path / "sweep"
-    argv = [*SMALL, data, "train.steps=3", f"run_dir={folder}", "-m", "optim.lr=1e-3,2e-3"]
-    if world == 1:
-        assert command_line(tmp_path / "log", *argv) == 0
-        log = (tmp_path / "log").read_text()
-    else:
-        with Job([str(ROOT / "launch/torchrun.sh"), *argv], tmp_path, {"NPROC": "2"}) as job:
-            assert job.wait() == 0, job.output
-            log = job.output
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "2"]
-    expected = [
-        "checkpoints/step-00000003/manifest.json",
-        "config.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "precision.json",
-        "summary.json",
-    ]
-    for number, lr in ((1, 1e-3), (2, 2e-3)):
-        assert log.count(f"job {number}/2: optim.lr={lr} -> {folder}/{number}\n") == 1
-        assert listing(folder / str(number)) == expected
-        assert summary(folder / str(number))["world_size"] == world
-        assert curve(folder / str(number))[0]["lr"] == lr / 2  # in its warm-up
-        config = yaml.safe_load((folder / f"{number}/config.yaml").read_text(encoding="utf-8"))
-        assert (config["optim"]["lr"], config["run_dir"]) == (lr, str(folder))
-    assert losses(folder / "1") != losses(folder / "2")
+CASES = {
+    "done": "0",
+    "SIGUSR1": "75",
+    "refused": "2",
+    "killed": r"rank 1 \(process {pid}\) was ended by SIGKILL; the others were ended with it",
+    "SIGHUP": "SIGHUP has ended this command, and with it all ranks",
+    # the stand-in may not listen to it yet
+    "early signal": r"75|rank \d \(process \d+\) was ended by SIGUSR1; .*",
+}
 
 
-def test_fp16_with_zero_2(tmp_path: Path, data: str) -> None:
-    """The first scale is too large: steps are skipped until it is not. Then it grows until it is too large again."""
-    run_dir, scale = tmp_path / "run", 2.0**18
-    given = [f"precision.loss_scale.init={scale}", "precision.loss_scale.growth_interval=3"]
-    assert train(run_dir, *CORE, data, "precision=fp16", "engine.zero_stage=2", *given, world=2) == [0, 0]
-    clean = skipped = 0
-    for line in curve(run_dir):
-        if "loss" in line:
-            assert line["loss_scale"] == scale
-            assert line.get("reason") == (None if line["applied"] else "overflow")
-            clean = clean + 1 if line["applied"] else 0
-            skipped += not line["applied"]
-            assert line["skipped_steps"] == skipped
-            scale *= 0.5 if not line["applied"] else 2.0 if clean % 3 == 0 else 1.0
-    assert 0 < skipped < 9
-    assert losses(run_dir)[-1] < losses(run_dir)[0]
-    assert summary(run_dir)["skipped_steps"] == skipped
-    assert summary(run_dir)["precision"] == "fp16"
-    assert summary(run_dir)["contract"]["master"] == "fp32"
+@pytest.mark.parametrize("case", CASES)
+def test_the_command_starts_ranks_forwards_signals_and_tells_how_they_ended(tmp_path: Path, case: str) -> None:
+    (tmp_path / "rank").write_text(STAND_IN.format(python=sys.executable))
+    (tmp_path / "rank").chmod(0o755)
+    ((result, pid, is_restored),) = run_ranks(1, _launch, str(tmp_path), case, fresh=True, timeout=50)
+    ranks = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
+    assert re.fullmatch(CASES[case].format(pid=ranks[-1]["pid"] if ranks else 0), str(result)), result
+    assert is_restored
+    assert len(ranks) == 2 or case == "early signal"
+    for number, rank in enumerate(ranks):
+        assert rank["argv"] == ["-P", "-m", "dtrain", "train", "seed=3", str(tmp_path), case]
+        assert (rank["parent"], rank["DTRAIN_LAUNCHER_PID"]) == (pid, str(pid))
+        assert (rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["LOCAL_RANK"]) == ("2", "2", str(number))
+        assert (rank["MASTER_ADDR"], rank["loopback"]) == ("127.0.0.1", True)
+        assert str(Path(dtrain.__file__).parents[1]) in rank["PYTHONPATH"].split(os.pathsep)
+        assert not Path(f"/proc/{rank['pid']}").exists()
 
 
-# -- stop signals ------------------------------------------------------------------------------------------------------
+def ended(*codes: int, late: Sequence[int] = ()) -> dict[int, ProcessFailure]:
+    """Failed ranks as torchrun's agent reports them: the first, then those that it ended half a minute later."""
+    failures = {}
+    for rank, code in enumerate((*codes, *late)):
+        failures[rank] = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=code, error_file="")
+        failures[rank].timestamp = 1030 if rank >= len(codes) else 1000
+    return failures
 
 
-def test_signals_to_the_ranks_of_a_job(tmp_path: Path, data: str) -> None:
-    """To one, then to both, as a scheduler and a launcher do together; long steps, and rank 0 slow to finish."""
-    run_dir = tmp_path / "run"
-    command = [*SMALL, data, *ENDLESS, "train.global_batch_size=240", f"run_dir={run_dir}"]
-    with torchrun(tmp_path, *command, env=Mishap("summary", 1, "sleep", rank=0).env()) as job:
-        job.wait_for_step(run_dir, 1)
-        job.signal_ranks(signal.SIGTERM, 0)
-        job.signal_ranks(signal.SIGTERM, 0, 1)
-        assert job.wait() == 1  # torchrun's own
-        assert exit_codes(job) == {0: 75, 1: 75}
-        assert "by SIGTERM after saving" in job.output
-        assert job.gone()
-    last = curve(run_dir)[-1]["step"]
-    assert checkpoints(run_dir) == [f"step-{last:08d}"]
-    assert newest_step(run_dir) == last
-    assert (summary(run_dir)["finished"], summary(run_dir)["steps"]) == (False, last)
-    before = curve(run_dir)
-    assert train(run_dir, *SMALL, data, f"train.steps={last + 1}", world=2) == [0, 0]
-    assert curve(run_dir)[: len(before)] == before
-    assert [line["step"] for line in curve(run_dir)[len(before) :]] == [last + 1, last + 1]
+@pytest.mark.parametrize(
+    ("failures", "culprit"),
+    [
+        (ended(1, -9), "rank 1 (process 101) was ended by SIGKILL"),
+        (ended(1, late=[-9]), "rank 0 (process 100) ended with exit code 1"),
+        (ended(-11, -9), "rank 0 (process 100) was ended by SIGSEGV"),
+        (ended(3, -15), "rank 0 (process 100) ended with exit code 3"),
+        (ended(75, -15), "rank 0 (process 100) ended with exit code 75"),
+    ],
+)
+def test_the_culprit_is_the_first_rank_that_failed_by_itself(failures: dict[int, ProcessFailure], culprit: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(culprit)):
+        exit_code(failures, 2)
 
 
-def test_sigterm_to_torchrun(tmp_path: Path, data: str) -> None:
-    run_dir = tmp_path / "run"
-    with torchrun(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={run_dir}") as job:
-        job.wait_for_step(run_dir, 3)
-        os.kill(job.pid, signal.SIGTERM)
-        job.wait()
-        assert job.gone()
-    last = curve(run_dir)[-1]["step"]
-    assert newest_step(run_dir) == last
-    assert summary(run_dir)["steps"] == last
+def test_one_rank_in_a_job_of_several_tasks_is_asked_for(tmp_path: Path, data: str) -> None:
+    """Without the number it is refused: ``tests.unit.train.test_run``."""
+    argv = [*SMALL, data, *SHORT, f"run_dir={tmp_path}/run", "launch.num_processes=1"]
+    assert command_line(tmp_path / "log", *argv, env={"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == 0
+    assert summary(tmp_path / "run")["world_size"] == 1
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+MISTAKES = {
+    "a batch that the ranks cannot share": (
+        ["launch.num_processes=4"],
+        "train.global_batch_size=6 does not divide by train.micro_batch_size=1 x 4 ranks",
+    ),
+    "no number": (["launch.num_processes=two"], "launch.num_processes=two must be a number, auto"),
+    "no process": (["launch.num_processes=0"], "launch.num_processes=0 is too small"),
+    "no GPU": (["launch.num_processes=2", "launch.device=cuda"], "launch.device=cuda, but"),
+    "a missing checkpoint": (["launch.num_processes=2", "resume=/nonexistent"], "resume=/nonexistent: no such dir"),
+    "two numbers": (["-m", "launch.num_processes=1,2"], "launch.num_processes differs between the jobs ([1, 2])"),
+    "a factory without a module": (["model.factory=tests.helpers.mishaps:build"], "no module named tests.helpers.mish"),
+    "a factory without a function": (["model.factory=tests.helpers.mishap:biuld"], "did you mean 'build'?"),
+    "files that are not there": (["data.files=/nonexistent/*.txt"], "data.files=/nonexistent/*.txt"),
+    "a folder under a file": (["run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be created: Not a directory"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_and_starts_nothing(tmp_path: Path, data: str, mistake: str) -> None:
+    overrides, expected = MISTAKES[mistake]
+    given = {override.split("=")[0] for override in overrides}
+    rest = [item for item in (*SMALL, data, f"run_dir={tmp_path}/run") if item.split("=")[0] not in given]
+    assert command_line(tmp_path / "log", *rest, *overrides) == 2
+    log = (tmp_path / "log").read_text()
+    assert re.fullmatch(r"dtrain: [^\n]+\n", log), log
+    assert expected in log
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+
+
+def _without_privilege(rank: int, world: int, argv: list[str], log: str) -> int:
+    give_up_override()
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    return main(["train", *argv])
+
+
+@pytest.mark.parametrize("inside", ["", "/run"])
+def test_read_only_run_directory(tmp_path: Path, data: str, inside: str) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    argv = [*SMALL, data, f"run_dir={closed}{inside}"]
+    assert run_ranks(1, _without_privilege, argv, f"{tmp_path}/log", fresh=True) == [2]
+    log = (tmp_path / "log").read_text()
+    last = log.splitlines()[-1]
+    assert last.startswith("dtrain: ")
+    assert str(closed) in last
+    assert "Permission denied" in last
+    assert "Traceback" not in log
+    assert list(closed.iterdir()) == []
+
+
+def _signal_before_the_error_is_printed(rank: int, world: int, argv: list[str]) -> int:
+    real = dtrain.__main__._fail
+
+    def fail(error: DtrainError) -> int:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(error)
+
+    dtrain.__main__._fail = fail
+    return main(["train", *argv, f"seed={rank}"])  # which all ranks refuse
+
+
+def test_a_signal_of_the_launcher_does_not_hide_the_error(tmp_path: Path, data: str) -> None:
+    """The launcher sends it when another rank has ended; this rank may not have printed yet why it ends too."""
+    argv = [*SMALL, data, f"run_dir={tmp_path / 'run'}"]
+    assert run_ranks(2, _signal_before_the_error_is_printed, argv, fresh=True) == [2, 2]
+
+
+# -- the meeting of the ranks, and the end of their group --------------------------------------------------------------
+
+
+def meeting(port: int) -> dict[str, str]:
+    return {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path, data: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert command_line(tmp_path / "log", *SMALL, data, f"run_dir={tmp_path}/run", env=meeting(port)) == 2
+    at = f"MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
+    expected = f"dtrain: cannot hold the store of the ranks at {at}: [Errno 98] Address already in use"
+    assert (tmp_path / "log").read_text().startswith(expected)
+
+
+def test_a_signal_ends_a_rank_that_waits_for_the_others_to_connect(tmp_path: Path, data: str) -> None:
+    """There is nothing to save, and the launcher would wait for this rank."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = fork_command(tmp_path / "log", *SMALL, data, f"run_dir={tmp_path / 'run'}", env=meeting(port))
+    while f" 0100007F:{port:04X} 00000000:0000 0A " not in Path("/proc/net/tcp").read_text():
+        assert process.is_alive(), (tmp_path / "log").read_text()
+        time.sleep(0.02)
+    time.sleep(0.2)  # until it waits
+    os.kill(process.pid or 0, signal.SIGTERM)
+    process.join(60)
+    assert process.exitcode == -signal.SIGTERM
 
 
 def _threads_of_gloo(rank: int, world: int) -> list[int]:
@@ -198,92 +279,23 @@ def test_no_thread_outlives_the_process_group() -> None:
         assert after == 0
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
+# -- the record of skipped steps ---------------------------------------------------------------------------------------
 
 
-MISTAKES = {
-    "a typo in a key": (["optim.lrr=1"], "unknown key 'optim.lrr' with optim=adamw; did you mean 'optim.lr'?"),
-    "a batch that does not divide": (["train.micro_batch_size=4"], "train.global_batch_size=6 does not divide by "),
-    "a missing checkpoint": (["resume=/nonexistent/step-00000100"], "resume=/nonexistent/step-00000100: no such dir"),
-    "a factory without a module": (["model.factory=tests.helpers.mishaps:build"], "no module named tests.helpers.mish"),
-    "a factory without a function": (["model.factory=tests.helpers.mishap:biuld"], "did you mean 'build'?"),
-    "files that are not there": (["data.files=/nonexistent/*.txt"], "data.files=/nonexistent/*.txt"),
-    "a folder under a file": (["run_dir=/dev/null/run"], "run_dir=/dev/null/run cannot be created: Not a directory"),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_one_line_and_leaves_nothing(tmp_path: Path, data: str, mistake: str) -> None:
-    overrides, expected = MISTAKES[mistake]
-    given = {override.split("=")[0] for override in overrides}
-    rest = [item for item in (*SMALL, data, f"run_dir={tmp_path}/run") if item.split("=")[0] not in given]
-    assert command_line(tmp_path / "log", *rest, *overrides) == 2
-    log = (tmp_path / "log").read_text()
-    assert re.fullmatch(r"dtrain: [^\n]+\n", log), log
-    assert expected in log
-    assert [path.name for path in tmp_path.iterdir()] == ["log"]
-
-
-def _without_privilege(rank: int, world: int, argv: list[str], log: str) -> int:
-    give_up_override()
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    return main(["train", *argv])
-
-
-@pytest.mark.parametrize("inside", ["", "/run"])
-def test_read_only_run_directory(tmp_path: Path, data: str, inside: str) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o555)
-    argv = [*SMALL, data, f"run_dir={closed}{inside}"]
-    assert run_ranks(1, _without_privilege, argv, f"{tmp_path}/log") == [2]
-    log = (tmp_path / "log").read_text()
-    last = log.splitlines()[-1]
-    assert re.match(f"dtrain: .*{closed}", last), log
-    assert "Permission denied" in last
-    assert "Traceback" not in log
-    assert list(closed.iterdir()) == []
-
-
-def test_batch_that_the_ranks_cannot_share(tmp_path: Path, data: str) -> None:
-    """All ranks refuse; only rank 0 prints the reason."""
-    with torchrun(tmp_path, *SMALL, data, "train.global_batch_size=3", "run_dir=run") as job:
-        assert job.wait() == 1
-        (line,) = [line for line in job.output.splitlines() if "dtrain: " in line]
-        assert line == (
-            "dtrain: train.global_batch_size=3 does not divide by train.micro_batch_size=1 x 2 ranks; "
-            "the nearest that do: 2 or 4"
-        )
-        assert set(exit_codes(job).values()) <= {2, -15}
-        assert 2 in exit_codes(job).values()
-        assert f'File "{ROOT}/dtrain/' not in job.output
-    assert not (tmp_path / "run").exists()
-
-
-def _signal_before_the_error_is_printed(rank: int, world: int, argv: list[str]) -> int:
-    real = dtrain.__main__._fail
-
-    def fail(error: DtrainError) -> int:
-        os.kill(os.getpid(), signal.SIGTERM)
-        return real(error)
-
-    dtrain.__main__._fail = fail
-    return main(["train", *argv, f"seed={rank}"])  # which all ranks refuse
-
-
-def test_a_signal_of_the_launcher_does_not_hide_the_error(tmp_path: Path, data: str) -> None:
-    """The launcher sends it when another rank has ended; this rank may not have printed yet why it ends too."""
-    argv = [*SMALL, data, f"run_dir={tmp_path / 'run'}"]
-    assert run_ranks(2, _signal_before_the_error_is_printed, argv) == [2, 2]
-
-
-def test_error_in_the_model_on_one_rank_ends_all(tmp_path: Path, data: str) -> None:
-    run_dir = tmp_path / "run"
-    mishap = Mishap("forward", 20, "raise", rank=1)
-    options = ["checkpoint.asynchronous=false", f"run_dir={run_dir}"]  # step 4 is saved by then, however slow the disk
-    with torchrun(tmp_path, *SMALL, data, *options, env=mishap.env()) as job:
-        assert job.wait() == 1
-        assert "RuntimeError: the model broke" in job.output
-        assert "in happen" in job.output  # with the traceback of the user's own code
-        assert exit_codes(job)[1] == 1
-        assert job.gone()
-    assert newest_step(run_dir) == 4
+def test_fp16_with_zero_2(tmp_path: Path, data: str) -> None:
+    """The first scale is too large: steps are skipped until it is not. Then it grows until it is too large again."""
+    run_dir, scale = tmp_path / "run", 2.0**18
+    given = [f"precision.loss_scale.init={scale}", "precision.loss_scale.growth_interval=3"]
+    assert train(run_dir, *CORE, data, "precision=fp16", "engine.zero_stage=2", *given, world=2) == [0, 0]
+    clean = skipped = 0
+    for line in curve(run_dir):
+        if "loss" in line:
+            assert line["loss_scale"] == scale
+            assert line.get("reason") == (None if line["applied"] else "overflow")
+            clean = clean + 1 if line["applied"] else 0
+            skipped += not line["applied"]
+            assert line["skipped_steps"] == skipped
+            scale *= 0.5 if not line["applied"] else 2.0 if clean % 3 == 0 else 1.0
+    assert 0 < skipped < 9
+    assert losses(run_dir)[-1] < losses(run_dir)[0]
+    assert (summary(run_dir)["skipped_steps"], summary(run_dir)["precision"]) == (skipped, "fp16")

@@ -1,68 +1,56 @@
-"""A user's own script under torchrun, which calls ``dtrain.initialize`` and nothing to end it."""
+"""A user's own script, which calls ``dtrain.initialize`` and nothing to end it."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
-
-from tests.helpers.launch import Job
-
-pytestmark = pytest.mark.processes
-
-SCRIPT = """
-import atexit, sys
 import torch
 import torch.distributed as dist
 
-# runs after what initialize registers; one write, since both ranks write to one pipe
-atexit.register(lambda: sys.stdout.write(f"group left: {dist.is_initialized()}\\n"))
-torch.set_num_threads(1)
 import dtrain
+from dtrain.distributed import setup
+from tests.helpers.launch import Job
+from tests.helpers.ranks import run_ranks
 
-engine = dtrain.initialize(torch.nn.Linear(64, 64), precision="fp32", seed=0)
-for _ in range(3):
-    engine.backward(engine(torch.ones(2, 64)).square().mean())
-    if sys.argv[1:] == ["fail"] and engine.rank == 1:
-        raise ZeroDivisionError("on purpose")
+pytestmark = pytest.mark.processes
+
+
+def leave(rank: int, world: int, port: int, fails: bool) -> tuple[bool, bool, bool]:
+    """Runs a rank's exit functions; returns whether its group was there before and after, and if it has waited."""
+    dist.destroy_process_group()  # a user's script has none
+    meeting = {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in {**meeting, "LOCAL_WORLD_SIZE": world}.items()})
+    functions: list[Callable[[], None]] = []
+    with mock.patch.object(atexit, "register", lambda fn, *args: functions.append(partial(fn, *args))):
+        engine = dtrain.initialize(torch.nn.Linear(8, 8), precision="fp32", seed=0)
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
-"""
+    before = dist.is_initialized()
+    if fails:
+        sys.last_value = ZeroDivisionError("on purpose")
+    began = time.monotonic()
+    for function in (*reversed(functions), setup._let_gloo_release):
+        function()
+    return before, dist.is_initialized(), time.monotonic() - began >= setup._RELEASE_S
 
 
-def run_script(folder: Path, *arguments: str) -> tuple[int, str]:
-    script = folder / "script.py"
-    script.write_text(SCRIPT, encoding="ascii")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(
-        [*command, str(script), *arguments],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    return done.returncode, done.stdout
-
-
-def test_the_group_that_initialize_made_ends_with_the_script(tmp_path: Path) -> None:
-    code, said = run_script(tmp_path)
-    assert code == 0, said
-    assert said.count("group left: False") == 2, said
-
-
-def test_an_exception_ends_the_script_at_once(tmp_path: Path) -> None:
-    start = time.monotonic()
-    code, said = run_script(tmp_path, "fail")
-    assert code == 1, said
-    assert "ZeroDivisionError: on purpose" in said
-    assert time.monotonic() - start < 60, "it must not wait for ranks that may never answer"
+@pytest.mark.parametrize("fails", [False, True])
+def test_exit_functions_end_the_group_that_initialize_made(fails: bool) -> None:
+    """After an exception it stays, for the other ranks may never answer, and gloo's threads get time to release."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    assert run_ranks(2, leave, port, fails, fresh=True) == [(True, fails, fails)] * 2
 
 
 FAILS = """
@@ -90,6 +78,7 @@ sys.exit(1)
 
 
 @pytest.mark.compile
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", ["raise", "disconnect"])
 def test_a_thread_of_gloo_that_is_late_does_not_abort_a_rank_that_failed(tmp_path: Path, how: str) -> None:
     """It takes the interpreter's lock to release a tensor; at the end of the interpreter that was exit code -6."""

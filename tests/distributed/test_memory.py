@@ -1,9 +1,10 @@
-"""Memory of model states: live storages against ``engine.memory()``, and both against the ZeRO formula."""
+"""Memory: live storages against ``engine.memory()``, both against the ZeRO formula, and what a load takes."""
 
 from __future__ import annotations
 
 import gc
 import platform
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -60,25 +61,6 @@ class Language(nn.Module):
         return self.head(hidden).float().square().mean()
 
 
-class Recurrent(nn.Module):
-    """Recurrent layers and convolutions in one sequence, the last layer beside it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.recurrent = nn.ModuleList(nn.GRU(DIM, DIM, batch_first=True) for _ in range(4))
-        self.convolutions = nn.Sequential(*(nn.Conv1d(DIM, DIM, 3, padding=1) for _ in range(3)))
-        self.last = nn.Linear(DIM, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x.unsqueeze(1).expand(-1, 3, -1)
-        for layer in self.recurrent:
-            x = layer(x)[0]
-        return self.last(self.convolutions(x.transpose(1, 2)).mean(-1)).float().square().mean()
-
-
-MODELS: list[Callable[[], nn.Module]] = [Stack, Language, Recurrent]
-
-
 def live_storages(comm: Communicator) -> dict[int, int]:
     """Returns the bytes of every storage of a live tensor, by address, without what :func:`gc.freeze` has excluded.
 
@@ -108,23 +90,27 @@ def measure(build: Callable[[], nn.Module], stage: int, precision: str) -> tuple
 
 
 def measure_all(rank: int, world: int, precision: str) -> dict[tuple[str, int], Any]:
-    """The first model at every stage; the others' stages alternate over precisions and numbers of ranks."""
-    parity = (precision == "fp32") + world // 2
-    return {
-        (build.__name__, stage): measure(build, stage, precision)
-        for number, build in enumerate(MODELS)
-        for stage in range(4)
-        if not number or (number + stage + parity) % 2
-    }
+    cases: list[tuple[type[nn.Module], int]] = [(Stack, stage) for stage in range(4)]
+    cases += [(Language, stage) for stage in ((1, 3) if precision == "bf16" else (0, 2))]
+    return {(build.__name__, stage): measure(build, stage, precision) for build, stage in cases}
 
 
 @cache
 def measured(world: int, precision: str) -> list[dict[tuple[str, int], Any]]:
-    return run_ranks(world, measure_all, precision)
+    return run_ranks(world, measure_all, precision, fresh=True)
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp32"])
-@pytest.mark.parametrize("world", [1, 2, 4])
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.mark.parametrize(
+    ("world", "precision"),
+    [
+        (2, "bf16"),
+        (2, "fp32"),
+        *(pytest.param(world, precision, marks=exhaustive) for world in (1, 4) for precision in ("bf16", "fp32")),
+    ],
+)
 def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
     for found in measured(world, precision):
         for (model, stage), (live, reported, formula) in found.items():
@@ -139,39 +125,6 @@ def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
             assert reported["unsharded"] == 0, where
             # losses, inputs and scalars of the test itself are small change
             assert abs(live - sum(reported.values())) < 16 * 1024, where
-
-
-def test_sharding_saves_memory() -> None:
-    """Per parameter with BF16 replicas: 18 bytes replicated, 6 + 12/N at stage 1, 2 + 16/N at stage 2, 18/N at 3."""
-    numel = sum(p.numel() for p in Stack().parameters())
-    found = measured(4, "bf16")[0]
-    for stage, per_parameter in ((0, 18.0), (1, 6 + 12 / 4), (2, 2 + 16 / 4), (3, 18 / 4)):
-        _, reported, _ = found["Stack", stage]
-        states = sum(reported[kind] for kind in ("compute", "main_grad", "master", "moments"))
-        assert states / numel == pytest.approx(per_parameter, rel=0.03)
-
-
-def peak_of_unsharded_groups(rank: int, world: int, prefetch: int) -> tuple[int, int, list[int]]:
-    """Returns the most bytes unsharded at a module's forward or a parameter's gradient, and the sizes of the groups."""
-    engine = dtrain.initialize(Language(), precision="fp32", zero_stage=3, prefetch=prefetch, seed=0)
-    assert isinstance(engine, NativeEngine)
-    seen = []
-    for module in engine.module.modules():
-        module.register_forward_hook(lambda *_: seen.append(engine.memory()["unsharded"]))
-    for parameter in engine.module.parameters():
-        parameter.register_hook(lambda grad: seen.append(engine.memory()["unsharded"]))
-    for _ in range(2):
-        engine.backward(engine(torch.randn(4, DIM)))
-        engine.step()
-    assert engine.sharded.scheduler is not None
-    return max(seen), engine.sharded.scheduler.peak, [4 * layout.numel for layout in engine.sharded.layouts]
-
-
-@pytest.mark.parametrize("prefetch", [0, 1])
-def test_only_root_current_and_prefetched_groups_are_unsharded(prefetch: int) -> None:
-    peak_bytes, peak, (root, *blocks) = run_ranks(2, peak_of_unsharded_groups, prefetch)[0]
-    assert peak == 1 + prefetch
-    assert root < peak_bytes <= root + (1 + prefetch) * max(blocks)
 
 
 def shares_storage(rank: int, world: int, precision: str) -> dict[int, set[bool]]:
@@ -195,8 +148,7 @@ def shares_storage(rank: int, world: int, precision: str) -> dict[int, set[bool]
     return found
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize(("world", "precision"), [(1, "bf16"), (2, "bf16"), (2, "fp32")])
 def test_fp32_replicas_are_the_masters_at_every_stage(world: int, precision: str) -> None:
     for found in run_ranks(world, shares_storage, precision):
         assert found == {stage: {True} for stage in range(4)}
@@ -219,4 +171,58 @@ def heap_before_and_after(rank: int, world: int) -> list[bool]:
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
 def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
-    assert run_ranks(1, heap_before_and_after) == [[False, True]]
+    assert run_ranks(1, heap_before_and_after, fresh=True) == [[False, True]]
+
+
+# -- a load takes little beside the state that it fills, however large a tensor is and however it was cut --------------
+
+BOUND = 48 << 20  # bytes
+
+
+class Large(nn.Module):
+    """One trained weight of which each rank holds more than a load may take, and one frozen weight as large."""
+
+    def __init__(self, world: int) -> None:
+        super().__init__()
+        self.trained = nn.Parameter(torch.arange(world * 13_000_000, dtype=torch.float32))
+        self.frozen = nn.Parameter(torch.arange(13_000_000, dtype=torch.float32), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def resident(what: str) -> int:
+    """Resident bytes: ``RSS`` now, or ``HWM``, the maximum since the last reset."""
+    found = re.search(rf"Vm{what}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def save(rank: int, world: int, folder: Path, loading: int) -> None:
+    dtrain.initialize(Large(loading), zero_stage=2, precision="fp32").save(folder)
+
+
+def load(rank: int, world: int, folder: Path, engine: str) -> tuple[int, float]:
+    """Returns the bytes that a load took beside the existing state, and the last weight of this rank."""
+    # BF16, so that the frozen weight, saved in FP32, is cast
+    running: Any = dtrain.initialize(Large(world), engine=engine, zero_stage=2, precision="bf16")
+    shards = [shard for kind in ("master", "exp_avg", "exp_avg_sq") for shard in running.local_shards(kind)]
+    for shard in shards:
+        shard.data.fill_(0.5)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again
+    before = resident("RSS")
+    running.load(folder)
+    return resident("HWM") - before, shards[0].data[-1].item()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "engines"), [(2, 1, ["native"]), pytest.param(1, 2, ["native", "fsdp2"], marks=exhaustive)]
+)
+def test_a_load_on_more_and_on_fewer_ranks(tmp_path: Path, saved: int, loaded: int, engines: list[str]) -> None:
+    run_ranks(saved, save, tmp_path, loaded, fresh=True)
+    for engine in engines:
+        taken, last = zip(*run_ranks(loaded, load, tmp_path, engine, fresh=True), strict=True)
+        assert max(taken) <= BOUND, f"{engine} on {loaded}: {[size >> 20 for size in taken]} MiB"
+        assert last[-1] == torch.tensor(loaded * 13_000_000 - 1, dtype=torch.float32)
+    for file in tmp_path.rglob("*.safetensors"):
+        file.unlink()  # pytest keeps the folders of its last runs

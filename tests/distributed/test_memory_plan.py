@@ -101,8 +101,16 @@ _LATER = [  # than measurements of the resident set
 ]
 
 
+QUICK = {4, 7, 15}
+"""Cases of the default tier: stages 1 and 3, an average, frozen weights, FP8."""
+
+
 @pytest.mark.parametrize(
-    ("ranks", "keys"), [*CASES, *_LATER], ids=lambda value: "-".join(value) if isinstance(value, list) else ""
+    ("ranks", "keys"),
+    [
+        pytest.param(*case, id="-".join([str(case[0]), *case[1]]), marks=[] if n in QUICK else pytest.mark.exhaustive)
+        for n, case in enumerate([*CASES, *_LATER])
+    ],
 )
 def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
     config = configuration(ranks, keys, TINY)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,23 +22,37 @@ from tests.helpers.runs import Result, Run, start, train_engine
 pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
-RUN = Run("transformer", steps=3, accumulation=2, options={"precision": "bf16", "shard_size": 2, "zero_stage": 2})
-
-
-def other_groups(rank: int, world: int) -> list[list[int]]:
-    # such as of the leaders of the hosts; torch counts it in the names of the next groups of its members only
-    dist.new_group([0, 2], timeout=timedelta(seconds=5))
-    mesh = Mesh.of(make_communicator(dist.group.WORLD, CPU), 2)
-    return [axis.gather_rows(torch.tensor([rank]), label="ranks").flatten().tolist() for axis in axes(mesh)]
+RUN = Run("transformer", steps=2, accumulation=2, options={"precision": "bf16", "shard_size": 2, "zero_stage": 2})
 
 
 def axes(mesh: Mesh) -> tuple[Communicator, Communicator]:
     return mesh.shard, mesh.replicate
 
 
-def test_ranks_may_be_in_other_process_groups() -> None:
-    results = run_ranks(4, other_groups, timeout=30)
-    assert results == [[[0, 1], [0, 2]], [[0, 1], [1, 3]], [[2, 3], [0, 2]], [[2, 3], [1, 3]]]
+def other_groups(rank: int, world: int) -> tuple[list[list[int]], str]:
+    # such as of the leaders of the hosts; torch counts it in the names of the next groups of its members only
+    dist.new_group([0, 2], timeout=timedelta(seconds=5))
+    mesh = Mesh.of(make_communicator(dist.group.WORLD, CPU), 2)
+    members = [axis.gather_rows(torch.tensor([rank]), label="ranks").flatten().tolist() for axis in axes(mesh)]
+    try:
+        mesh.shard.gather_rows(torch.zeros(1), label="lost" if rank == 3 else "found")
+    except DivergenceError as error:
+        return members, str(error)
+    return members, ""
+
+
+def test_ranks_may_be_in_other_groups_and_messages_name_the_ranks_of_the_run() -> None:
+    """Not those of the group, in which ranks 2 and 3 are 0 and 1."""
+    results = run_ranks(4, other_groups, timeout=60)
+    assert [members for members, _ in results] == [
+        [[0, 1], [0, 2]],
+        [[0, 1], [1, 3]],
+        [[2, 3], [0, 2]],
+        [[2, 3], [1, 3]],
+    ]
+    assert [message for _, message in results[:2]] == [""] * 2
+    for _, message in results[2:]:
+        assert "rank 2 is at gather_rows(found, 1 x float32), rank 3 is at gather_rows(lost, 1 x float32)" in message
 
 
 def several_engines(rank: int, world: int) -> tuple[list[int], list[bool], bool, bool]:
@@ -61,63 +75,36 @@ def test_engines_share_the_groups_of_an_axis() -> None:
     assert run_ranks(4, several_engines) == [([3, 3, 3], [True, True], True, True)] * 4
 
 
-def on_hosts(rank: int, world: int, hosts: list[int]) -> tuple[list[str], Result]:
-    identity, memory = ["host", str(hosts[rank])], f"host {hosts[rank]}"
-    processes.host_identity = lambda: identity
-    shared_memory._host_of_memory = lambda: memory  # type: ignore[attr-defined]
-    engine = start(RUN)
-    return [type(axis).__name__ for axis in axes(engine.mesh)], train_engine(engine, RUN)
-
-
-def assert_equal_bits(result: Result, other: Result) -> None:
-    assert result.outcomes == other.outcomes
-    for name, master in other.masters.items():
-        assert torch.equal(result.masters[name], master), name
+def on_hosts(rank: int, world: int, hosts: list[int] | None) -> tuple[list[str], bool, Result]:
+    """``hosts`` of the ranks; None: one host, and memory is short on the last rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        if hosts is not None:
+            patch.setattr(processes, "host_identity", lambda: ["host", str(hosts[rank])])
+            patch.setattr(shared_memory, "_host_of_memory", lambda: f"host {hosts[rank]}")
+        elif rank == world - 1:
+            patch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "injected")))
+        engine = start(RUN)
+        is_ring = isinstance(engine.sharded.reducer.exchange, RingExchange)
+        return [type(axis).__name__ for axis in axes(engine.mesh)], is_ring, train_engine(engine, RUN)
 
 
 def test_an_axis_shares_memory_if_all_its_groups_can() -> None:
-    """Two hosts of two ranks; hosts of three and one, of which one group could; one host. The bits are the same."""
-    kinds = {
-        (0, 0, 1, 1): ["HostMemory", "GlooGroup"],
-        (0, 0, 0, 1): ["GlooGroup", "GlooGroup"],
-        (0, 0, 0, 0): ["HostMemory", "HostMemory"],
+    """Two hosts of two ranks; hosts of three and one, of which one group could; one host. The bits are the same.
+
+    If memory is short in one replica, all send through sockets: one that still shared memory would issue other
+    collectives than the one that cannot.
+    """
+    one_host = (0, 0, 0, 0)
+    kinds: dict[tuple[int, ...] | None, tuple[list[str], bool]] = {
+        one_host: (["HostMemory", "HostMemory"], True),
+        (0, 0, 1, 1): (["HostMemory", "GlooGroup"], True),
+        (0, 0, 0, 1): (["GlooGroup", "GlooGroup"], False),
+        None: (["HostMemory", "HostMemory"], False),
     }
-    results = {hosts: run_ranks(4, on_hosts, list(hosts)) for hosts in kinds}
+    results = {hosts: run_ranks(4, on_hosts, hosts and list(hosts)) for hosts in kinds}
+    expected = results[one_host][0][2]
     for hosts, of_ranks in results.items():
-        assert [kind for kind, _ in of_ranks] == [kinds[hosts]] * 4
-        assert_equal_bits(of_ranks[0][1], results[0, 0, 0, 0][0][1])
-
-
-def short_memory(rank: int, world: int, bad_rank: int) -> tuple[bool, Result]:
-    if rank == bad_rank:
-        os.posix_fallocate = _fail  # type: ignore[assignment]
-    engine = start(RUN)
-    return isinstance(engine.sharded.reducer.exchange, RingExchange), train_engine(engine, RUN)
-
-
-def _fail(*_: Any) -> None:
-    raise OSError(28, "injected")
-
-
-def test_all_replicas_send_through_sockets_if_memory_is_short_in_one() -> None:
-    """A replica that still shared memory would issue other collectives than the one that cannot."""
-    expected = run_ranks(4, short_memory, -1)
-    results = run_ranks(4, short_memory, 3)
-    assert [in_place for in_place, _ in expected + results] == [True] * 4 + [False] * 4
-    assert_equal_bits(results[0][1], expected[0][1])
-
-
-def other_collectives(rank: int, world: int) -> str:
-    mesh = Mesh.of(make_communicator(dist.group.WORLD, CPU), 2)
-    try:
-        mesh.shard.gather_rows(torch.zeros(1), label="lost" if rank == 3 else "found")
-    except DivergenceError as error:
-        return str(error)
-    return ""
-
-
-def test_messages_name_the_ranks_of_the_run() -> None:
-    """Not those of the group, in which ranks 2 and 3 are 0 and 1."""
-    _, _, *messages = run_ranks(4, other_collectives)
-    for message in messages:
-        assert "rank 2 is at gather_rows(found, 1 x float32), rank 3 is at gather_rows(lost, 1 x float32)" in message
+        assert [(kind, is_ring) for kind, is_ring, _ in of_ranks] == [kinds[hosts]] * 4, hosts
+        assert of_ranks[0][2].outcomes == expected.outcomes
+        for name, master in expected.masters.items():
+            assert torch.equal(of_ranks[0][2].masters[name], master), name

@@ -1,11 +1,10 @@
-"""Ranks that read each other's buffers: the bits of sockets, no traces, and the same failures."""
+"""Ranks that read each other's buffers: the bits of sockets, no traces, the same failures, and the fallback."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
-import random
 import re
 import signal
 import time
@@ -17,15 +16,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-import dtrain
-from dtrain.distributed import host_memory, pipes, processes, setup, shared_memory
+from dtrain.distributed import pipes, processes, setup, shared_memory
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.host_memory import HostMemory, RingExchange
 from dtrain.distributed.setup import make_communicator
-from dtrain.distributed.sockets import Sockets
-from dtrain.engine.native import NativeEngine
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, train
@@ -116,7 +112,7 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     return got
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, 3])
 def test_same_bits_as_sockets(world: int) -> None:
     through_sockets = run_ranks(world, all_collectives, False)
     in_place = run_ranks(world, all_collectives, True)
@@ -125,124 +121,95 @@ def test_same_bits_as_sockets(world: int) -> None:
         for name, tensor in through_sockets[rank].items():
             assert in_place[rank][name].dtype == tensor.dtype
             assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
-    for rank in range(world):
         rows = [numbers(other, world * NUMEL, 7).bfloat16().float().view(world, -1)[rank] for other in range(world)]
         assert torch.equal(in_place[rank]["reduce-scatter in BF16"], sum(rows[1:], rows[0]))
     total = torch.stack([numbers(rank, world * NUMEL, 4) for rank in range(world)]).sum(0)
     assert torch.allclose(in_place[0]["all-reduce"][: world * NUMEL], total, rtol=1e-4, atol=1e-2)
 
 
-def fail_to_share(rank: int, world: int, what: str) -> tuple[bool, str, bool]:
-    """Something fails on the last rank only; every rank falls back to sockets and continues."""
-    if rank == world - 1 and what == "other host":
-        processes.host_identity = lambda: ["another", "host"]
-    log: list[str] = []
-    setup.logger.info = log.append
-    comm = communicator(shared=True)
-    before = is_shared(comm, comm.allocate(8, torch.float32)) == (what in ("map", "memory is short"))
-    assert isinstance(comm, HostMemory) == (what != "other host")
-    if rank == world - 1:
-        if what == "map":
-            shared_memory._map = _fail  # type: ignore[assignment]
-        elif what == "memory is short":
-            os.posix_fallocate = _fail  # type: ignore[assignment]
-    tensor = comm.allocate(world * 4, torch.float32)
-    later = comm.allocate(4, torch.float32)
-    exchange = comm.gradient_exchange([GradientSend("g", 4 * world, torch.float32, ((0, 4 * world),))], 0)
-    assert not isinstance(exchange, RingExchange)
-    tensor.fill_(rank + 1)
-    all_reduce(comm, tensor)
-    right = torch.equal(tensor, torch.full_like(tensor, world * (world + 1) / 2))
-    assert not any((is_shared(comm, tensor), is_shared(comm, later)))
-    assert comm.gather_rows(torch.tensor([rank]), label="rows").flatten().tolist() == list(range(world))
-    reason = log[-1].removeprefix("buffers are sent through sockets, not shared memory: ")
-    return before, reason, right
-
-
 def _fail(*_: object) -> None:
     raise OSError(28, "injected")
 
 
-@pytest.mark.parametrize(
-    ("what", "reason"),
-    [
-        ("map", "rank 1: [Errno 28] injected"),
-        ("memory is short", "rank 1: [Errno 28] injected"),
-        ("other host", "the ranks are on several hosts or in several containers"),
-    ],
-)
-def test_falls_back_on_all_ranks(what: str, reason: str) -> None:
-    for result in run_ranks(2, fail_to_share, what):
-        assert result == (True, reason, True)
+ON_OTHER_HOST = "the ranks are on several hosts or in several containers"
+FALLBACKS: dict[str, tuple[str, str]] = {  # what fails on rank 1; what every rank says, and how messages travel
+    "map": ("rank 1: [Errno 28] injected", "Pipes"),
+    "memory is short": ("rank 1: [Errno 28] injected", "Pipes"),
+    "other host": (ON_OTHER_HOST, "Sockets"),
+    "create a pipe": ("", "Sockets"),
+    "open a pipe": ("", "Sockets"),
+}
 
 
-def without_pipes(rank: int, world: int, what: str) -> tuple[bool, int]:
-    if rank == world - 1 and what == "create":
-        os.pipe2 = _fail  # type: ignore[assignment]
-    elif rank == world - 1:
-        pipes.open_descriptor = _fail  # type: ignore[assignment]
-    descriptors = len(os.listdir("/proc/self/fd"))
-    comm = communicator(shared=True)
-    assert isinstance(comm, HostMemory)
-    assert isinstance(comm.messages, Sockets)
-    opened = len(os.listdir("/proc/self/fd")) - descriptors
-    tensor = comm.allocate(world * 4, torch.float32)
+def fail_on_the_last(rank: int, world: int, what: str) -> tuple[str, str, list[bool], bool]:
+    """Returns the reason, the kind of messages, which buffers are shared before and after, and if sums are right."""
+    log: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(setup.logger, "info", log.append)
+        if rank == world - 1:
+            if what == "other host":
+                patch.setattr(processes, "host_identity", lambda: ["another", "host"])
+            elif what == "create a pipe":
+                patch.setattr(os, "pipe2", _fail)
+            elif what == "open a pipe":
+                patch.setattr(pipes, "open_descriptor", _fail)
+        descriptors = len(os.listdir("/proc/self/fd"))
+        comm = communicator(shared=True)
+        opened = len(os.listdir("/proc/self/fd")) - descriptors
+        assert opened == 1 or what != "create a pipe", "one socket to the other rank"
+        shared = [is_shared(comm, comm.allocate(8, torch.float32))]
+        if rank == world - 1 and what == "map":
+            patch.setattr(shared_memory, "_map", _fail)
+        elif rank == world - 1 and what == "memory is short":
+            patch.setattr(os, "posix_fallocate", _fail)
+        tensor = comm.allocate(world * 4, torch.float32)
+        later = comm.allocate(4, torch.float32)
+        exchange = comm.gradient_exchange([GradientSend("g", 4 * world, torch.float32, ((0, 4 * world),))], 0)
+    shared += [is_shared(comm, tensor), is_shared(comm, later), isinstance(exchange, RingExchange)]
     tensor.fill_(rank + 1)
     all_reduce(comm, tensor)
-    right = bool(tensor.eq(3).all()) and is_shared(comm, tensor)
+    assert comm.gather_rows(torch.tensor([rank]), label="rows").flatten().tolist() == list(range(world))
     comm.barrier()
-    return right, opened
+    reason = log[-1].partition("not shared memory: ")[2]
+    return reason, type(comm.messages).__name__, shared, bool(tensor.eq(world * (world + 1) / 2).all())
 
 
-@pytest.mark.parametrize("what", ["create", "open"])
-def test_messages_go_through_sockets_if_pipes_fail_on_a_rank(what: str) -> None:
-    assert run_ranks(2, without_pipes, what) == [(True, 1)] * 2
+@pytest.mark.parametrize("what", FALLBACKS)
+def test_all_ranks_fall_back_together(what: str) -> None:
+    reason, messages = FALLBACKS[what]
+    before = what != "other host"
+    after = not reason  # without pipes the messages alone go through sockets
+    assert run_ranks(2, fail_on_the_last, what) == [(reason, messages, [before, after, after, after], True)] * 2
 
 
-def traces(rank: int, world: int) -> tuple[list[str], set[str], bool]:
-    before = set(os.listdir("/dev/shm"))
-    comm = communicator(shared=True)
-    tensor = comm.allocate(1 << 20, torch.float32)
-    links = []
-    for descriptor in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):
-            links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-    comm.barrier()
-    return [link for link in links if "dtrain" in link], set(os.listdir("/dev/shm")) - before, is_shared(comm, tensor)
-
-
-def test_leaves_no_descriptor_and_no_file() -> None:
-    for descriptors, files, shared in run_ranks(2, traces):
-        assert shared
-        assert descriptors == []
-        assert files == set()
-
-
-def open_descriptors(rank: int, world: int) -> list[int]:
-    """Returns how many descriptors are open with a communicator, after its release, and after another is collected."""
-    before = set(os.listdir("/proc/self/fd"))
-    counts = []
+def traces(rank: int, world: int) -> tuple[list[str], set[str], list[int]]:
+    """Returns descriptors and files of dtrain beside a communicator, and the descriptors of two of them and after."""
+    files, before = set(os.listdir("/dev/shm")), set(os.listdir("/proc/self/fd"))
+    links, counts = [], []
 
     def count() -> None:
         counts.append(len(set(os.listdir("/proc/self/fd")) - before))
 
     for is_released in (True, False):
         comm = communicator(shared=True)
-        fill(comm, 8, torch.float32, 0)
+        assert is_shared(comm, fill(comm, 1 << 16, torch.float32, 0))
         comm.barrier()
         count()
+        for descriptor in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(FileNotFoundError):
+                links.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        created = {name for name in set(os.listdir("/dev/shm")) - files if not name.startswith("tmp")}  # of other tests
         if is_released:
             comm.release()
         else:
             del comm
             gc.collect()
         count()
-    return counts
+    return [link for link in links if "dtrain" in link], created, counts
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_no_descriptor_outlives_its_communicator(world: int) -> None:
-    assert run_ranks(world, open_descriptors) == [[2 * (world - 1), 0] * 2] * world
+def test_leaves_no_descriptor_and_no_file() -> None:
+    assert run_ranks(3, traces) == [([], set(), [4, 0, 4, 0])] * 3
 
 
 FAILURES = {
@@ -254,150 +221,83 @@ FAILURES = {
 def start(comm: Communicator, what: str, tensor: Tensor) -> Callable[[], Any]:
     """Starts a collective; returns what waits for it."""
     if what == "all_to_all":
-        return comm.reduce_scatter_sum(torch.empty(NUMEL), tensor, label="blocks.0").wait
+        return comm.reduce_scatter_sum(torch.empty(tensor.numel() // 2), tensor, label="blocks.0").wait
     return lambda: comm.gather_rows(torch.zeros(3, dtype=torch.int64), label="vote")
 
 
-def lose_a_rank(rank: int, world: int, folder: str, what: str) -> None:
-    """Rank 1 dies before it has sent its message: that its gradient is ready, or its row."""
-    comm = communicator(shared=True)
+def lose_a_rank(rank: int, world: int, folder: Path, what: str, number: int) -> None:
+    """Rank 1 gets a signal before it sends its message: that its gradient is ready, or its row."""
+    comm = make_communicator(dist.new_group(timeout=timedelta(seconds=1)), CPU)
     tensor = fill(comm, world * NUMEL, torch.float32, 0)
     all_reduce(comm, tensor)
-    assert is_shared(comm, tensor)
-    if rank == 1:
-        Path(folder, "pid").write_text(str(os.getpid()), encoding="ascii")
-        time.sleep(60)
-    wait = start(comm, what, tensor)
-    while not Path(folder, "pid").exists() or not Path(folder, "pid").read_text(encoding="ascii"):
-        time.sleep(0.01)
-    os.kill(int(Path(folder, "pid").read_text(encoding="ascii")), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(CommunicationError, match=FAILURES[what]) as caught:
-        wait()
-    assert time.monotonic() - began < 5
-    Path(folder, "error").write_text(str(caught.value), encoding="ascii")
-
-
-@pytest.mark.parametrize("what", sorted(FAILURES))
-def test_a_killed_rank_is_an_error_at_once(tmp_path: Path, what: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result") as caught:
-        run_ranks(2, lose_a_rank, str(tmp_path), what)
-    assert "rank 0:" not in str(caught.value)
-    assert (tmp_path / "error").read_text(encoding="ascii").endswith("(rank 1 has ended)")
-    assert time.monotonic() - start < 20
-
-
-def stop_a_rank(rank: int, world: int, what: str) -> float:
-    """Rank 1 is stopped before it sends its message; returns how long the other waits for it."""
-    comm = make_communicator(dist.new_group(timeout=timedelta(seconds=2)), CPU)
-    tensor = fill(comm, world * NUMEL, torch.float32, 0)
     pid = int(comm.exchange_text(str(os.getpid()))[1])
     if rank == 1:
-        os.kill(pid, signal.SIGSTOP)
-        return 0.0
-    while " T " not in Path(f"/proc/{pid}/stat").read_text(encoding="ascii"):  # it has not stopped itself yet
-        time.sleep(0.01)
+        os.kill(pid, number)
+        return
+    with contextlib.suppress(FileNotFoundError):  # it has been killed
+        while not re.search(r"State:\s+[TZ]", Path(f"/proc/{pid}/status").read_text(encoding="ascii")):
+            time.sleep(0.01)
     began = time.monotonic()
-    with pytest.raises(CommunicationError, match=FAILURES[what] + r".*\(rank 1 sent no message for 2 s\)"):
+    with pytest.raises(CommunicationError, match=FAILURES[what]) as caught:
         start(comm, what, tensor)()
-    elapsed = time.monotonic() - began
-    os.kill(pid, signal.SIGCONT)
-    return elapsed
+    (folder / "error").write_text(f"{time.monotonic() - began:.3f} {caught.value}", encoding="ascii")
+    if number == signal.SIGSTOP:
+        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("what", sorted(FAILURES))
-def test_a_rank_that_hangs_is_an_error_after_the_time_out(what: str) -> None:
-    assert 1.9 < run_ranks(2, stop_a_rank, what)[0] < 10
-
-
-def send_different_messages(rank: int, world: int) -> str:
-    comm = communicator(shared=True)
-    tensor = fill(comm, world * NUMEL, torch.float32, 0)
-    wait = start(comm, sorted(FAILURES)[rank], tensor)
-    with pytest.raises(DivergenceError) as caught:
-        wait()
-    return str(caught.value)
-
-
-def test_messages_of_different_collectives_are_an_error() -> None:
-    first, second = run_ranks(2, send_different_messages)
-    assert first == second
-    assert re.match(
-        r"the ranks have diverged: rank 0 is at all_to_all_single\(blocks.0, 6000 x float32\), "
-        r"rank 1 is at gather_rows\(vote, 3 x int64\); every rank must call the same methods",
-        first,
-    )
+def test_a_killed_rank_is_an_error_at_once_and_one_that_hangs_after_the_time_out(tmp_path: Path, what: str) -> None:
+    with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result") as failure:
+        run_ranks(2, lose_a_rank, tmp_path, what, signal.SIGKILL)
+    assert "rank 0:" not in str(failure.value)
+    assert (tmp_path / "error").read_text(encoding="ascii").endswith("(rank 1 has ended)")
+    run_ranks(2, lose_a_rank, tmp_path, what, signal.SIGSTOP)
+    seconds, _, message = (tmp_path / "error").read_text(encoding="ascii").partition(" ")
+    assert message.endswith("(rank 1 sent no message for 1 s)")
+    assert 0.9 < float(seconds) < 20
 
 
 def differ(rank: int, world: int, what: str) -> str:
     comm = communicator(shared=True)
-    tensor = comm.allocate(world * 8, torch.float32)
+    tensor = comm.allocate(world * NUMEL, torch.float32)
     if what == "number" and rank == 1:
         comm.schedule.record("all_gather", "one more", tensor)
-    part = tensor[: world * 4] if what == "size" and rank == 1 else tensor
+    wait = start(
+        comm, sorted(FAILURES)[rank if what == "kind" else 0], tensor[: 8 if what == "size" and rank else None]
+    )
     with pytest.raises(DivergenceError) as caught:
-        comm.reduce_scatter_sum(torch.empty(part.numel() // world), part, label="sum").wait()
+        wait()
     return str(caught.value)
+
+
+SUM = r"all_to_all_single\(blocks.0, 6000 x float32\)"
 
 
 @pytest.mark.parametrize(
     ("what", "at"),
     [
+        ("kind", rf"rank 0 is at {SUM}, rank 1 is at gather_rows\(vote, 3 x int64\); every rank must call the same"),
         (
             "number",
-            r"rank 0 is at (all_to_all_single\(sum, 16 x float32\)) \(number (\d+), order (\w+), 40 B\), "
+            rf"rank 0 is at ({SUM}) \(number (\d+), order (\w+), 40 B\), "
             r"rank 1 is at \1 \(number (?!\2)\d+, order (?!\3)\w+, 40 B\);",
         ),
-        (
-            "size",
-            r"rank 0 is at all_to_all_single\(sum, 16 x float32\), rank 1 is at all_to_all_single\(sum, 8 x float32\);",
-        ),
+        ("size", rf"rank 0 is at {SUM}, rank 1 is at all_to_all_single\(blocks.0, 8 x float32\);"),
     ],
 )
 def test_other_collectives_on_another_rank_are_an_error(what: str, at: str) -> None:
     first, second = run_ranks(2, differ, what)
     assert first == second
-    assert re.search(at, first), first
+    assert re.match(f"the ranks have diverged: {at}", first), first
 
 
 OPTIONS: tuple[dict[str, Any], ...] = (
-    {"precision": "fp32", "zero_stage": 0},
     {"precision": "bf16", "zero_stage": 0, "reduce_dtype": "bf16"},
-    {"precision": "bf16", "zero_stage": 0, "reproducible": True},
-    {"precision": "bf16", "zero_stage": 1},
+    {"precision": "fp32", "zero_stage": 0, "reproducible": True},
+    {"precision": "fp32", "zero_stage": 1},
     {"precision": "bf16", "zero_stage": 2},
-    {"precision": "bf16", "zero_stage": 3},
     {"precision": "fp32", "zero_stage": 3},
 )
-
-
-def messages_of_a_forward(rank: int, world: int) -> list[int]:
-    """Returns the number of buffers announced in forwards at stage 3, before and after a step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
-    engine = dtrain.initialize(model, zero_stage=3, precision="bf16")
-    announced: list[str] = []
-    counts = []
-    with pytest.MonkeyPatch.context() as patch:
-        real = HostMemory.announce
-
-        def announce(comm: HostMemory, what: str, *args: Any) -> Any:
-            announced.append(what)
-            return real(comm, what, *args)
-
-        patch.setattr(HostMemory, "announce", announce)
-        for _ in range(2):
-            announced.clear()
-            loss = engine(torch.ones(2, 64)).float().square().mean()
-            counts.append(len(announced))
-            engine.backward(loss)
-            engine.step()
-    return counts
-
-
-def test_a_forward_at_stage_3_announces_nothing() -> None:
-    assert run_ranks(2, messages_of_a_forward) == [[0, 0], [0, 0]]
 
 
 def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
@@ -406,7 +306,7 @@ def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]
         masters = []
         for shared in (False, True):
             comm = communicator(shared=shared)
-            run = Run("transformer", steps=3, accumulation=2, unequal_weights=True, options={**options, "comm": comm})
+            run = Run("transformer", steps=2, accumulation=2, unequal_weights=True, options={**options, "comm": comm})
             masters.append(train(rank, world, run).masters)
             assert isinstance(comm, HostMemory) == shared
             if isinstance(comm, HostMemory):
@@ -415,56 +315,8 @@ def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]
     return runs
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_training_has_the_same_bits(world: int) -> None:
-    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(world, train_with_and_without)[0], strict=True):
+def test_training_has_the_same_bits() -> None:
+    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(2, train_with_and_without)[0], strict=True):
         assert through_sockets
         for key, tensor in through_sockets.items():
             assert torch.equal(in_place[key], tensor), f"{options}: {key}"
-
-
-class Deep(nn.Module):
-    """More blocks than the ring holds, used in any order; the head is used first and last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(33, 33) for _ in range(8))
-        self.head = nn.Linear(33, 33)
-
-    def forward(self, x: Tensor, order: list[int]) -> Tensor:
-        x = self.head(x)
-        for index in order:
-            x = x + self.blocks[index](x).tanh()
-        return self.head(x).float().square().mean()
-
-
-def train_deep(rank: int, world: int, options: dict[str, Any]) -> list[dict[str, Tensor]]:
-    """Gradients reuse the ring; those out of order lie in private memory first; ranks run at their own speed."""
-    host_memory.MAX_BYTES_IN_FLIGHT = 1
-    masters = []
-    for shared in (False, True):
-        torch.manual_seed(0)
-        rng = random.Random(rank)
-        engine = dtrain.initialize(Deep(), seed=0, comm=communicator(shared=shared), **options)
-        assert isinstance(engine, NativeEngine)
-        assert isinstance(engine.sharded.reducer.exchange, RingExchange) == shared
-        master = next(engine.local_shards("master")).data
-        assert is_shared(engine.comm, master) == (shared and "zero_stage" in options)
-        for step in range(6):
-            order = list(range(8)) if step % 2 else [3, 1, 7, 0, 2, 6, 5, 4]
-            for micro in engine.accumulate(range(3)):
-                torch.manual_seed(100 * step + 10 * micro + rank)
-                time.sleep(0.004 * rng.random())
-                engine.backward(engine(torch.randn(4, 33), order=order), weight=1.0 + micro)
-            engine.step()
-        masters.append(engine.master_state())
-    return masters
-
-
-@pytest.mark.parametrize(
-    "options", [{"precision": "bf16"}, {"precision": "fp32", "zero_stage": 3}], ids=["ring", "masters"]
-)
-def test_buffers_that_are_reused_many_times(options: dict[str, Any]) -> None:
-    through_sockets, in_place = run_ranks(2, train_deep, options)[0]
-    for key, tensor in through_sockets.items():
-        assert torch.equal(in_place[key], tensor), key

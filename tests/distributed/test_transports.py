@@ -21,12 +21,13 @@ from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
-from dtrain.errors import CommunicationError, DivergenceError
+from dtrain.errors import DivergenceError
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 CPU = torch.device("cpu")
+both = pytest.mark.parametrize("shared", [True, False])
 SENDS = [
     GradientSend("a", 24, torch.bfloat16, ((0, 20),)),
     GradientSend("b", 60, torch.float32, ((0, 7), (8, 60))),
@@ -95,13 +96,15 @@ def exchange_over(rank: int, world: int, shared: bool) -> list[str]:
     return log
 
 
-@pytest.mark.parametrize(("world", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
+WORLDS = pytest.mark.parametrize(("world", "shared"), [(1, True), (2, True), (3, True), (3, False)])
+
+
+@WORLDS
 def test_every_rank_gets_its_shards_and_the_weights_of_all(world: int, shared: bool) -> None:
     logs = run_ranks(world, exchange_over, shared)
     assert all(log == logs[0] for log in logs)
-    entries = [
-        entry for entry in logs[0] if not entry.startswith(("gather_rows", "exchange_text"))
-    ]  # of the ring's allocation
+    of_allocation = ("gather_rows", "exchange_text")  # of the ring's memory
+    entries = [entry for entry in logs[0] if not entry.startswith(of_allocation)]
     # the weights take no collective: in shared memory they lie in the ready messages, else in gaps of the first send
     gap = 0 if shared or world == 1 else world * 64
     numels = [SENDS[0].numel + gap, *(send.numel for send in SENDS[1:])]
@@ -145,7 +148,7 @@ def collectives_over_axes(rank: int, world: int, shared: bool) -> dict[str, Any]
     return got
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@both
 def test_collectives_over_two_axes_of_a_mesh(shared: bool) -> None:
     results = run_ranks(4, collectives_over_axes, shared)
     members = {"replicate": [(0, 2), (1, 3)], "shard": [(0, 1), (2, 3)]}
@@ -167,29 +170,28 @@ def test_collectives_over_two_axes_of_a_mesh(shared: bool) -> None:
 def memory_after_waits(rank: int, world: int, shared: bool) -> list[str]:
     """Collectives whose handles, which are kept, keep their output alive after the wait."""
     comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    short, long = comm.allocate(4, torch.float32), comm.allocate(4 * world, torch.float32)
+    starts: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
+        "gather": (4 * world, lambda output: comm.all_gather(output, short, label="gather")),
+        "sum": (4, lambda output: comm.reduce_scatter_sum(output, long, label="sum")),
+        "maximum": (4, lambda output: comm.all_reduce_max(output.zero_(), label="maximum")),
+    }
     kept, found = [], []
-    for name in ("gather", "sum", "maximum"):
-        output = torch.empty(4 * world if name == "gather" else 4)
-        if name == "gather":
-            handle = comm.all_gather(output, comm.allocate(4, torch.float32), label=name)
-        elif name == "sum":
-            handle = comm.reduce_scatter_sum(output, comm.allocate(4 * world, torch.float32), label=name)
-        else:
-            handle = comm.all_reduce_max(output.zero_(), label=name)
-        handle.wait()
-        handle.wait()
-        kept.append(handle)
+    for name, (numel, start) in starts.items():
+        output = torch.empty(numel)
+        kept.append(start(output))
+        kept[-1].wait()
+        kept[-1].wait()
         reference = ref(output)
         del output
         deadline = time.monotonic() + 5
         while reference() is not None and time.monotonic() < deadline:
             time.sleep(0.01)  # a thread of gloo drops the last reference to what went through a socket
-        if reference() is not None:
-            found.append(name)
+        found += [name] if reference() is not None else []
     return found
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@both
 def test_a_handle_that_was_waited_for_keeps_no_memory(shared: bool) -> None:
     assert run_ranks(2, memory_after_waits, shared) == [[], []]
 
@@ -222,23 +224,12 @@ def published_shards(rank: int, world: int, shared: bool) -> tuple[list[list[flo
     return got, num_sent
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@both
 def test_published_shards_are_announced_once(shared: bool) -> None:
     for got, num_sent in run_ranks(2, published_shards, shared):
         assert got == [[1.0, 2.0]] * 5 + [[10.0, 11.0]] * 5
         # a part of a published shard is another buffer, with a message of its own
         assert num_sent == ([1, 2, 3, 4] if shared else [0, 0, 0, 0])
-
-
-def unequal_permission(rank: int, world: int) -> str:
-    with pytest.raises(DivergenceError) as caught:
-        make_communicator(dist.group.WORLD, CPU, shared_memory=rank != 1)
-    return str(caught.value)
-
-
-def test_ranks_that_allow_different_transports_are_an_error() -> None:
-    message = "shared memory between ranks is allowed: True on rank 0, False on rank 1; give all ranks the same"
-    assert run_ranks(3, unequal_permission) == [message] * 3
 
 
 def gathered_sums(rank: int, world: int, shared: bool, dtype: torch.dtype) -> list[tuple[bool, Tensor]]:
@@ -304,11 +295,11 @@ def parts_of_all(rank: int, world: int, shared: bool, dtype: torch.dtype) -> tup
     return found, list(comm.schedule.log)
 
 
-@pytest.mark.parametrize(("world", "shared"), [(1, True), (2, True), (2, False), (3, True), (3, False)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_rank_gets_its_parts_of_uneven_and_empty_sizes(world: int, shared: bool, dtype: torch.dtype) -> None:
-    results = run_ranks(world, parts_of_all, shared, dtype)
-    total, name = sum(map(sum, SIZES[world])), str(dtype).removeprefix("torch.")
+@WORLDS
+def test_every_rank_gets_its_parts_of_uneven_and_empty_sizes(world: int, shared: bool) -> None:
+    name = "bfloat16" if shared else "float32"
+    results = run_ranks(world, parts_of_all, shared, getattr(torch, name))
+    total = sum(map(sum, SIZES[world]))
     for rank, (found, log) in enumerate(results):
         for turn in range(2):
             parts = [[10.0 * (10 * turn + sender) + rank] * row[rank] for sender, row in enumerate(SIZES[world])]
@@ -318,22 +309,26 @@ def test_every_rank_gets_its_parts_of_uneven_and_empty_sizes(world: int, shared:
         assert entries == [f"all_to_all(round {turn}, {total} x {name})" for turn in range(2)]
 
 
-def unequal_parts(rank: int, world: int) -> str:
-    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=True)
-    source, target = comm.allocate(4, torch.float32), torch.empty(4)
+def unequal(rank: int, world: int) -> tuple[str, str]:
+    """Returns the errors of ranks that allow different transports, and of parts that the other does not send."""
+    with pytest.raises(DivergenceError) as transport:
+        make_communicator(dist.group.WORLD, CPU, shared_memory=rank != 1)
+    comm = make_communicator(dist.new_group(), CPU, shared_memory=True)
     received, sent = [[1, 1], [3, 1]][rank], [[1, 2], [1, 1]][rank]  # rank 0 sends two, rank 1 expects three
-    target, source = target[: sum(received)], source[: sum(sent)]
+    source, target = comm.allocate(4, torch.float32)[: sum(sent)], torch.empty(sum(received))
     handle = comm.all_to_all(target, source, received, sent, total=5, label="moves")
     try:
         handle.wait()
     except DivergenceError as error:
-        return str(error)
-    return ""
+        return str(transport.value), str(error)
+    return str(transport.value), ""
 
 
-def test_parts_that_another_rank_does_not_send_are_an_error() -> None:
-    _, message = run_ranks(2, unequal_parts)
-    assert "expects 3 elements of rank 0, and met number" in message
+def test_unequal_transports_and_parts_are_errors() -> None:
+    results = run_ranks(2, unequal)
+    message = "shared memory between ranks is allowed: True on rank 0, False on rank 1; give all ranks the same"
+    assert [transport for transport, _ in results] == [message] * 2
+    assert "expects 3 elements of rank 0, and met number" in results[1][1]
 
 
 def wait_twice(rank: int, world: int, shared: bool) -> list[str]:
@@ -371,32 +366,9 @@ def wait_twice(rank: int, world: int, shared: bool) -> list[str]:
     return failed
 
 
-@pytest.mark.parametrize("shared", [True, False])
+@both
 def test_a_collective_that_failed_is_never_read_and_its_error_is_kept(shared: bool) -> None:
     first, second = run_ranks(2, wait_twice, shared)
     assert {*first, *second} == {first[0]}
     assert "rank 0 is at all_gather(weights, 8 x float32)" in first[0]
     assert "rank 1 is at all_gather(other, 8 x float32)" in first[0]
-
-
-def late(rank: int, world: int, shared: bool) -> tuple[str, float]:
-    """Rank 1 gets to its collective when rank 0 has failed long ago, whose process lives on."""
-    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
-    if rank == 0:
-        failure = CommunicationError("no memory")
-        for transport in list(comm.schedule.transports):
-            transport.close_failed(failure)
-        time.sleep(2.5)
-        return "", 0.0
-    time.sleep(1.5)
-    began = time.monotonic()
-    with pytest.raises(CommunicationError) as caught:
-        comm.all_gather(torch.empty(2), torch.zeros(1), label="weights").wait()
-    return str(caught.value), time.monotonic() - began
-
-
-@pytest.mark.parametrize("shared", [True, False])
-def test_a_rank_that_comes_late_reads_why_another_has_failed(shared: bool) -> None:
-    (_, (message, seconds)) = run_ranks(2, late, shared)
-    assert message == "rank 0 has failed, so this one ends too: no memory"
-    assert seconds < 1.0

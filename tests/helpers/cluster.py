@@ -7,17 +7,15 @@ import gc
 import itertools
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import pytest
 import torch
 
 from dtrain.__main__ import main
 from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
-from tests.helpers.launch import LAUNCHER, PATIENCE, ROOT, SBATCH, Job, slurm_job, write_samples
+from tests.helpers.launch import LAUNCHER, ROOT, SBATCH, Job, slurm_job, write_samples
 from tests.helpers.ranks import fork
 from tests.helpers.remote_shell import install
 from tests.helpers.slurm import NODES
@@ -26,7 +24,7 @@ SCRIPT = str(ROOT / "launch/train.py")
 _SERVE = (sys.executable, "-m", "tests.helpers.remote_shell", "serve")
 
 
-class HostRank:
+class HostRank(Job):
     """A rank on a host, forked from the fork server, so that it starts at once; it ends with its host.
 
     Args:
@@ -40,26 +38,13 @@ class HostRank:
         self.host = host
         self._log = log
         log.touch()
-        self._process = fork(_train_on, host.init, str(log), list(argv), dict(env))
+        self._rank = fork(_train_on, host.init, str(log), list(argv), dict(env))
 
-    @property
-    def output(self) -> str:
-        return self._log.read_text(encoding="utf-8", errors="replace")
+    def exit_code(self) -> int | None:
+        return self._rank.exitcode
 
-    def wait(self, timeout: float = PATIENCE) -> int:
-        """Waits for the rank to end; returns its exit code as a shell does."""
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            pytest.fail(f"still running after {timeout:g} s; its output:\n{self.output}")
-        return self._process.exitcode
-
-    def wait_until(self, condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-        """Waits until ``condition()`` while the rank runs."""
-        deadline = time.monotonic() + timeout
-        while not condition():
-            if self._process.exitcode is not None or time.monotonic() > deadline:
-                pytest.fail(f"it ended or took more than {timeout:g} s; its output:\n{self.output}")
-            time.sleep(0.02)
+    def kill(self) -> None:
+        self._rank.kill()
 
 
 def _train_on(init: int, log: str, argv: list[str], env: dict[str, str]) -> None:

@@ -201,15 +201,8 @@ def _start(namespaces: Sequence[str], setup: str) -> tuple[subprocess.Popen[str]
     process = subprocess.Popen(
         # both end with their parents, so that nothing is left if this process is killed
         [
-            "setpriv",
-            "--pdeathsig=KILL",
-            "unshare",
-            *namespaces,
-            "--fork",
-            "--kill-child",
-            "sh",
-            "-ec",
-            f"{setup}\n{_IDLE}",
+            *("setpriv", "--pdeathsig=KILL", "unshare", *namespaces, "--fork", "--kill-child"),
+            *("sh", "-ec", f"{setup}\n{_IDLE}"),
         ],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

@@ -12,8 +12,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,25 +31,15 @@ from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.mishap import FACTORY
-from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.ranks import RankFailure, fork, run_ranks
+from tests.helpers.remote_shell import MARK
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
 PATIENCE = 240.0  # seconds; every wait ends as soon as its condition holds, and a busy machine may need minutes
-MARK = "DTRAIN_TEST_JOB"
-"""Environment variable that all processes of a job have."""
 LAUNCHER = (
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "TORCHELASTIC_RESTART_COUNT",
-    "TORCHELASTIC_USE_AGENT_STORE",
-    "SLURM_NTASKS",
-    "SLURM_STEP_NUM_TASKS",
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"),
     "DTRAIN_PRECISION",
 )
 
@@ -196,7 +188,7 @@ def train(
     config = _composed(overrides)  # here: it takes as long as a short training
     config = replace(config, run_dir=str(run_dir), report=False, supervise=UNWATCHED)
     try:
-        return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm, fresh=True)
+        return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm, fresh=bool(env or alarm))
     except RankFailure as failure:
         if "the process died without a result" not in str(failure):
             raise
@@ -205,8 +197,13 @@ def train(
 
 def command_line(log: Path, *argv: str, env: Mapping[str, str] | None = None) -> int:
     """The exit code of ``dtrain train ARGV`` in a forked process, whose standard error is appended to ``log``."""
-    codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0, fresh=True)
+    codes: list[int] = run_ranks(1, _in_fork, list(argv), dict(env or {}), str(log), 0.0)
     return codes[0]
+
+
+def fork_command(log: Path, *argv: str, env: Mapping[str, str]) -> ForkServerProcess:
+    """Starts ``dtrain train ARGV`` in a forked process, whose standard error is appended to ``log``."""
+    return fork(_in_fork, 0, 1, list(argv), dict(env), str(log), 0.0)
 
 
 def give_up_override() -> None:
@@ -290,18 +287,22 @@ class Job:
     def kill(self) -> None:
         """Ends every process at once."""
         for pid, _ in self.processes():
-            try:
+            with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code of the command, None while it runs."""
+        return self._process.poll()
 
     def wait(self, timeout: float = PATIENCE) -> int:
         """Waits for the command to end; returns its exit code."""
-        try:
-            return self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            pytest.fail(f"still running after {timeout:g} s; its output:\n{self.output}")
+        deadline = time.monotonic() + timeout
+        while (code := self.exit_code()) is None:
+            if time.monotonic() > deadline:
+                self.kill()
+                pytest.fail(f"still running after {timeout:g} s; its output:\n{self.output}")
+            time.sleep(0.01)
+        return code
 
     def gone(self, timeout: float = PATIENCE) -> bool:
         """Whether all that the command started ends by itself within ``timeout`` seconds."""
@@ -314,7 +315,7 @@ class Job:
         """Waits until ``condition()`` while the command runs."""
         deadline = time.monotonic() + timeout
         while not condition():
-            if self._process.poll() is not None or time.monotonic() > deadline:
+            if self.exit_code() is not None or time.monotonic() > deadline:
                 self.kill()
                 pytest.fail(f"it ended or took more than {timeout:g} s; its output:\n{self.output}")
             time.sleep(0.02)

@@ -83,7 +83,7 @@ PROMISES = (
         "A checkpoint has its name only when all is on disk. A damaged one is refused by name; the one before is used.",
         (
             "faults/test_checkpoint_corruption.py",
-            "faults/test_manifest_edits.py",
+            "faults/test_checkpoint_damage.py",
             "faults/test_power_cut.py",
             "faults/test_kills.py",
             "faults/test_caching_folder.py",
@@ -130,7 +130,7 @@ PROMISES = (
     Promise(
         "P10 Preemption",
         "After SIGTERM or SIGUSR1 the step ends on all ranks, is saved, and the exit code is 75.",
-        ("faults/test_stops.py", "distributed/test_launch.py"),
+        ("faults/test_stops.py", "distributed/test_launchers.py"),
         ("F3",),
     ),
     Promise(

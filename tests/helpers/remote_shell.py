@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from tests.helpers.launch import MARK
-
+MARK = "DTRAIN_TEST_JOB"  # here, so that these processes need not import torch
+"""Environment variable that all processes of a job have."""
 FOLDER = "DTRAIN_TEST_REMOTE_SHELL"
 """Environment variable with the folder of the sockets."""
 _LOST = 255  # exit code of ssh if the connection ends

@@ -12,15 +12,12 @@ from __future__ import annotations
 
 import cProfile
 import gc
-import json
-import os
 import pstats
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,8 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.models import build_model
-from dtrain.telemetry.host import describe_host
 from tests.helpers.ranks import run_ranks
+from tests.measure.results import load_now, printed, write
 
 CONFIG = ModelConfig(num_layers=24, hidden_dim=32, num_heads=1, max_seq_len=4)
 VOCAB = 64
@@ -196,14 +193,10 @@ def _added(plain: Work, engine: Work) -> dict[str, Any]:
 
 
 def main() -> None:
-    load = os.getloadavg()[0]
-    cases = []
-    for precision, stage, ranks in CASES:
-        cases.append(run_ranks(ranks, measure, precision, stage)[0])
-        print({name: value for name, value in cases[-1].items() if name != "profile"}, flush=True)
+    load = load_now()
+    measured = (run_ranks(ranks, measure, precision, stage)[0] for precision, stage, ranks in CASES)
     model = {"num_layers": CONFIG.num_layers, "hidden_dim": CONFIG.hidden_dim, "tokens": CONFIG.max_seq_len}
-    result = {"host": asdict(describe_host()), "load": load, "model": model, "cases": cases}
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(load, model=model, cases=printed(measured, without="profile"))
 
 
 if __name__ == "__main__":

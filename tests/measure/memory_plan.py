@@ -6,10 +6,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,12 +14,12 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.distributed.setup import connect
 from dtrain.planning.devices import find_device
-from dtrain.telemetry.host import describe_host
 from dtrain.telemetry.memory import PeakMeter
 from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
 from tests.distributed.test_memory_plan import CASES, TINY, build, configuration
 from tests.helpers.ranks import run_ranks
+from tests.measure.results import load_now, printed, write
 
 LARGE = {
     "model.num_layers": 6,
@@ -86,12 +82,9 @@ def measure(ranks: int, keys: list[str]) -> dict[str, Any]:
 
 
 def main() -> None:
-    result: dict[str, Any] = {"host": asdict(describe_host()), "defaults": LARGE, "cases": [], "fitted": []}
-    for name, configurations in (("cases", CASES), ("fitted", FITTED)):
-        for ranks, keys in configurations:
-            result[name].append(measure(ranks, keys))
-            print(result[name][-1], flush=True)
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    load = load_now()
+    cases, fitted = (printed(measure(*case) for case in cases) for cases in (CASES, FITTED))
+    write(load, defaults=LARGE, cases=cases, fitted=fitted)
 
 
 if __name__ == "__main__":

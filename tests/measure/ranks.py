@@ -15,7 +15,6 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -34,7 +33,6 @@ from dtrain.distributed.schedule import Collective
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.errors import CheckpointError
 from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
-from dtrain.telemetry.host import describe_host
 from tests.helpers.many_ranks import (
     LLAMA_8B,
     Texts,
@@ -45,6 +43,7 @@ from tests.helpers.many_ranks import (
     vote_host_work,
     vote_rows,
 )
+from tests.measure.results import load_now, printed, write
 
 RANKS = (8, 64, 256, 1024, 4096)
 _CPU = torch.device("cpu")
@@ -183,13 +182,8 @@ def _reports(ranks: int) -> list[dict[str, Any]]:
         file = f"r{rank:04d}.safetensors"
         shards = [
             {
-                "kind": kind,
-                "name": interval.spec.name,
-                "dtype": "F32",
-                "shape": list(interval.spec.shape),
-                "start": interval.start,
-                "stop": interval.stop,
-                "key": f"{kind}:{interval.spec.name}",
+                **{"kind": kind, "name": interval.spec.name, "key": f"{kind}:{interval.spec.name}", "dtype": "F32"},
+                **{"shape": list(interval.spec.shape), "start": interval.start, "stop": interval.stop},
                 "fingerprint": 0,
             }
             for layout in plans
@@ -230,12 +224,8 @@ def load(ranks: int) -> dict[str, float]:
     return {**result, "fingerprints_bytes": sum(map(len, rows))}
 
 
-CASES: dict[str, Callable[[int], dict[str, float]]] = {
-    work.__name__: work
-    for work in (
-        *(build, muon, step, sharded_step, audit, layouts, ring, vote, gradient, message, agreement, text, save, load),
-    )
-}
+_WORK = (build, muon, step, sharded_step, audit, layouts, ring, vote, gradient, message, agreement, text, save, load)
+CASES: dict[str, Callable[[int], dict[str, float]]] = {work.__name__: work for work in _WORK}
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -272,13 +262,9 @@ def main() -> None:
     ranks = [int(number) for number in options.get("ranks", ",".join(map(str, RANKS))).split(",")]
     torch.set_num_threads(1)
     build(8)  # loads the libraries before the processes are forked
-    load_average, cases = os.getloadavg()[0], []
-    for name in options.get("cases", ",".join(CASES)).split(","):
-        for number in ranks:
-            cases.append({"case": name, "ranks": number, **measured(CASES[name], number)})
-            print(cases[-1], flush=True)
-    result = {"host": asdict(describe_host()), "load": load_average, "model": list(LLAMA_8B), "cases": cases}
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    average, names = load_now(), options.get("cases", ",".join(CASES)).split(",")
+    found = ({"case": name, "ranks": n, **measured(CASES[name], n)} for name in names for n in ranks)
+    write(average, model=list(LLAMA_8B), cases=printed(found))
 
 
 if __name__ == "__main__":

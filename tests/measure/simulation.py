@@ -8,13 +8,10 @@ other work on the machine meets both.
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,13 +23,13 @@ from dtrain.distributed.setup import connect
 from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network
-from dtrain.telemetry.host import describe_host
 from dtrain.tools.simulate.step import simulate_step, trace_run
 from dtrain.train.planned import PlannedRun
 from dtrain.train.setup import make_engine
 from dtrain.train.step_time import PlannedRank
 from tests.distributed.test_memory_plan import configuration
 from tests.helpers.ranks import run_ranks
+from tests.measure.results import load_now, printed, write
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (1, ["engine.zero_stage=1"]),
@@ -102,23 +99,18 @@ def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, Any]
         "simulated_ms": simulated,
         "measured_ms": median(measured),
         "ratio": round(simulated / median(measured), 3),
-        "load": os.getloadavg()[0],
+        "load": load_now(),
         "rank_ms_of_rounds": alone,
         "measured_ms_of_rounds": measured,
     }
 
 
 def main() -> None:
+    load = load_now()
     with tempfile.TemporaryDirectory() as folder:
         networks = {ranks: measured_network(folder, ranks) for ranks in {ranks for ranks, _ in CASES}}
-        cases = []
-        for ranks, keys in CASES:
-            cases.append(measure(ranks, keys, networks[ranks]))
-            print(cases[-1], flush=True)
-    path = Path(sys.argv[1])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    result = {"host": asdict(describe_host()), "cores": os.cpu_count(), "defaults": DEFAULTS, "cases": cases}
-    path.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        cases = printed(measure(ranks, keys, networks[ranks]) for ranks, keys in CASES)
+    write(load, defaults=DEFAULTS, cases=cases)
 
 
 if __name__ == "__main__":

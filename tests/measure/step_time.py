@@ -5,24 +5,21 @@
 
 from __future__ import annotations
 
-import json
-import os
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from dtrain.planning.devices import find_device
-from dtrain.telemetry.host import describe_host
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.tools.plan.amdahl import expected
 from dtrain.tools.plan.time import measure_time, product_share
 from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.planned import PlannedRun
 from tests.distributed.test_memory_plan import configuration
+from tests.measure.results import load_now, printed, write
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (1, ["precision=fp32", "engine.zero_stage=0"]),
@@ -109,17 +106,13 @@ def measure(ranks: int, keys: list[str], network: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    load = os.getloadavg()[0]
+    load = load_now()
     with tempfile.TemporaryDirectory() as folder:
         network = Path(folder, "network.json")
         bench = [sys.executable, "-m", "dtrain", "bench", "collectives", f"bench.out={network}"]
         subprocess.run(bench, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        cases = []
-        for ranks, keys in CASES:
-            cases.append(measure(ranks, keys, network))
-            print(cases[-1], flush=True)
-    result = {"host": asdict(describe_host()), "load": load, "defaults": DEFAULTS, "cases": cases}
-    Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        cases = printed(measure(ranks, keys, network) for ranks, keys in CASES)
+    write(load, defaults=DEFAULTS, cases=cases)
 
 
 if __name__ == "__main__":

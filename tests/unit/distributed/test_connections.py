@@ -226,58 +226,78 @@ def descriptors() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_descriptors_are_closed() -> None:
+@pytest.mark.parametrize(
+    ("kind", "end", "num_open", "num_left", "said"),
+    [
+        # no rank keeps the write ends of its own pipes
+        (Pipes, lambda first: first.release(), 12, 8, "the pipes were released"),
+        # none listens any longer; what it has sent can still be read
+        (
+            Sockets,
+            lambda first: first.close_failed(DivergenceError("rank 0 saves")),
+            6,
+            6,
+            "the sockets were shut down",
+        ),
+    ],
+)
+def test_descriptors_are_closed(
+    kind: type[Connections], end: Callable[[Connections], None], num_open: int, num_left: int, said: str
+) -> None:
     gc.collect()
     before = descriptors()
-    ranks = open_ranks(Pipes, 3)
-    ends = [end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())]
-    assert len(descriptors() - before) == len(ends) == 12, "no rank keeps the write ends of its own pipes"
-    assert all(fcntl.fcntl(end, fcntl.F_GETFD) & fcntl.FD_CLOEXEC for end in ends), "no child program inherits one"
+    ranks = open_ranks(kind, 3)
+    ends = {end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())}
+    assert len(descriptors() - before) == len(ends) == num_open
+    assert not any(map(os.get_inheritable, ends)), "no child program inherits one"
     message = ranks[0].send(ROW, b"1")
     for _ in range(2):
-        ranks[0].release()
-    with pytest.raises(RuntimeError, match="the pipes were released"):
+        end(ranks[0])
+    with pytest.raises(RuntimeError, match=said):
         ranks[0].send(ROW, b"2")
-    with pytest.raises(RuntimeError, match="the pipes were released"):
-        ranks[0].receive(message)
-    assert len(descriptors() - before) == 8
+    if kind is Pipes:
+        with pytest.raises(RuntimeError, match=said):
+            ranks[0].receive(message)
+    assert len(descriptors() - before) == num_left
     ranks.clear()
     gc.collect()
     assert descriptors() == before
 
 
-@pytest.mark.parametrize("name", ["pipe2", "open_descriptor"])
-def test_a_failure_on_one_rank_leaves_no_descriptor_on_any(name: str) -> None:
-    gc.collect()
-    before, calls = descriptors(), []
-    module: Any = os if name == "pipe2" else pipes
-    real = getattr(module, name)
+def fails(number: int, real: Callable[..., Any]) -> mock.Mock:
+    """Returns what fails from its call ``number`` on, once if that is the third."""
+    calls: list[Any] = []
 
-    def fail_third(*args: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
-        if len(calls) == 3:
+        if len(calls) == number or number == 1:
             raise OSError(24, "injected")
-        return real(*args)
+        return real(*args, **kwargs)
 
-    with mock.patch.object(module, name, fail_third):
-        ranks = open_ranks(Pipes, 3)
-    (reason,) = {rank.unsupported_reason for rank in ranks}
-    assert reason.endswith(": [Errno 24] injected")
-    with pytest.raises(RuntimeError, match="injected"):
-        ranks[0].send(ROW, b"1")
-    assert descriptors() == before
+    return mock.Mock(side_effect=call)
 
 
-def test_pipes_whose_exchange_failed_are_not_open_and_leave_no_descriptor() -> None:
+@pytest.mark.parametrize(
+    ("kind", "module", "name", "number"),
+    [
+        (Pipes, os, "pipe2", 3),
+        (Pipes, pipes, "open_descriptor", 3),
+        (Sockets, socket, "create_server", 1),
+        (Sockets, socket, "create_connection", 1),
+    ],
+)
+def test_a_failure_is_a_reason_on_every_rank_and_leaves_no_descriptor(
+    kind: type[Connections], module: Any, name: str, number: int
+) -> None:
     gc.collect()
     before = descriptors()
-    single = Pipes(0, 3, timedelta(seconds=1))
-    with pytest.raises(RuntimeError, match="the other ranks are gone"):
-        single.open(mock.Mock(side_effect=RuntimeError("the other ranks are gone")))
-    with pytest.raises(RuntimeError, match="not open yet"):
-        single.send(ROW, b"1")
-    del single
-    gc.collect()
+    failing = mock.patch.object(module, name, fails(number, getattr(module, name)))
+    with failing, mock.patch.object(sockets, "_OPEN_S", 0.2):
+        ranks = open_ranks(kind, 3)
+    (reason,) = {rank.unsupported_reason for rank in ranks}
+    assert "injected" in reason or "timed out" in reason
+    with pytest.raises(RuntimeError, match=r"injected|timed out"):
+        ranks[0].send(ROW, b"1")
     assert descriptors() == before
 
 
@@ -293,22 +313,6 @@ def test_another_file_is_not_opened() -> None:
     finally:
         os.close(reader)
         os.close(writer)
-
-
-def test_sockets_are_closed() -> None:
-    gc.collect()
-    before = descriptors()
-    ranks = open_ranks(Sockets, 3)
-    ends = {end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())}
-    assert len(descriptors() - before) == len(ends) == 6, "none listens any longer"
-    assert not any(os.get_inheritable(end) for end in ends)
-    ranks[0].close_failed(DivergenceError("rank 0 saves"))
-    with pytest.raises(RuntimeError, match="the sockets were shut down"):
-        ranks[0].send(ROW, b"1")
-    assert len(descriptors() - before) == 6, "what it has sent can still be read"
-    ranks.clear()
-    gc.collect()
-    assert descriptors() == before
 
 
 def test_a_message_may_be_written_in_parts() -> None:
@@ -340,21 +344,6 @@ def test_a_stranger_is_no_rank() -> None:
     assert first.receive(first.send(ROW, b"1")) == [b"1", b"2"]
     for stranger in strangers:
         stranger.close()
-
-
-@pytest.mark.parametrize("what", ["listen", "connect"])
-def test_sockets_that_cannot_be_opened_are_a_reason_on_every_rank(what: str) -> None:
-    gc.collect()
-    before = descriptors()
-    name = "create_server" if what == "listen" else "create_connection"
-    failing = mock.patch.object(socket, name, mock.Mock(side_effect=OSError(101, "injected")))
-    with failing, mock.patch.object(sockets, "_OPEN_S", 0.2):
-        ranks = open_ranks(Sockets, 2)
-    (reason,) = {rank.unsupported_reason for rank in ranks}
-    assert "injected" in reason or "timed out" in reason
-    with pytest.raises(RuntimeError, match=r"injected|timed out"):
-        ranks[0].send(ROW, b"1")
-    assert descriptors() == before
 
 
 def test_the_interface_of_gloo_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -131,7 +130,7 @@ def test_number_of_ranks_that_a_command_starts(
             processes_to_start(num_processes, device)
 
 
-# -- a rank ends with its launcher, also if that has ended before it could ask the kernel for a signal ------------------
+# -- a rank ends with its launcher, also if that has ended before it could ask the kernel for a signal -----------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
