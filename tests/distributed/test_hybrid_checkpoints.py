@@ -17,8 +17,7 @@ from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError
 from dtrain.parameters.compute_shard import COMPUTE
-from tests.engines.helpers import start, state_digests, train_step
-from tests.engines.test_checkpoints_across import fingerprints
+from tests.engines.helpers import fingerprints, start, state_digests, train_step
 from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.fault_counts import FaultCounts

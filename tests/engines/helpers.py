@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
+from dtrain.checkpoint import open_newest
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.engine.step import StepEngine
+from tests.helpers.checkpoints import ALONE
 
 VOCAB, DIM, LENGTH = 5, 8, 4
 STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
@@ -211,3 +214,9 @@ def state_digests(engine: StepEngine, *, buffers: bool = True) -> dict[str, str]
     }
     own = engine.module.named_buffers() if buffers else ()
     return full | {f"buffer:{name}": digest(tensor) for name, tensor in own}
+
+
+def fingerprints(folder: Path) -> dict[str, tuple[int, Any, Any]]:
+    """Of all tensors of the newest checkpoint there but the frozen ones, whose dtype an engine decides."""
+    reader = open_newest(folder, ALONE)
+    return {t.label: (t.fingerprint, t.dtype, t.shape) for t in reader.tensors if t.kind != "frozen"}

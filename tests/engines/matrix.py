@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import combinations, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,12 @@ def every_value(case: Case) -> set[Any]:
 
 
 def every_pair(case: Case) -> set[Any]:
-    """What an exhaustive run has seen once."""
-    return set(combinations(case.values, 2))
+    """What an exhaustive run has seen once: each engine and stage with each value of another axis.
+
+    Of a variant it is each engine, because options seldom depend on a stage.
+    """
+    place, *others = case.values
+    return {(case.engine if axis == "variant" else place, axis, value) for axis, value in others}
 
 
 def covering(cases: Sequence[Case], parts: Callable[[Case], set[Any]], chosen: Sequence[Case] = ()) -> list[Case]:

@@ -59,9 +59,9 @@ def run_one(rank: int, world: int, folder: Path, command: str) -> str:
 
 def run_and_resume(rank: int, world: int, folder: Path) -> list[str]:
     return [
-        run_script(folder, "own_loop.py --steps 150 --out whole"),
-        run_script(folder, "own_loop.py --steps 150 --out stopped", stop_at="step 50:"),
-        run_script(folder, "own_loop.py --steps 150 --out stopped"),
+        run_script(folder, "own_loop.py --steps 100 --out whole"),
+        run_script(folder, "own_loop.py --steps 100 --out stopped", stop_at="step 50:"),
+        run_script(folder, "own_loop.py --steps 100 --out stopped"),
     ]
 
 
@@ -83,17 +83,18 @@ def test_own_loop_reports_skips_and_resumes_as_if_never_stopped(tmp_path: Path) 
     (whole, stopped, resumed), *others = run_ranks(2, run_and_resume, tmp_path)
     assert others == [["", "", ""]]  # rank 0 alone prints
     reported = re.findall(r"step (\d+) skipped \(nonfinite_loss\): .* is NaN on rank (\d), micro-batch (\d)", whole)
-    assert [tuple(map(int, numbers)) for numbers in reported] == skipped(150, 2)
-    assert len(reported) > 2
-    assert f"\napplied {150 - len(reported)} of 150 steps; held-out accuracy " in whole
-    assert float(whole.split()[-1]) > 0.97
+    assert [tuple(map(int, numbers)) for numbers in reported] == skipped(100, 2)
+    assert len(reported) > 1
+    assert f"\napplied {100 - len(reported)} of 100 steps; held-out accuracy " in whole
+    assert float(whole.split()[-1]) > 0.9
 
     assert stopped.splitlines()[-1] == "saved stopped/step-00000051"
     assert resumed.startswith("starts after step 51\n")
-    tail = [line for line in whole.splitlines() if re.match(r"step (5[2-9]|[6-9]|1\d\d)|applied", line)]
+    tail = [line for line in whole.splitlines() if re.match(r"step (5[2-9]|[6-9]\d|100)|applied", line)]
     assert [line for line in resumed.splitlines() if line.startswith(("step", "applied"))] == tail
 
 
+@pytest.mark.exhaustive
 def test_own_loop_under_torchrun_then_on_one_rank(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with Job([*launcher, str(EXAMPLES / "own_loop.py"), "--steps=60", f"--out={tmp_path}/run"], tmp_path) as job:
@@ -104,22 +105,25 @@ def test_own_loop_under_torchrun_then_on_one_rank(tmp_path: Path) -> None:
     assert float(output.split()[-1]) > 0.97
 
 
-def test_gan_covers_all_modes(tmp_path: Path) -> None:
-    (output,) = run_ranks(1, run_one, tmp_path, "gan.py --steps 900")
+@pytest.mark.parametrize(("steps", "modes"), [(150, 3), pytest.param(900, 8, marks=pytest.mark.exhaustive)])
+def test_gan_covers_more_and_more_modes(tmp_path: Path, steps: int, modes: int) -> None:
+    (output,) = run_ranks(1, run_one, tmp_path, f"gan.py --steps {steps}")
     found = re.findall(r"step (\d+): covers (\d) of 8 modes; (\d+)% of samples near one", output)
-    (_, before, _), *_, (last, covered, near) = [tuple(map(int, numbers)) for numbers in found]
+    (_, before, near_before), *_, (last, covered, near) = [tuple(map(int, numbers)) for numbers in found]
     assert before < 2
-    assert (last, covered) == (900, 8)  # after 600 the eighth mode may be missing, by the rounding of the CPU
-    assert near > 50
+    assert last == steps
+    assert covered >= modes  # of 8 after 900 steps; after 600 one may be missing, by the rounding of the CPU
+    assert near > (50 if modes == 8 else near_before)
 
 
-def test_lora_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
-    output, _ = run_ranks(2, run_one, tmp_path, "lora.py --steps 60 --out adapters")
+@pytest.mark.parametrize(("steps", "loss"), [(10, 5.5), pytest.param(60, 3.3, marks=pytest.mark.exhaustive)])
+def test_lora_trains_adapters_that_peft_loads(tmp_path: Path, steps: int, loss: float) -> None:
+    output, _ = run_ranks(2, run_one, tmp_path, f"lora.py --steps {steps} --out adapters")
     numbers = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)\nadapters: held-out loss ([\d.]+) in peft", output)
     assert numbers is not None, output
     before, after, loaded = map(float, numbers.groups())
     assert before > math.log(256)  # of guesses that are equal for all bytes
-    assert after < 3.3
+    assert after < loss
     assert loaded == pytest.approx(after, abs=0.01)  # the same products, in other kernels
     adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert {adapter.dtype for adapter in adapters.values()} == {torch.float32}
@@ -132,14 +136,15 @@ def test_lora_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
     assert frozen == pytest.approx(2 * (2 * (4 * 128**2 + 3 * 128 * 256) + 2 * 256 * 128) / 2 / 1e6, rel=0.1)
 
 
-def test_image_folder_counts_each_image_once_on_two_ranks(tmp_path: Path) -> None:
-    output, _ = run_ranks(2, run_one, tmp_path, "image_folder.py --epochs 6")
+@pytest.mark.parametrize(("epochs", "least"), [(1, 0.2), pytest.param(6, 0.9, marks=pytest.mark.exhaustive)])
+def test_image_folder_counts_each_image_once_on_two_ranks(tmp_path: Path, epochs: int, least: float) -> None:
+    output, _ = run_ranks(2, run_one, tmp_path, f"image_folder.py --epochs {epochs}")
     scores = re.findall(r"epoch (\d): .* over (\d+) images, accuracy ([\d.]+) over (\d+)", output)
     # of 1,300 images 33 batches to train and 9 to test, so rank 1 is short of one in both
     counts = [(int(epoch), int(seen), int(tested)) for epoch, seen, _, tested in scores]
-    assert counts == [(epoch, 1040, 260) for epoch in range(1, 7)]
+    assert counts == [(epoch, 1040, 260) for epoch in range(1, epochs + 1)]
     accuracy = float(scores[-1][2])
-    assert accuracy > 0.9
+    assert accuracy > least
     pair = re.search(r"worst pair: (\d) taken for (\d), (\d+) times", output)
     assert pair is not None, output
     assert int(pair[3]) <= round(260 * (1 - accuracy))

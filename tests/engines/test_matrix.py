@@ -7,7 +7,6 @@ import pytest
 import tests.engines.checks  # noqa: F401 - registers them
 from tests.engines.matrix import CHECKS, Case
 
-
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}", marks=marks)
     for name, check in CHECKS.items()

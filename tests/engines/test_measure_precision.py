@@ -1,4 +1,4 @@
-"""A measured step of several ranks: every engine reports, and counts depend neither on the ranks nor on the stage."""
+"""A measured step of several ranks: counts depend neither on the ranks nor on the stage."""
 
 from __future__ import annotations
 
@@ -37,36 +37,14 @@ def train(rank: int, world: int, name: str, stages: list[int], options: dict[str
     return reports
 
 
-ENGINES = [("native", [0, 1, 2, 3]), ("ddp", [0]), ("fsdp2", [2, 3]), ("deepspeed", [1, 3])]
-
-
-@pytest.mark.parametrize(("name", "stages"), ENGINES, ids=[name for name, _ in ENGINES])
-def test_every_engine_reports(name: str, stages: list[int]) -> None:
-    one, other = run_ranks(2, train, name, stages, {"precision": "bf16"})
-    assert one == other
-    for report in one:
-        assert (report.step, report.applied) == (STEPS, True)
-        assert {own.name for own in report.parameters} == {own.name for own in one[0].parameters}
-        for own in report.parameters:
-            # neither padding nor another rank's part is counted
-            assert own.gradient.total == own.numel * NUM_MICRO_BATCHES, own.name
-            assert own.update is not None
-            assert own.update.num_changed <= own.numel
-            assert 0 <= own.update.lost_fp16 <= own.update.lost_bf16 <= 1
-        changed = sum(own.update.num_changed for own in report.parameters if own.update is not None)
-        assert changed > 0.9 * sum(own.numel for own in report.parameters)
-        (block,) = report.activations
-        assert block.output.total == block.gradient.total > 0
-
-
 def reproducible(rank: int, world: int) -> list[PrecisionReport]:
     return train(rank, world, "native", [0, 1, 2, 3], {"precision": "bf16", "reproducible": True})
 
 
 def test_counts_do_not_depend_on_ranks_and_stages() -> None:
-    reports = [report for world in (1, 2, 4) for report in run_ranks(world, reproducible)[0]]
+    reports = [report for world in (1, 2) for report in run_ranks(world, reproducible)[0]]
     first = exact(reports[0])
-    assert len(reports) == 12
+    assert len(reports) == 8
     assert all(exact(report) == first for report in reports[1:])
 
 

@@ -22,7 +22,7 @@ from tests.helpers.ranks import run_ranks
 pytestmark = pytest.mark.processes
 
 SEQ_LEN, NUM_SAMPLES, BATCH = 16, 180, 4
-OVERFLOW, ROOT = 37, 41  # steps of the planted faults
+OVERFLOW, ROOT = 11, 13  # steps of the planted faults
 SETTINGS = (
     FACTORY,
     "data=text",
@@ -31,11 +31,11 @@ SETTINGS = (
     f"model.max_seq_len={SEQ_LEN}",
     "model.dropout=0.1",
     "schedule.warmup_steps=2",
-    "train.steps=42",
+    "train.steps=14",
     "train.micro_batch_size=1",
     f"train.global_batch_size={BATCH}",
     "train.log_every=1",
-    "train.save_every=20",
+    "train.save_every=6",
     "train.eval_every=0",
     "train.eval_batches=1",
     "train.sample_tokens=0",
@@ -82,9 +82,9 @@ def test_an_overflow_of_two_ranks_is_reproduced_on_one(run_dir: Path, tmp_path: 
     code, output = replay(tmp_path, str(run_dir), f"step={OVERFLOW}")
     assert code == 0, output
     assert content(run_dir) == before, "nothing in the run has changed"
-    assert "replayed steps 21 to 37 of" in output
-    assert "from step-00000020 on 1 rank (the run had 2)" in output
-    assert "losses, gradient norms and loss scales of 17 logged steps: equal bit for bit" in output
+    assert "replayed steps 7 to 11 of" in output
+    assert "from step-00000006 on 1 rank (the run had 2)" in output
+    assert "losses, gradient norms and loss scales of 5 logged steps: equal bit for bit" in output
     assert f"culprit: the same as in failures/step-{OVERFLOW}.json" in output
     assert "first in the output of 'blocks.1.square' (Square)" in output
     dump = tmp_path / "runs" / f"replay-run-step-{OVERFLOW}"
@@ -143,7 +143,7 @@ def check_dump(dump: Path) -> None:
 def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, tmp_path: Path) -> None:
     code, output = replay(tmp_path, str(run_dir), f"step={ROOT}", "ranks=2", f"out={tmp_path / 'mine'}")
     assert code == 0, output
-    assert "replayed step 41 of" in output
+    assert "replayed step 13 of" in output
     assert "1 logged step: equal bit for bit" in output
     assert "local gradient of 'blocks.1.linear.bias'[0:16] not finite (16 NaN) on rank 1, micro-batch 0" in output
     assert "first in the input gradient of 'blocks.1.root' (Root), by its own backward" in output
@@ -154,19 +154,19 @@ def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, t
 def test_a_damaged_checkpoint_is_left_and_the_one_before_used(run_dir: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(run_dir, copied)
-    shutil.rmtree(copied / "checkpoints/step-00000020")
-    file = copied / "checkpoints/step-00000040/r0000.safetensors"
+    shutil.rmtree(copied / "checkpoints/step-00000006")
+    file = copied / "checkpoints/step-00000012/r0000.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
     before = content(copied)
-    code, output = replay(tmp_path / "at", str(copied), "step=41")
+    code, output = replay(tmp_path / "at", str(copied), "step=13")
     assert code == 0, output
     assert content(copied) == before
-    assert "step-00000040 is not used: " in output
-    assert "replayed steps 1 to 41 of" in output
+    assert "step-00000012 is not used: " in output
+    assert "replayed steps 1 to 13 of" in output
     assert "from the seed on 1 rank" in output
-    assert "41 logged steps: equal bit for bit" in output
+    assert "13 logged steps: equal bit for bit" in output
 
 
 def test_a_difference_is_told(run_dir: Path, tmp_path: Path) -> None:
@@ -174,13 +174,13 @@ def test_a_difference_is_told(run_dir: Path, tmp_path: Path) -> None:
     shutil.copytree(run_dir, copied)
     metrics = copied / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    lines[21]["loss"] += 1e-6
-    assert lines[21]["step"] == 22
+    lines[7]["loss"] += 1e-6
+    assert lines[7]["step"] == 8
     metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, output = replay(tmp_path / "at", str(copied), "step=23")
+    code, output = replay(tmp_path / "at", str(copied), "step=9")
     assert code == 1, output
-    assert "1 losses of 3 logged steps differ; first: loss of step 22 is " in output
-    assert "step 23: applied" in output
+    assert "1 losses of 3 logged steps differ; first: loss of step 8 is " in output
+    assert "step 9: applied" in output
 
 
 def test_changed_data_is_refused(run_dir: Path, tmp_path: Path) -> None:

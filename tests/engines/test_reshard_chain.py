@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engines.helpers import start, train_step
-from tests.engines.test_checkpoints_across import fingerprints
+from tests.engines.helpers import fingerprints, start, train_step
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
 

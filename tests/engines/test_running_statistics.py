@@ -1,4 +1,4 @@
-"""Running statistics of BatchNorm under every engine: of applied steps only, and rank 0's on all ranks when asked."""
+"""Running statistics of BatchNorm and written buffers: what belongs to no step, and rank 0's on all ranks."""
 
 from __future__ import annotations
 
@@ -9,102 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtrain
 from dtrain.engine.running_statistics import RunningStatistics
-from dtrain.engine.step import StepEngine
 from dtrain.errors import CorruptionError, UsageError
-from tests.engines.helpers import STAGES
+from tests.engines.checks.skips import Normalized, inputs, statistics
+from tests.engines.checks.skips import start_normalized as start
+from tests.engines.checks.skips import step_normalized as step
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
 from tests.measure.host_time import operations_of
-
-processes = pytest.mark.processes
-DIM = 4
-
-
-class Net(nn.Module):
-    """A norm inside a block and one after it; ``table`` is a constant, and ``seen`` is written with every input."""
-
-    table: Tensor
-    seen: Tensor
-
-    def __init__(self, *, norms: bool = True) -> None:
-        super().__init__()
-        layers = [nn.Linear(DIM, DIM), nn.BatchNorm1d(DIM) if norms else nn.LayerNorm(DIM), nn.Tanh()]
-        self.blocks = nn.ModuleList([nn.Sequential(*layers)])
-        self.norm = nn.BatchNorm1d(DIM, momentum=None) if norms else nn.LayerNorm(DIM)
-        self.register_buffer("table", torch.linspace(0.5, 1.5, DIM))
-        self.register_buffer("seen", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            self.seen.copy_(x.detach()[0, 0])
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x) * self.table
-
-
-def start(engine: str = "native", zero_stage: int = 0, *, norms: bool = True, **options: Any) -> StepEngine:
-    torch.manual_seed(0)
-    optimizer = dtrain.AdamW(lr=1e-2, compile=False)
-    built = dtrain.initialize(
-        Net(norms=norms),
-        **{"optimizer": optimizer, "precision": "fp32", "engine": engine, "zero_stage": zero_stage, **options},
-    )
-    assert isinstance(built, StepEngine)
-    return built
-
-
-def inputs(engine: StepEngine, index: int, fault: float = 1.0) -> Tensor:
-    generator = torch.Generator().manual_seed(engine.attempted_steps * 100 + engine.rank * 10 + index)
-    return torch.randn(8, DIM, generator=generator) * fault
-
-
-def step(engine: StepEngine, *faults: float) -> dtrain.StepOutcome:
-    """A step with one micro-batch for each fault, a number that multiplies its inputs."""
-    for index, fault in engine.accumulate(enumerate(faults)):
-        engine.backward(engine(inputs(engine, index, fault)).float().square().mean())
-    return engine.step()
-
-
-def statistics(engine: StepEngine) -> list[list[float]]:
-    norms = (module for module in engine.module.modules() if isinstance(module, nn.BatchNorm1d))
-    return [buffer.flatten().tolist() for norm in norms for buffer in norm.buffers()]
-
-
-def skips(engine: StepEngine) -> None:
-    """A bad number on rank 0 only, in the first micro-batch; the others' statistics stay too."""
-    assert step(engine, 1.0, 1.0).applied
-    before = statistics(engine)
-    outcome = step(engine, math.nan if engine.rank == 0 else 1.0, 1.0)
-    assert (outcome.applied, outcome.reason) == (False, "nonfinite_loss")
-    assert statistics(engine) == before, (engine.name, engine.options.zero_stage)
-    assert step(engine, 1.0, 1.0).applied
-    after = statistics(engine)
-    assert all(one != other for one, other in zip(before, after, strict=True))
-    assert after[2] == [4.0], "two forwards of each applied step"
-    with engine.eval():
-        assert engine(inputs(engine, 0)).isfinite().all()
-
-
-def every_engine(rank: int, world: int) -> None:
-    for name, stage in STAGES:
-        skips(start(name, stage, audit=1))
-
-
-@processes
-def test_a_skipped_step_leaves_the_statistics() -> None:
-    run_ranks(2, every_engine)
-
-
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_with_recomputation_replays_and_explanations(mode: Any) -> None:
-    engine = start(blocks=dtrain.Blocks(recompute=mode), audit=dtrain.Audit(every=1, replay_every=1))
-    engine.explain_skips = True
-    skips(engine)
 
 
 def test_an_overflow_of_fp16_leaves_them() -> None:
@@ -141,8 +57,8 @@ def test_what_belongs_to_no_step_stays(tmp_path: Path) -> None:
 
 def test_they_are_restored_before_the_host_knows_of_the_skip() -> None:
     engine = start()
-    engine.module.norm.momentum = 0.1  # type: ignore[union-attr]  # torch reads the number of a mean over all batches
-    reads = like_a_gpu(engine)  # type: ignore[arg-type]
+    engine.module.norm.momentum = 0.1  # torch reads the number of a mean over all batches
+    reads = like_a_gpu(engine)
     step(engine, 1.0)
     before, number, x = statistics(engine), engine.attempted_steps, inputs(engine, 0, math.nan)
     engine(x.nan_to_num()).sum().item()  # a forward whose backward is given up
@@ -171,7 +87,7 @@ def test_a_model_without_them_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
             for name in ("keep", "restore"):
                 monkeypatch.setattr(RunningStatistics, name, lambda *_, **__: None)
         for norms in (False, True):
-            engine = start(norms=norms, audit=0)
+            engine = start(nn.BatchNorm1d if norms else nn.LayerNorm, audit=0)
             step(engine, 1.0)
             counts.append(operations_of(partial(step, engine, 1.0)))
     without, with_norms, *expected = counts
@@ -183,7 +99,7 @@ def copies(rank: int, world: int) -> None:
     """Rank 0's statistics and written buffers reach all ranks; constants stay, so that a flipped bit is found."""
     engine = start(audit=1, ema_decay=0.9)
     model = engine.module
-    assert isinstance(model, Net)
+    assert isinstance(model, Normalized)
     step(engine, 1.0)
     table, own = model.table._version, [*statistics(engine), [model.seen.item()]]
     engine.copy_buffers()
@@ -224,7 +140,22 @@ def copies_after_a_skip(rank: int, world: int) -> None:
     assert outcome.culprit is not None
 
 
-@processes
+@pytest.mark.processes
 @pytest.mark.parametrize("check", [copies, copies_after_a_skip])
 def test_all_ranks_get_the_buffers_of_rank_0(check: Any) -> None:
     run_ranks(2, check, timeout=60)
+
+
+def without_data(rank: int, world: int) -> None:
+    """A rank without a forward does not move the statistics, which torch writes without counting; audits accept it."""
+    engine = start(audit=1)
+    for number in range(3):
+        has_data = rank == 0 or number == 0
+        loss = engine(inputs(engine, 0)).square().mean() if has_data else torch.zeros((), requires_grad=True)
+        engine.backward(loss, weight=float(has_data))
+        engine.step()
+
+
+@pytest.mark.processes
+def test_running_statistics_are_not_audited() -> None:
+    run_ranks(2, without_data)

@@ -22,7 +22,7 @@ SMALL = (
     "model.max_seq_len=64",
     "optim.lr=1e-3",
     "schedule.warmup_steps=4",
-    "train.steps=24",
+    "train.steps=12",
     "train.micro_batch_size=2",
     "train.global_batch_size=4",
     "train.log_every=1",
@@ -46,12 +46,13 @@ def bf16(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def near(got: Path, want: Path) -> None:
-    assert losses(want)[-1] < 0.8 * losses(want)[0], "it learns"
+    assert losses(want)[-1] < 0.9 * losses(want)[0], "it learns"
     assert losses(got) != losses(want)
     assert losses(got) == pytest.approx(losses(want), rel=BOUND)
     assert summary(got)["val_loss"] == pytest.approx(summary(want)["val_loss"], rel=BOUND)
 
 
+@pytest.mark.exhaustive
 def test_rowwise_is_within_the_bound(tmp_path: Path, bf16: Path) -> None:
     fp8 = run(tmp_path, "run", "precision=fp8", "precision.float8.recipe=rowwise")
     near(fp8, bf16)

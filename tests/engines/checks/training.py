@@ -1,0 +1,225 @@
+"""Training: micro-batches, norms of any size, recomputed blocks, the loss head, what is measured and who is slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.config.model import ModelConfig
+from dtrain.distributed.progress import Phase
+from dtrain.engine.step import StepEngine
+from dtrain.models import build_model
+from tests.engines.helpers import batch, state_digests
+from tests.engines.matrix import Case, Trial, check
+from tests.helpers.oracle import normwise_error
+from tests.helpers.runs import Run, forward_backward
+from tests.helpers.runs import start as start_run
+
+# -- micro-batches and norms -------------------------------------------------------------------------------------------
+
+ACCUMULATION = 3
+
+
+def iterated(engine: StepEngine) -> Iterator[int]:
+    return engine.accumulate(range(ACCUMULATION))
+
+
+def told(engine: StepEngine) -> Iterator[int]:
+    for number in range(ACCUMULATION):
+        with engine.micro_batch(last=number == ACCUMULATION - 1):
+            yield number
+
+
+def told_without_a_last(engine: StepEngine) -> Iterator[int]:
+    for number in range(ACCUMULATION):
+        with engine.micro_batch(last=False):
+            yield number
+
+
+def told_in_another_order(engine: StepEngine) -> Iterator[int]:
+    """The control: the same samples, with the random numbers of other micro-batches."""
+    for number in reversed(range(ACCUMULATION)):
+        with engine.micro_batch(last=number == 0):
+            yield number
+
+
+def train_through(engine: StepEngine, loop: Callable[[StepEngine], Iterator[int]]) -> Any:
+    outcomes = []
+    for step in range(2):
+        for number in loop(engine):
+            index = (step * ACCUMULATION + number) * engine.world_size + engine.rank
+            engine.backward(engine(tokens=batch(index)), weight=1 + index % 3)
+        outcomes.append(engine.step())
+        assert outcomes[-1].applied
+    return outcomes, state_digests(engine)
+
+
+@check(
+    precisions=("bf16", "fp32"),
+    ranks=(1, 2),
+    variants={"": {}, "reproducible": {"reproducible": True}},
+    unless=lambda case: bool(case.variant) and case.engine != "native",
+)
+def told_micro_batches_train_as_iterated_ones(trial: Trial) -> None:
+    engine = trial.start(dropout=0.3)
+    engine.save(trial.folder)
+    expected = train_through(engine, iterated)
+    for loop, is_equal in ((told, True), (told_without_a_last, True), (told_in_another_order, False)):
+        engine.load(trial.folder)
+        assert (train_through(engine, loop) == expected) is is_equal, loop.__name__
+
+
+@check(unless=lambda case: case == Case("deepspeed", 2))
+def weights_of_any_magnitude_change_no_bit(trial: Trial) -> None:
+    """Norm, clipping and update keep their bits; powers of two round nothing."""
+    runs = []
+    for weight in (1.0, 2.0**-83, *([2.0**83] if trial.case.engine != "deepspeed" else [])):
+        engine, norms = trial.start(), []
+        for step in range(2):
+            engine.backward(engine(tokens=batch(2 * step + trial.rank)), weight=weight)
+            outcome = engine.step()
+            assert outcome.applied, outcome
+            assert outcome.grad_norm > 0.05, "clipping is active"
+            norms.append(outcome.grad_norm)
+        runs.append((norms, state_digests(engine)))
+    assert all(run == runs[0] for run in runs)
+
+
+# -- a language model: recomputed blocks, the loss head ----------------------------------------------------------------
+
+
+def start_language_model(case: Case, *, chunk: Any = "auto", dropout: float = 0.0, **options: Any) -> StepEngine:
+    config = ModelConfig(num_layers=4, hidden_dim=32, num_heads=2, max_seq_len=16, dropout=dropout, loss_chunk=chunk)
+    model = build_model(replace(config, tie_embeddings=case.stage % 2 == 0), 64, seed=0)
+    built = dtrain.initialize(
+        model, engine=case.engine, zero_stage=case.stage, precision=case.precision, seed=3, audit=0, **options
+    )
+    assert isinstance(built, StepEngine)
+    return built
+
+
+def tokens_of(step: int, index: int) -> Tensor:
+    return torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(100 * step + index))
+
+
+def train_language_model(engine: StepEngine, steps: int = 2) -> list[float]:
+    """Two micro-batches a step over all ranks; returns losses and norms."""
+    curve = []
+    for step in range(steps):
+        for index in engine.accumulate(range(engine.rank, 2, engine.world_size)):
+            tokens = tokens_of(step, index)
+            engine.backward(engine(tokens=tokens[:, :-1], targets=tokens[:, 1:]))
+        outcome = engine.step(lr=1e-3)
+        curve += [outcome.loss, outcome.grad_norm]
+    return curve
+
+
+@check(
+    precisions=("bf16", "fp32"),
+    variants={way: {"blocks": dtrain.Blocks(recompute=way)} for way in ("full", "selective")},
+)
+def recomputed_blocks_have_the_bits_of_stored_ones(trial: Trial) -> None:
+    runs = []
+    for options in ({}, trial.options):
+        engine = start_language_model(trial.case, dropout=0.2, **options)
+        runs.append((train_language_model(engine), state_digests(engine)))
+    assert runs[0] == runs[1]
+
+
+@check(precisions=("fp32", "bf16"))
+def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
+    """With and without a tied head."""
+    found = []
+    for chunk in (5, "none"):
+        engine = start_language_model(trial.case, chunk=chunk)
+        losses, tokens = train_language_model(engine), tokens_of(9, 0)
+        found.append((losses, engine.master_state()))
+        output: Any = engine(tokens[:, :-1], targets=tokens[:, 1:])
+        assert (output.logits is None) == (chunk == 5)
+        with engine.eval():
+            assert engine(tokens).logits.shape == (2, 17, 64)
+    (chunked, weights), (full, others) = found
+    exact = trial.case.precision == "fp32"
+    assert chunked == pytest.approx(full, rel=1e-5 if exact else 2e-3)
+    assert trial.rank or normwise_error(weights, others) < (1e-5 if exact else 2e-3)
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+@check(precisions=("bf16",))
+def a_measured_step_is_reported_alike_by_all_ranks(trial: Trial) -> str:
+    run = Run("transformer", accumulation=2, options={"zero_stage": trial.case.stage, "precision": "bf16"})
+    engine = start_run(run, engine=trial.case.engine)
+    for step in range(2):
+        with engine.measure_precision(["blocks.0"]) as measurement:
+            forward_backward(engine, run, step)
+            engine.step()
+    report: Any = measurement.report()
+    assert (report.step, report.applied) == (2, True)
+    assert {own.name for own in report.parameters} == {
+        n for n, p in engine.module.named_parameters() if p.requires_grad
+    }
+    for own in report.parameters:
+        assert own.gradient.total == own.numel * 4, own.name
+        assert own.update is None or 0 <= own.update.lost_fp16 <= own.update.lost_bf16 <= 1
+    changed = sum(own.update.num_changed for own in report.parameters if own.update is not None)
+    assert changed > 0.9 * sum(own.numel for own in report.parameters)
+    (block,) = report.activations
+    assert block.output.total == block.gradient.total > 0
+    return repr(report)
+
+
+class Slow(torch.autograd.Function):
+    """Identity whose forward and backward sleep."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, delays: dict[Phase, float]) -> Tensor:
+        ctx.delays = delays  # type: ignore[attr-defined]
+        time.sleep(delays.get(Phase.FORWARD, 0.0))
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.delays.get(Phase.BACKWARD, 0.0))  # type: ignore[attr-defined]
+        return grad, None
+
+
+class Delayed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self.delays: dict[Phase, float] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return Slow.apply(x, self.delays).square().mean()  # type: ignore[no-any-return]
+
+
+@check(engines=("native", "ddp", "fsdp2"), unless=lambda case: case == Case("fsdp2", 2))
+def names_a_delayed_rank_with_its_phase(trial: Trial) -> None:
+    """In each phase in which the engine sees its waits; the last of them is the update, which no user code delays."""
+    model = Delayed()
+    engine: Any = dtrain.initialize(model, engine=trial.case.engine, zero_stage=trial.case.stage, precision="fp32")
+    engine.busy.every = 2
+    phases = {("native", 3): Phase.BACKWARD, ("ddp", 0): Phase.FORWARD, ("fsdp2", 3): Phase.DATA}
+    assert phases.get((trial.case.engine, trial.case.stage), Phase.DATA) in engine.timed_phases[:3]
+    for phase in engine.timed_phases[:3]:
+        for delay in (0.05, 0.5, 2.0):  # a busy machine delays ranks too
+            model.delays = {phase: delay} if trial.rank == 1 else {}
+            for _ in range(4):  # one window at least is of this phase alone
+                time.sleep(model.delays.get(Phase.DATA, 0.0))
+                engine.backward(engine(torch.ones(2, 8)))
+                engine.step()
+            found = (engine.busy.latest.slowest_rank, engine.busy.latest.phase)
+            if found == (1, phase):
+                break
+        assert found == (1, phase)
