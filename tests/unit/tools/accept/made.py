@@ -48,3 +48,14 @@ def step(model: str, name: str, number: int = 0, window_ms: float | list[float] 
 def record(model: str, name: str, number: int = 0, window_ms: float | list[float] = 100.0, **figures: Any) -> Record:
     """The record of :func:`step`."""
     return records_of([step(model, name, number, window_ms, **figures)])[0]
+
+
+def phase(name: str = "1.2B", num_parameters: int = 1_000_000_000, **changes: Any) -> dict[str, Any]:
+    """The optimizer phase: 30 GB in 10 ms, while 2 GB are copied in 0.6 ms: 3,000 GB/s of 3,333."""
+    trace = {"num_launches": 4, "num_copies": 1, "synchronizations": {}, "top": [{"name": "k", "calls": 3, "ms": 1.5}]}
+    made = {
+        "name": name, "num_parameters": num_parameters, "bytes_a_parameter": 34.0, "host_ms": [1.0],
+        "ms": {"dtrain": [10.0, 9.0, 11.0], "torch": [22.0, 18.0, 33.0], "copy": [0.6, 0.6, 0.7]},
+        "copy_bytes": 2_000_000_000, "trace": trace, "errors": [],
+    }  # fmt: skip
+    return made | changes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,23 +21,14 @@ def conclusions(results):
 def section(results):
     return ["section of good"]
 """
-EXCEPTION = """
+_BEGIN = """
+import ctypes, os, pathlib, subprocess, time
 def run(request):
     yield {"first": 1.0}
-    raise ValueError("no such\\nkernel")
 """
-EXIT = """
-import os
-def run(request):
-    yield {"first": 1.0}
-    os._exit(7)
-"""
-FAULT = """
-import ctypes
-def run(request):
-    yield {"first": 1.0}
-    ctypes.string_at(0)
-"""
+EXCEPTION = _BEGIN + "    raise ValueError('no such\\nkernel')\n"
+EXIT = _BEGIN + "    os._exit(7)\n"
+FAULT = _BEGIN + "    ctypes.string_at(0)\n"
 HANG = """
 import pathlib, subprocess, time
 def run(request):
@@ -63,8 +53,4 @@ def make_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, together: list[PartJob], alone: list[PartJob], seconds: float) -> None:
     """Makes ``accept`` run these jobs, for ``seconds`` side by side."""
-
-    def make_plan(*_: Any, **__: Any) -> Plan:
-        return Plan(together, seconds, alone)
-
-    monkeypatch.setattr(accept_run, "make_plan", make_plan)
+    monkeypatch.setattr(accept_run, "make_plan", lambda *_, **__: Plan(together, seconds, alone))

@@ -1,14 +1,24 @@
-"""What each goal does, in which order, and how it adapts to the machine."""
+"""What each goal does, in which order, how it adapts to the machine; and the curves of training that it compares."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.tools.accept.job import PartJob
+from dtrain.config.schema import RunConfig
+from dtrain.telemetry.metrics import to_json
+from dtrain.tools.accept import curves
+from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, plan_jobs, report
+from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
+from dtrain.tools.accept.parts import curves as worker
 from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
+from tests.unit.tools.accept.made import ended, request
 
 H100, CPU = Machine("cuda", 79.6), Machine("cpu")
 
@@ -63,14 +73,13 @@ def test_all_is_both_and_measures_nothing_twice() -> None:
     assert both.together_s < LIMITS_S["facts"]
 
 
-def test_every_part_has_jobs_and_can_be_chosen_alone() -> None:
-    parts = {job.part for job in plan("all").jobs}
-    assert parts == set(PARTS)
+def test_every_part_has_jobs_and_can_be_chosen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {job.part for job in plan("all").jobs} == set(PARTS)
+    assert len({job.file_name for job in plan("all").jobs}) == len(plan("all").jobs)
     for part in PARTS:
         assert {job.part for job in plan("all", parts=[part]).jobs} == {part}
-
-
-def test_a_library_that_is_not_installed_is_left_out_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [job.options.get("keep_trace") for job in plan("figures", keep_trace="t").alone if job.part == "profile"]
+    assert kept == ["t/profile-of-bf16-chunked-loss.json", "t/profile-of-fp8.json", "t/profile-of-bf16.json"]
     monkeypatch.setattr("dtrain.tools.bench.peers.find_spec", lambda name: None)
     found = plan("figures")
     assert not [name for name in names(found.alone) if "DeepSpeed" in name]
@@ -86,7 +95,152 @@ def test_a_small_gpu_and_a_cpu_train_tiny_models() -> None:
     assert not [job for job in plan("all", CPU).jobs if job.part == "compiled"]
 
 
-def test_traces_are_kept_where_they_are_asked_for() -> None:
-    kept = [job.options.get("keep_trace") for job in plan("figures", keep_trace="t").alone if job.part == "profile"]
-    assert kept == ["t/profile-of-bf16-chunked-loss.json", "t/profile-of-fp8.json", "t/profile-of-bf16.json"]
-    assert len({job.file_name for job in plan("all").jobs}) == len(plan("all").jobs)
+CASE = TrainingCase("native", 2, "bf16")
+CURVE = [4.0, 3.0, 2.0]
+
+
+@pytest.fixture
+def all_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(CAPABILITIES["ddp"]), "missing_requirement", "")
+
+
+# -- cases and jobs ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("all_installed")
+def test_cases_and_jobs_of_a_gpu_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, left_out = curves.plan_cases("cuda")
+    counts = {engine: sum(case.engine == engine for case in cases) for engine in CAPABILITIES}
+    assert counts == {"native": 20, "fsdp2": 10, "deepspeed": 16, "ddp": 5}
+    assert (len(set(cases)), cases[0]) == (51, CASE)
+    assert list(left_out) == ["deepspeed fp8"]
+    jobs, _ = plan_jobs("cuda", 100.0)
+    assert [job.name for job in jobs] == [REFERENCE_JOB, *(f"curves of {engine}" for engine in CAPABILITIES)]
+    assert [job.options["device"] for job in jobs] == ["cpu", *["cuda"] * 4]
+    assert [case for job in jobs for case in job.options["cases"]] == [asdict(case) for case in (REFERENCE, *cases)]
+    jobs, left_out = plan_jobs("cpu", 100.0)
+    tried = {(case["engine"], case["zero_stage"]) for job in jobs for case in job.options["cases"]}
+    assert tried == {("native", 2), ("native", 3), ("ddp", 0)}
+    assert (left_out["fsdp2 bf16, stage 3"], left_out["tf32"]) == ("a CPU tries few cases", "no GPU")
+    missing = property(lambda self: "needs the package deepspeed" if self.package else "")
+    monkeypatch.setattr(type(CAPABILITIES["ddp"]), "missing_requirement", missing)
+    cases, left_out = curves.plan_cases("cuda")
+    assert not [case for case in cases if case.engine == "deepspeed"]
+    assert left_out == {"deepspeed": "needs the package deepspeed"}
+
+
+def crash(job: PartJob, num_done: int, status: str = FAILED, *, begun: bool = True) -> Ended:
+    """The job as it ends after ``num_done`` cases, in the middle of the next one if it has ``begun``."""
+    cases: Sequence[dict[str, Any]] = job.options["cases"]
+    rows = [case | {"losses": CURVE, "skipped": [], "seconds": 1.0} for case in cases[:num_done]]
+    results = {"rows": rows, "begun": cases[num_done] if begun else None, "planned": cases}
+    return ended(job.name, "curves", results, status=status, error="" if status == DONE else "was ended by SIGSEGV")
+
+
+def test_after_a_crash_the_other_cases_run_in_a_new_process_at_most_three_times() -> None:
+    job = next(job for job in plan_jobs("cuda", 100.0)[0] if job.name == "curves of native")
+    assert job.again is not None
+    second = job.again(job, crash(job, 2))
+    assert second is not None
+    assert (second.name, second.options["device"]) == ("curves of native, start 2", "cuda")
+    assert second.options["cases"] == job.options["cases"][3:]
+    third = job.again(second, crash(second, 1, begun=False))
+    assert third is not None
+    assert (third.name, third.options["cases"]) == ("curves of native, start 3", job.options["cases"][4:])
+    assert job.again(third, crash(third, 1)) is None
+    assert job.again(job, crash(job, len(job.options["cases"]) - 1)) is None
+    # a process that does not even begin fails for all of its cases
+    assert job.again(job, ended(job.name, "curves", {}, status=FAILED, error="ImportError: libx.so")) is None
+
+
+# -- comparison --------------------------------------------------------------------------------------------------------
+
+
+def test_a_curve_within_its_bound_agrees_and_every_other_has_its_reason() -> None:
+    for precision, bound in LOSS_BOUNDS.items():
+        case = TrainingCase("native", 2, precision)
+        assert (
+            compare(case, {"losses": [4.0, 3.0 * (1 + 0.9 * bound), 2.0], "skipped": []}, CURVE)["status"] == "agrees"
+        )
+        row = compare(case, {"losses": [4.0, 3.0, 2.0 * (1 - 1.1 * bound)], "skipped": []}, CURVE)
+        assert (row["status"], row["deviation"]) == ("deviates", pytest.approx(1.1 * bound))
+        assert row["reason"].endswith("at step 3")
+    line = json.loads(to_json({"losses": [4.0, float("nan"), 2.0], "skipped": []}))
+    row = compare(CASE, line, CURVE)
+    assert (row["status"], "nan" in row["reason"], row["reason"][-6:]) == ("deviates", True, "step 2")
+    row = compare(CASE, {"losses": CURVE, "skipped": ["step 2: overflow"]}, CURVE)
+    assert (row["status"], row["reason"]) == ("deviates", "skipped step 2: overflow")
+    row = compare(CASE, {"error": "RuntimeError: no kernel"}, CURVE)
+    assert (row["status"], row["deviation"], row["reason"]) == ("failed", None, "RuntimeError: no kernel")
+
+
+def test_the_bounds_tell_formats_and_learning_rates_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, lr = worker.run_config, [3e-4]
+
+    def narrow(case: TrainingCase, *, small: bool) -> RunConfig:
+        config = full(case, small=small)
+        return replace(config, optim=replace(config.optim, lr=lr[0]))
+
+    def train(*cases: TrainingCase) -> list[dict[str, Any]]:
+        *_, results = worker.run(request(tmp_path, device="cpu", cases=[asdict(case) for case in cases]))
+        return list(results["rows"])
+
+    monkeypatch.setattr(worker, "run_config", narrow)
+    fp32 = TrainingCase("native", 2, "fp32")
+    failing = TrainingCase("fsdp2", 0, "fp32")
+    first, error, low = train(fp32, failing, CASE)
+    reference = first["losses"]
+    assert len(reference) == curves.STEPS
+    assert reference[-1] < 0.9 * reference[0]
+    assert "zero_stage=0" in str(error), "a case that fails costs no other"
+    assert compare(CASE, low, reference)["status"] == "agrees"
+    assert compare(fp32, low, reference)["status"] == "deviates", "FP32 that computes in BF16"
+    lr[0] *= 1.001
+    assert compare(fp32, train(fp32)[0], reference)["status"] == "deviates"
+
+
+# -- the page ----------------------------------------------------------------------------------------------------------
+
+
+def reference(**row: Any) -> Ended:
+    line = row or {"losses": CURVE, "skipped": []}
+    return ended(REFERENCE_JOB, "curves", {"rows": [asdict(REFERENCE) | line], "begun": None})
+
+
+@pytest.fixture
+def job() -> PartJob:
+    cases = [asdict(TrainingCase("ddp", 0, name)) for name in ("bf16", "fp32", "fp8")]
+    return PartJob("curves of ddp", "curves", "curves", 1.0, 1.0, {"cases": cases})
+
+
+def test_curves_are_compared_with_the_reference_wherever_it_ended(job: PartJob) -> None:
+    done = crash(job, 3, DONE, begun=False)
+    found = report([done, reference()], {"tf32": "no GPU"})
+    assert (found.failures, found.left_out) == ([], {"tf32": "no GPU"})
+    assert found.conclusions == ["engine=ddp: 3 of 3 cases follow the CPU's FP32 curve: bf16, fp32, fp8; stages 0"]
+    text = "\n".join(found.section)
+    assert "The CPU's loss falls from 4.0000 to 2.0000." in text
+    assert "| ddp    | 0     | 0.0e+00 | 0.0e+00 | 0.0e+00 |" in text
+    lost = report([done], {})
+    assert (lost.failures, lost.conclusions) == ([], ["engine=ddp: 0 of 3 cases follow the CPU's FP32 curve"])
+    assert "not compared" in "\n".join(lost.section)
+    for row, reason in (
+        ({"error": "RuntimeError: no kernel"}, "RuntimeError: no kernel"),
+        ({"losses": [4.0, None, 2.0], "skipped": []}, "not finite"),
+    ):
+        assert report([reference(**row), done], {}).failures == [f"reference curve: {reason}"]
+
+
+@pytest.mark.parametrize("status", [FAILED, LATE, CUT])
+def test_a_crash_is_the_failure_of_the_case_that_had_begun_unless_it_was_cut_short(job: PartJob, status: str) -> None:
+    first = crash(job, 1, status)
+    found = report([reference(), first], {})
+    if status == CUT:
+        assert (found.failures, list(found.left_out)) == ([], ["ddp fp32, stage 0", "ddp fp8, stage 0"])
+        return
+    assert found.failures == ["ddp fp32, stage 0 failed: was ended by SIGSEGV"]
+    assert found.left_out == {"ddp fp8, stage 0": "no time left, or its process failed before"}
+    again = replace(job, name="curves of ddp, start 2", options={"cases": job.options["cases"][2:]})
+    assert report([reference(), first, crash(again, 1, DONE, begun=False)], {}).left_out == {}
+    whole = report([ended(job.name, "curves", {}, status=status, error="ImportError: libx.so")], {})
+    assert whole.failures == [f"curves of ddp {status}: ImportError: libx.so"]

@@ -10,6 +10,7 @@ import pytest
 from dtrain.tools.accept.job import Request
 from dtrain.tools.accept.parts import gpu_tests
 from dtrain.tools.accept.parts.gpu_tests import conclusions, counts, find_tests, read_records, section
+from tests.helpers.launch import ROOT
 
 TESTS = """
 import os, pytest
@@ -18,16 +19,17 @@ def test_fails(): assert 1 == 2, "one"
 @pytest.mark.skip(reason="older than Ampere")
 def test_skipped(): pass
 def test_crashes(): os.abort()
+def test_dies(dead): pass
 def test_after(): pass
 """
 DEAD = """
 import pytest
 from dtrain.tools.accept import recorder
 @pytest.fixture
-def dead(monkeypatch): raise RuntimeError("illegal address")
-recorder._context_error = lambda: "CUDA error: an illegal memory access"
+def dead():
+    recorder._context_error = lambda: "CUDA error: an illegal memory access"
+    raise RuntimeError("illegal address")
 """
-KILLED = "def test_dies(dead): pass\ndef test_is_next(): pass\n"
 
 
 def run(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, workers: int) -> list[dict[str, Any]]:
@@ -46,48 +48,34 @@ def run(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, work
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_crash_costs_one_test(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partial, results = run(
-        tmp_path, {"test_engine.py": TESTS, "test_bad.py": "import nothing_here"}, monkeypatch, workers
-    )[-2:]
+    files = {"conftest.py": DEAD, "test_engine.py": TESTS, "test_bad.py": "import nothing_here"}
+    partial, results = run(tmp_path, files, monkeypatch, workers)[-2:]
     assert partial["tests"] is not results["tests"], "results so far were yielded"
-    assert counts(results["tests"]) == {"passed": 2, "failed": 2, "skipped": 1, "not ended": 1}
+    assert counts(results["tests"]) == {"passed": 2, "failed": 3, "skipped": 1, "not ended": 1}
     name = "tests/gpu/test_engine.py::test_"
     found = dict(line.split(": ", 1) for line in results["failures"])
     assert found[f"{name}fails"].startswith("AssertionError: one")
     assert found[f"{name}crashes"] == "its process ended in it"
+    assert "does not answer after it: CUDA error: an illegal memory access" in found[f"{name}dies"]
     assert "No module named 'nothing_here'" in found["tests/gpu/test_bad.py"]
     text = "\n".join(section(results))
     assert "- 1 test: Skipped: older than Ampere" in text
     assert "assert 1 == 2" in text
-    assert conclusions(results)[0].startswith("tests: 2 failed, 1 not ended, 2 passed, 1 skipped")
+    assert conclusions(results)[0].startswith("tests: 3 failed, 1 not ended, 2 passed, 1 skipped")
 
 
-@pytest.mark.processes
-def test_after_a_device_that_does_not_answer_another_process_takes_the_rest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    results = run(tmp_path, {"conftest.py": DEAD, "test_engine.py": KILLED}, monkeypatch, 0)[-1]
-    assert counts(results["tests"]) == {"failed": 1, "passed": 1}
-    (failure,) = results["failures"]
-    assert "does not answer after it: CUDA error: an illegal memory access" in failure
-
-
-def test_the_worse_phase_of_a_test_counts_and_half_a_line_does_not(tmp_path: Path) -> None:
+def test_half_a_record_does_not_count_and_a_wheel_has_no_tests(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     lines = ['{"begin": "a"}', '{"test": "a", "outcome": "failed", "when": "call"}']
     lines += ['{"test": "a", "outcome": "skipped", "when": "teardown"}', '{"begin": "b"}', '{"test": "b", "outc']
     path.write_text("\n".join(lines))
     found = read_records(path)
     assert found["b"] is None
-    assert (found["a"] or {})["outcome"] == "failed"
-
-
-def test_this_checkout_has_tests_and_a_wheel_has_none(tmp_path: Path) -> None:
-    assert find_tests() == (Path(__file__).parents[4], "")
+    assert (found["a"] or {})["outcome"] == "failed", "the worse phase of a test"
+    assert find_tests() == (ROOT, "")
     assert "an installed package" in find_tests(str(tmp_path))[1]
-    (results,) = gpu_tests.run(
-        Request("cpu", True, str(tmp_path / "x.json"), str(tmp_path), 1.0, {"root": str(tmp_path)})
-    )
+    request = Request("cpu", True, str(tmp_path / "x.json"), str(tmp_path), 1.0, {"root": str(tmp_path)})
+    (results,) = gpu_tests.run(request)
     assert list(results["left_out"]) == ["tests/gpu"]

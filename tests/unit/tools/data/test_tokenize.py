@@ -1,8 +1,9 @@
+"""``dtrain data tokenize``: the tokens of the library, whatever interrupts it."""
+
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import os
 import re
 import signal
@@ -25,9 +26,26 @@ from dtrain.errors import ConfigError, DataError, RankError, StorageError
 from dtrain.tools.data import inputs, pool, unfinished, writer
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
-from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl
+from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl, write_tokenizer
+from tests.helpers.launch import ROOT
 
-_ROOT = Path(__file__).parents[4]
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    return write_tokenizer(tmp_path / "model" / "tokenizer.json")
+
+
+@pytest.fixture
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work units of 20 kB, so that small files give several shards."""
+    monkeypatch.setattr(inputs, "MIN_UNIT_BYTES", 20_000)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "a.txt").write_text("text")
+    return str(tmp_path / "a.txt")
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -38,22 +56,23 @@ def tokenize(files: str, tokenizer: Path, out: Path, *words: str) -> int:
     return main(["data", "tokenize", f"files={files}", f"tokenizer={tokenizer}", f"out={out}", *words])
 
 
-def job(tmp_path: Path, tokenizer: Path, text_key: str = "text") -> tuple[TokenizeJob, TokenizerFile]:
+def job(tmp_path: Path, tokenizer: Path) -> tuple[TokenizeJob, TokenizerFile]:
     (tmp_path / "scratch").mkdir()
-    return TokenizeJob(str(tmp_path), str(tmp_path / "scratch"), str(tokenizer), text_key, 0), TokenizerFile(tokenizer)
+    return TokenizeJob(str(tmp_path), str(tmp_path / "scratch"), str(tokenizer), "text", 0), TokenizerFile(tokenizer)
 
 
 @pytest.mark.processes
-def test_1_and_4_workers_give_the_tokens_of_the_library_in_order(
+@pytest.mark.usefixtures("warm_ranks")
+def test_1_and_2_workers_give_the_tokens_of_the_library_in_order(
     tmp_path: Path, tokenizer: Path, small_units: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "model" / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     documents = mixed_corpus(tmp_path / "corpus")
     files = f"{tmp_path}/corpus/**/*.{{txt,jsonl,parquet}}"
-    for workers in (1, 4):
+    for workers in (1, 2):
         assert tokenize(files, tokenizer, tmp_path / f"out{workers}", f"workers={workers}") == 0
     assert "; 1 empty document skipped" in capsys.readouterr().out
-    assert hashes(tmp_path / "out1") == hashes(tmp_path / "out4")
+    assert hashes(tmp_path / "out1") == hashes(tmp_path / "out2")
     library = Tokenizer.from_file(str(tokenizer))
     end = library.token_to_id("<|endoftext|>")
     expected = [[*library.encode(text, add_special_tokens=False).ids, end] for text in documents]
@@ -75,6 +94,7 @@ def test_1_and_4_workers_give_the_tokens_of_the_library_in_order(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_killed_command_resumes(tmp_path: Path, tokenizer: Path, small_units: None, capfd: Any) -> None:
     files = write_jsonl(tmp_path / "corpus.jsonl", stdlib_texts()[:35])
     out = tmp_path / "out"
@@ -83,7 +103,7 @@ def test_a_killed_command_resumes(tmp_path: Path, tokenizer: Path, small_units: 
         f"import dtrain.tools.data.inputs as i; i.MIN_UNIT_BYTES = {inputs.MIN_UNIT_BYTES}; "
         f"from dtrain.__main__ import main; main(['data', *{words!r}])"
     )
-    command = subprocess.Popen([sys.executable, "-c", code], cwd=_ROOT, start_new_session=True)
+    command = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, start_new_session=True)
     deadline = time.monotonic() + 60
     while len(list(out.glob("unfinished/0*.json"))) < 3:
         assert command.poll() is None
@@ -131,10 +151,8 @@ def _is_alive(pid: str) -> bool:
 
 
 @pytest.mark.processes
-def test_the_whole_way_needs_no_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Every process of the commands would write a line if it connected, and writes one that it could."""
+def test_the_whole_way_needs_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process, of the commands and of a worker, would write a line if it connected, and one that it could."""
     (tmp_path / "block").mkdir()
     (tmp_path / "block" / "sitecustomize.py").write_text(
         "import socket, os\n"
@@ -144,20 +162,22 @@ def test_the_whole_way_needs_no_network(
         "socket.socket.connect = socket.socket.connect_ex = connect\n"
         "note('started')\n"
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'block'}{os.pathsep}{_ROOT}")
-
-    def run(*words: str) -> None:
-        done = subprocess.run([sys.executable, "-m", "dtrain", "data", *words], cwd=tmp_path, check=False)
-        assert done.returncode == 0, capfd.readouterr().err
-
-    for name in ("one.json", "two.json"):
-        run("train-tokenizer", f"files={STDLIB}/json/*.py", f"out={name}", "vocab_size=300")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'block'}{os.pathsep}{ROOT}")
+    files = f"files={STDLIB}/json/*.py"
+    commands = [["train-tokenizer", files, f"out={name}", "vocab_size=300"] for name in ("one.json", "two.json")]
+    commands.append(["tokenize", files, "tokenizer=one.json", "out=tokens", "workers=1"])
+    code = f"from dtrain.__main__ import main\nfor words in {commands!r}: assert main(['data', *words]) == 0"
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
     assert (tmp_path / "one.json").read_bytes() == (tmp_path / "two.json").read_bytes()
-    run("tokenize", f"files={STDLIB}/json/*.py", "tokenizer=one.json", "out=tokens", "workers=1")
-    assert (tmp_path / "log").read_text().splitlines() == ["started"] * 4  # the last command has one worker
+    assert (tmp_path / "log").read_text().splitlines() == ["started"] * 2
     shards = TokenShards.open(tmp_path / "tokens")
-    text = TokenizerFile(tmp_path / "one.json").decode(shards.read(np.array([0]), shards.document_ends[0])[0].tolist())
-    assert text == (STDLIB / "json" / "__init__.py").read_text() + "<|endoftext|>"
+    first = shards.read(np.array([0]), shards.document_ends[0])[0].tolist()
+    assert TokenizerFile(tmp_path / "one.json").decode(first) == (
+        (STDLIB / "json" / "__init__.py").read_text() + "<|endoftext|>"
+    )
+
+
+# -- mistakes and faults -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -165,9 +185,13 @@ def test_the_whole_way_needs_no_network(
     [
         ({"files": "*.none"}, r"matches no file"),
         ({"tokenizer": "none.json"}, r"none.json cannot be read: No such file"),
+        ({"tokenizer": "no-end.json"}, r"name one with end_token=\.\.\., or set append_end=false"),
         ({"end_token": "</s>"}, r"has no token '</s>'"),
         ({"out": "corpus"}, r"out=corpus is not empty \(it holds a.txt\); choose another folder"),
         ({"out": "corpus/a.txt"}, r"out=corpus/a.txt cannot be created: "),
+        ({"out": "finished"}, r"out=finished holds finished token shards"),
+        ({"without": "tokenizers"}, r"needs the library tokenizers; install it with pip install 'dtrain\[data\]'"),
+        ({"without": "pyarrow", "files": "*.parquet"}, r"needs the library pyarrow; install it with pip install"),
     ],
 )
 def test_mistakes_before_the_work(
@@ -180,36 +204,23 @@ def test_mistakes_before_the_work(
 ) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("text")
+    (tmp_path / "b.parquet").write_bytes(b"PAR1")
+    (tmp_path / "no-end.json").write_text(tokenizer.read_text().replace("<|endoftext|>", "<|stop|>"))
+    (tmp_path / "finished/unfinished").mkdir(parents=True)  # as a kill leaves it that comes while records are removed
+    (tmp_path / "finished/unfinished/00000.json").write_text("{}")
+    (tmp_path / "finished" / MANIFEST).write_text("{}")
     monkeypatch.chdir(tmp_path)
     values = {"files": "corpus/*.txt", "tokenizer": str(tokenizer), "out": "out", **words}
+    if library := values.pop("without", None):
+        monkeypatch.setitem(sys.modules, library, None)
     assert main(["data", "tokenize", *(f"{key}={value}" for key, value in values.items())]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     assert re.search(expected, error)
 
 
-def test_a_tokenizer_without_an_end(tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: Path) -> None:
-    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<|stop|>"))
-    (tmp_path / "a.txt").write_text("text")
-    assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
-    assert "name one with end_token=..., or set append_end=false" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("library", ["tokenizers", "pyarrow"])
-def test_a_missing_library(
-    tmp_path: Path,
-    tokenizer: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    library: str,
-) -> None:
-    monkeypatch.setitem(sys.modules, library, None)
-    (tmp_path / "a.parquet").write_bytes(b"PAR1")
-    assert tokenize(f"{tmp_path}/a.parquet", tokenizer, tmp_path / "out") == 2
-    assert f"needs the library {library}; install it with pip install 'dtrain[data]'" in capsys.readouterr().err
-
-
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_error_of_a_worker_takes_one_line(
     tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -222,13 +233,13 @@ def test_the_error_of_a_worker_takes_one_line(
     )
 
 
+def unit_of(folder: Path, *texts: str) -> Any:
+    (unit,) = plan_units(find_files(str(write_jsonl(folder / "a.jsonl", texts))), "text")
+    return unit
+
+
 def test_only_empty_documents(tmp_path: Path, tokenizer: Path) -> None:
-    unit = [
-        source
-        for unit in plan_units(find_files(str(write_jsonl(tmp_path / "a.jsonl", ["", ""]))), "text")
-        for source in unit
-    ]
-    finished = tokenize_unit(*job(tmp_path, tokenizer), 0, unit)
+    finished = tokenize_unit(*job(tmp_path, tokenizer), 0, unit_of(tmp_path, "", ""))
     assert (finished.entry.tokens, finished.entry.documents, finished.num_empty) == (0, 0, 2)
     assert (tmp_path / "00000.bin").read_bytes() == b""
 
@@ -236,72 +247,52 @@ def test_only_empty_documents(tmp_path: Path, tokenizer: Path) -> None:
 def test_a_token_beyond_the_vocabulary_is_found(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (unit,) = plan_units(find_files(str(write_jsonl(tmp_path / "a.jsonl", ["text"]))), "text")
     own_job, loaded = job(tmp_path, tokenizer)
     monkeypatch.setattr(loaded, "encode_batch", lambda texts: [[5, 512]])
     with pytest.raises(DataError, match="token 512, which is beyond its vocabulary of 512"):
-        tokenize_unit(own_job, loaded, 0, unit)
+        tokenize_unit(own_job, loaded, 0, unit_of(tmp_path, "text"))
     assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_a_full_disk_takes_one_line(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (unit,) = plan_units(find_files(str(write_jsonl(tmp_path / "a.jsonl", ["text"]))), "text")
-
     def full(file: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(writer, "_sync", full)
     with pytest.raises(StorageError, match=r"No space left on device \(errno 28\); free some space"):
-        tokenize_unit(*job(tmp_path, tokenizer), 0, unit)
+        tokenize_unit(*job(tmp_path, tokenizer), 0, unit_of(tmp_path, "text"))
     assert not list((tmp_path / "scratch").iterdir())
     assert not (tmp_path / "00000.bin").exists()
 
 
 def test_text_is_tokenized_in_batches(tmp_path: Path, tokenizer: Path) -> None:
     """Memory stays bounded, whatever a unit holds."""
-    path = tmp_path / "a.jsonl"
-    line = json.dumps({"text": stdlib_texts()[0][:1000]}) + "\n"
-    path.write_text(line * 2000)
     own_job, loaded = job(tmp_path, tokenizer)
     sizes: list[int] = []
     encode = loaded.encode_batch
     loaded.encode_batch = lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)  # type: ignore[method-assign]
-    (unit,) = plan_units(find_files(str(path)), "text")
-    tokenize_unit(own_job, loaded, 0, unit)
+    tokenize_unit(own_job, loaded, 0, unit_of(tmp_path, *[stdlib_texts()[0][:1000]] * 2000))
     assert len(sizes) >= 3
     assert max(sizes) < 600_000
 
 
-def test_an_interrupt_takes_one_line(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_interrupt_and_a_lock_take_one_line(
+    tmp_path: Path, tokenizer: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def interrupt(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dtrain.tools.data.tokenize.run_units", interrupt)
-    (tmp_path / "a.txt").write_text("text")
-    assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 130
-    assert capsys.readouterr().err == "interrupted; the same command resumes\n"
-
-
-def test_two_commands_never_write_to_one_folder(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "a.txt").write_text("text")
-    with unfinished.open_out(tmp_path / "out"):
-        assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
-    assert "another dtrain data tokenize writes to out=" in capsys.readouterr().err
-
-
-def test_a_disk_without_locks_is_named(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
+    monkeypatch.setattr("dtrain.tools.data.tokenize.run_units", interrupt)
+    assert tokenize(text, tokenizer, tmp_path / "out") == 130
+    assert capsys.readouterr().err == "interrupted; the same command resumes\n"
+    with unfinished.open_out(tmp_path / "out"):
+        assert tokenize(text, tokenizer, tmp_path / "out") == 2
+    assert "another dtrain data tokenize writes to out=" in capsys.readouterr().err
     monkeypatch.setattr(unfinished.fcntl, "flock", refuse)
-    (tmp_path / "a.txt").write_text("text")
-    assert tokenize(f"{tmp_path}/a.txt", tokenizer, tmp_path / "out") == 2
+    assert tokenize(text, tokenizer, tmp_path / "out") == 2
     assert "cannot be locked: No locks available; choose a folder on another disk" in capsys.readouterr().err
 
 
@@ -317,15 +308,3 @@ def test_a_worker_that_ends_within_a_line_is_an_error(monkeypatch: pytest.Monkey
     monkeypatch.setattr(pool, "kill_group", Popen.kill)
     with pytest.raises(RankError, match="a process that tokenizes ended"):
         list(pool.run_units(TokenizeJob("x", "x", "x", "x", None), {0: []}, 1, lambda tokens, characters: None))
-
-
-def test_a_kill_while_the_records_are_removed_leaves_finished_shards(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "out"
-    (out / "unfinished").mkdir(parents=True)
-    (out / "unfinished" / "00000.json").write_text("{}")
-    (out / MANIFEST).write_text("{}")
-    (tmp_path / "a.txt").write_text("text")
-    assert tokenize(f"{tmp_path}/a.txt", tokenizer, out) == 2
-    assert "holds finished token shards" in capsys.readouterr().err

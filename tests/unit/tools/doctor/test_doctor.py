@@ -1,44 +1,36 @@
-"""``dtrain doctor`` as users run it: its statements about this machine are true, and it prints no secrets."""
+"""``dtrain doctor`` as users run it: true statements about a machine, without secrets, and about a shared folder."""
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
-import pty
 import re
-import subprocess
+import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from dtrain.__main__ import main
+from dtrain.checkpoint import shared_folder, storage
 from dtrain.config.capabilities import CAPABILITIES
+from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.gpu import GPUState
-from dtrain.tools.doctor import machine
+from dtrain.tools.doctor import folder, machine
+from dtrain.tools.doctor.folder import answer, check_folder
 from dtrain.tools.doctor.machine import _machine, _measure, _software
 
-ROOT = Path(__file__).parents[4]
 CPU = torch.device("cpu")
 KEY = "0123456789abcdef0123456789abcdef01234567"
-
-
-def run(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
-    return subprocess.run(
-        [sys.executable, "-m", "dtrain", "doctor", *words],
-        capture_output=True,
-        text=True,
-        env=environment | {"OMP_NUM_THREADS": "1"} | env,
-        timeout=120,
-        check=False,
-    )
 
 
 def cells(output: str, first: str) -> list[str]:
@@ -48,12 +40,19 @@ def cells(output: str, first: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path) -> None:
+def test_machine_tables_are_true_and_hide_the_api_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n", encoding="ascii")
-    done = run(NETRC=str(netrc), COLUMNS="40")
-    assert done.returncode == 0, done.stderr
-    output = done.stdout
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.setenv("COLUMNS", "40")
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_DISABLED"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(machine, "_SIZES", {"cpu": (64, 128)})
+    monkeypatch.setattr(machine, "_BUDGET_S", 0.01)
+    assert main(["doctor"]) == 0
+    output, errors = capsys.readouterr()
     assert re.findall("^## (.*)$", output, re.M)[:3] == ["Software", "Machine", "Ranks"]
     assert cells(output, "torch")[1] == torch.__version__
     assert cells(output, "python")[1] == platform.python_version()
@@ -61,7 +60,7 @@ def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path) -> None:
     assert Path(cells(output, "launcher torchrun")[1]).exists()
     assert re.fullmatch(r"[\d.]+ GiB free", cells(output, "disk of this folder")[1])
     assert cells(output, "tracker=wandb")[1] == "online: logged in"
-    assert KEY not in output + done.stderr
+    assert KEY not in output + errors
     for dtype in ("fp32", "bf16", "fp16"):
         _, gflops, matrices = cells(output, dtype)
         assert float(gflops) > 0
@@ -87,18 +86,26 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "attention_kernel", lambda device, dtype, *, kv_heads, **shape: kernels[kv_heads])
 
 
-def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(one_gpu: None) -> None:
+def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dict(_machine())
     assert rows["GPU 0"] == "NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0"
-    assert rows["GPU 0 power and clocks"] == (
-        "power limit 500 W (default 700, at most 700), SM clock 1,200 of 1,980 MHz"
-    )
+    power = "power limit 500 W (default 700, at most 700), SM clock 1,200 of 1,980 MHz"
+    assert rows["GPU 0 power and clocks"] == power
     assert rows["GPU 0 MIG mode"] == "disabled"
     assert rows["cuDNN"] == "9.10.2, /opt/libcudnn.so.9"
     assert rows["cublasLt"] == "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9"
     assert rows["attention of 16 heads of 128"] == "flash; with 4 key heads: cudnn (BF16, causal, 2,048 tokens)"
     assert {"GPU driver", "compiler for GPUs"} <= rows.keys()
     assert "GPU" not in rows
+    for version, text in (("12.9.0", "12.9.0, /opt/libcublasLt.so.12"), (None, "unknown version")):
+        monkeypatch.setattr(machine, "cublaslt_version", lambda version=version: version)
+        assert dict(_machine())["cublasLt"] == text
+
+    def refuse() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10)\nmore")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
 
 
 def test_without_a_gpu_no_row_of_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,22 +113,6 @@ def test_without_a_gpu_no_row_of_one_is_shown(monkeypatch: pytest.MonkeyPatch) -
     rows = dict(_machine())
     assert rows["GPU"] == "none visible to PyTorch"
     assert not rows.keys() & {"GPU driver", "cuDNN", "cublasLt", "attention of 16 heads of 128"}
-
-
-@pytest.mark.parametrize(("version", "text"), [("12.9.0", "12.9.0, /opt/libcublasLt.so.12"), (None, "unknown version")])
-def test_a_cublaslt_with_blockwise_products_is_not_commented(
-    version: str | None, text: str, one_gpu: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(machine, "cublaslt_version", lambda: version)
-    assert dict(_machine())["cublasLt"] == text
-
-
-def test_a_cudnn_that_pytorch_refuses_is_reported(one_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
-        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10)\nmore")
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
 
 
 @pytest.mark.parametrize(("number", "is_bad"), [("3.8.0", True), ("3.7.1", False)])
@@ -134,59 +125,13 @@ def test_a_triton_known_as_bad_is_named(number: str, is_bad: bool, monkeypatch: 
     assert purposes["numpy"] == "data"
 
 
-@pytest.mark.processes
-def test_engines_are_markdown_when_piped() -> None:
-    done = run("engines")
-    assert done.returncode == 0, done.stderr
-    assert cells(done.stdout, "`zero_stage`")[1:] == ["0, 1, 2, 3", "2, 3", "0, 1, 2, 3", "0"]
+def test_engines(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "engines"]) == 0
+    output = capsys.readouterr().out
+    assert cells(output, "`zero_stage`")[1:] == ["0, 1, 2, 3", "2, 3", "0, 1, 2, 3", "0"]
     for name, capabilities in CAPABILITIES.items():
-        for supported in capabilities.supported.values():
-            assert supported.reason in done.stdout
-        assert cells(done.stdout, f"`{name}`")[1].startswith("no" if capabilities.missing_requirement else "yes")
-
-
-@pytest.mark.processes
-def test_engines_are_drawn_on_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    with subprocess.Popen([sys.executable, "-m", "dtrain", "doctor", "engines"], stdout=theirs, cwd=ROOT) as process:
-        os.close(theirs)
-        output = b""
-        while chunk := _read(ours):
-            output += chunk
-        assert process.wait(timeout=60) == 0
-    os.close(ours)
-    text = output.decode()
-    assert "━" in text
-    assert "##" not in text
-    assert "`" not in text
-
-
-def _read(descriptor: int) -> bytes:
-    try:
-        return os.read(descriptor, 65536)
-    except OSError:  # Linux raises this when the other end is closed
-        return b""
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["engine"], "no topic 'engine'; did you mean 'engines'?"),
-        (["engines", "now"], "one topic; got 'now' too"),
-        (["precision=bf16"], "no topic 'precision=bf16'; valid: engines, folder, keys"),
-    ],
-)
-def test_unknown_topic_is_a_one_line_error(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words]) == 2
-    out, err = capsys.readouterr()
-    assert not out
-    assert message in err
-    assert len(err.splitlines()) == 1
-
-
-def test_help_prints_usage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: dtrain doctor")
+        assert all(supported.reason in output for supported in capabilities.supported.values())
+        assert cells(output, f"`{name}`")[1].startswith("no" if capabilities.missing_requirement else "yes")
 
 
 def test_unsupported_dtype_is_reported_with_its_error() -> None:
@@ -209,6 +154,147 @@ def test_slow_matrix_products_stop_at_the_time_budget(seconds: float, sizes: set
 
         return product
 
-    speed = _measure("any", make, CPU)
+    assert _measure("any", make, CPU).size == max(sizes)
     assert set(calls) == sizes
-    assert speed.size == max(sizes)
+
+
+def results(path: Path, *, other_host: bool = True) -> tuple[list[str], bool]:
+    table, is_good = check_folder(path, other_host=other_host)
+    assert os.listdir(path) == []
+    return [row[1] for row in table.rows], is_good
+
+
+def with_answers(path: Path, problems: list[Exception] | None = None) -> tuple[list[str], bool]:
+    """The other host is a thread, whose error is added to ``problems``."""
+    problems = [] if problems is None else problems
+
+    def other() -> None:
+        try:
+            answer(path)
+        except Exception as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    try:
+        return results(path)
+    finally:
+        thread.join()
+
+
+@pytest.mark.processes
+def test_a_local_folder_has_all_properties(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "folder", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert text.count("| yes") == 7
+    assert "NO" not in text
+    assert os.listdir(tmp_path) == []
+
+
+def no_links(*paths: Path) -> None:
+    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+
+def create_again(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT)
+
+
+def no_sync(descriptor: object) -> None:
+    raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+def copying_rename(source: Path, target: Path) -> None:
+    """As an object store: each object is copied, and not yet removed."""
+    shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+
+
+def upload_at_close(descriptor: int, data: bytes) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("function", "replacement", "row", "reason"),
+    [
+        ("link", no_links, 1, "NO: Operation not permitted"),
+        ("create", create_again, 0, "NO: a file was created twice"),
+        ("sync_directory", no_sync, 2, "NO: Invalid argument"),
+        ("rename", copying_rename, 3, "NO: the old name is still there"),
+        ("overwrite", upload_at_close, 6, "NO: this process on host"),
+    ],
+)
+def test_a_missing_property_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    replacement: Callable[..., Any],
+    row: int,
+    reason: str,
+) -> None:
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.3)
+    monkeypatch.setattr(storage, function, replacement)
+    found, is_good = with_answers(tmp_path)
+    assert not is_good
+    assert found[row].startswith(reason), found
+
+
+def test_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folder, "_START_S", 0.2)
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+    found, is_good = results(tmp_path)
+    assert not is_good
+    assert all("does not see" in result for result in found[4:])
+
+
+@pytest.mark.processes
+def test_a_second_process_that_ends_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(folder, "_START_S", 20.0)
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+    began = time.monotonic()
+    found, is_good = results(tmp_path, other_host=False)
+    assert time.monotonic() - began < 10
+    assert not is_good
+    assert found[4:] == ["NO: the other process has ended without an answer; see its message above"] * 3
+
+
+def rename_before_files(source: Path, target: Path) -> None:
+    """As a file system that shows the new name at once, and the files below it later."""
+    os.rename(source, target)
+    if target.name == "ask-folder":
+        (target / "file").rename(target / "late")
+        threading.Timer(0.3, (target / "late").rename, (target / "file",)).start()
+
+
+def test_a_folder_whose_files_are_seen_later_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 3.0)
+    monkeypatch.setattr(storage, "rename", rename_before_files)
+    problems: list[Exception] = []
+    found, _ = with_answers(tmp_path, problems)
+    assert not problems
+    assert found[5].startswith("yes")
+
+
+def test_files_of_others_are_read_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer that never ends, and a probe that leads elsewhere."""
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+
+    def link_answer(path: Path) -> None:
+        os.mkdir(path)
+        (path / "answer-start").symlink_to("/dev/zero")
+
+    monkeypatch.setattr(storage, "make_directory", link_answer)
+    found, _ = results(tmp_path)
+    assert found[4].startswith("NO: answer-start: not a regular file")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "dtrain-doctor").symlink_to("elsewhere")
+    with pytest.raises(ConfigError, match="must be a folder"):
+        answer(tmp_path)
+
+
+def test_a_probe_of_another_command_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dtrain-doctor").mkdir()
+    assert main(["doctor", "folder", str(tmp_path)]) == 2
+    assert "remove it, unless another dtrain doctor runs there" in capsys.readouterr().err
+    assert (tmp_path / "dtrain-doctor").is_dir()

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,11 +11,9 @@ import torch
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict
-from dtrain.errors import ConfigError
 from dtrain.planning.network import Network
 from dtrain.planning.products import ATTENTION, MATMUL, products
 from dtrain.planning.ranks import HOST, SOCKETS
-from dtrain.planning.timeline import Timeline, Transfer, communicate
 from dtrain.tools.plan import time as plan_time
 from dtrain.tools.plan.amdahl import Item, expected, in_format, limit, record, speedups
 from dtrain.tools.plan.roofline import roofline
@@ -29,9 +24,10 @@ from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
 from tests.unit.tools.plan.planned_runs import planned_run
 
-SMALL = ("experiment=smoke", "launch.device=cpu", "model.hidden_dim=64", "precision=fp32")
+SMALL = ("experiment=smoke", "launch.device=cpu", "precision=fp32")
 NETWORK = ROOT / "docs" / "results" / "collectives-cpu.json"
 CPU = torch.device("cpu")
+exhaustive = pytest.mark.exhaustive
 
 
 def rank_of(*keys: str, ranks: int = 1, transport: str = HOST) -> PlannedRank:
@@ -42,14 +38,15 @@ def rank_of(*keys: str, ranks: int = 1, transport: str = HOST) -> PlannedRank:
     ("ranks", "transport", "keys"),
     [
         (1, HOST, ("engine.zero_stage=0",)),
-        (2, HOST, ("engine.zero_stage=1",)),
         (2, SOCKETS, ("engine.zero_stage=2", "precision=bf16", "model.compile=blocks", "model.recompute=selective")),
         (2, HOST, ("engine.zero_stage=3", "engine.reproducible=true")),
-        (4, SOCKETS, ("engine.zero_stage=3",)),
+        pytest.param(2, HOST, ("engine.zero_stage=1",), marks=exhaustive),
+        pytest.param(4, SOCKETS, ("engine.zero_stage=3",), marks=exhaustive),
     ],
 )
 def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys: tuple[str, ...]) -> None:
     rank = rank_of("train.global_batch_size=16", "train.micro_batch_size=4", *keys, ranks=ranks, transport=transport)
+    before = {name: value.clone() for name, value in rank.engine.module.state_dict().items()} if ranks == 1 else {}
     times = rank.time(Network.read(NETWORK, transport) if ranks > 1 else None, 0.0, lambda: None)
     engine = rank.engine
     assert (engine.world_size, engine.attempted_steps) == (ranks, engine.applied_steps)
@@ -61,13 +58,8 @@ def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys:
     assert bool(times.num_transfers) is (ranks > 1)
     assert all(bool(ms) is (ranks > 1) for ms in times.waited_ms)
     assert times.ms >= min(times.busy_ms)
-
-
-def test_weights_stay_while_steps_are_timed() -> None:
-    rank = rank_of()
-    before = {name: value.clone() for name, value in rank.engine.module.state_dict().items()}
-    rank.time(None, 0.0, lambda: None)
-    assert all(torch.equal(before[name], value) for name, value in rank.engine.module.state_dict().items())
+    after = engine.module.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in before.items()), "weights stay"
 
 
 def test_the_bytes_of_stage_2_follow_the_formula() -> None:
@@ -78,46 +70,32 @@ def test_the_bytes_of_stage_2_follow_the_formula() -> None:
     assert times.received == pytest.approx(2 * numel // 2, rel=0.05)
 
 
-def job(**changes: Any) -> TimedRank:
+def test_items_and_products_fill_a_step() -> None:
     config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
-    return replace(TimedRank(config, 1, HOST, None, 0, 1, "", 1, 0.2), **changes)
-
-
-@pytest.fixture(scope="module")
-def times() -> RankTime:
-    return measure(job())
-
-
-def test_items_and_products_fill_a_step(times: RankTime) -> None:
+    times = measure(TimedRank(config, 1, HOST, None, 0, 1, "", 1, 0.2))
     names = [item.name for item in times.items]
     assert len(set(names)) == len(names)
     assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
     assert 0.05 < product_share(times) < 0.98
     assert [item.ms for item in times.items] == sorted((item.ms for item in times.items), reverse=True)
     by_name = {item.name: item for item in times.items}
-    assert by_name["mul"].is_elementwise
-    assert not by_name["mul"].is_product
+    assert (by_name["mul"].is_elementwise, by_name["mul"].is_product) == (True, False)
     assert not by_name["mm"].is_elementwise
     assert times.precision == "fp32"
 
 
 def test_tables_show_what_was_measured() -> None:
-    step = StepTime(
-        [90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, {"forward_ms": 30.0, "backward_ms": 60.0}, 7, 2 * 10**6
-    )
+    phases = {"forward_ms": 30.0, "backward_ms": 60.0}
+    step = StepTime([90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, phases, 7, 2 * 10**6)
     items = [Item("mm", 60.0, 9, True, False), Item("mul", 20.0, 4, False, True), Item("sum", 5.0, 1, False, False)]
     times = RankTime(step, 0.25, items, {"bf16": 2.0}, "fp32")
     run = planned_run(*SMALL, ranks=2)
     assert step.ms == 120.0
     assert dict(row[:2] for row in phase_table(times).rows)["wait for ranks"] == "20"
-    assert [row[0] for row in item_table(times).rows] == [
-        "mul",
-        "sum",
-        "0 other operations",
-        "no operation: Python, launches",
-    ]
-    assert item_table(times).rows[0] == ("mul", "4", "20", "20.0%", "would fuse it")
-    assert item_table(times).rows[-1][2] == "15"
+    rows = item_table(times).rows
+    assert [row[0] for row in rows] == ["mul", "sum", "0 other operations", "no operation: Python, launches"]
+    assert rows[0] == ("mul", "4", "20", "20.0%", "would fuse it")
+    assert rows[-1][2] == "15"
     assert format_table(times).rows == [("bf16", "2 x", "1.43 x", "2.5 x")]
     slow = replace(times, items=[Item("mm", 120.0, 9, True, False), Item("sum", 30.0, 1, False, False)])
     assert product_share(slow) == 0.8, "the profiled steps were slower than the others"
@@ -157,38 +135,28 @@ def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[st
                 assert output.shape[-2:] == (product.m, product.n)
         if product.kind == MATMUL and product.n % 16 == product.k % 16 == 0:
             assert in_format(product, "fp8", CPU)().shape[-2:] == (product.m, product.n)
-    assert list(speedups(calls, CPU, 60.0)) in ([], ["bf16"])
+    assert list(speedups(calls, CPU, 2.0)) in ([], ["bf16"])
 
 
-def test_the_bound_of_a_device_that_is_elsewhere() -> None:
-    run = planned_run("precision=bf16", "model=llama-1b", "train.micro_batch_size=1", device="h100-80gb", ranks=8)
+def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ("precision=bf16", "train.micro_batch_size=1", "train.global_batch_size=16", "device=h100-80gb", "ranks=8")
+    run = planned_run("model=llama-1b", *keys[:2], device="h100-80gb", ranks=8)
     run = replace(run, config=replace(run.config, train=replace(run.config.train, global_batch_size=16)))
     found, _ = record_products(run)
     bound = roofline(run)
     flops = 2 * sum(product.flops for product in found)  # two micro-batches
     assert 1.0 <= bound.products / (flops / 989.4e12) < 1.5
-    assert bound.others > 0
-    assert bound.update > 0
+    assert min(bound.others, bound.update) > 0
     assert bound.busy == bound.products + bound.others + bound.update
     assert {transfer.world_size for transfer in bound.transfers} == {8}
-
-
-def test_a_bound_needs_published_rates() -> None:
-    with pytest.raises(ConfigError, match="no rate of v100-32gb in bf16 is published"):
-        roofline(planned_run("precision=bf16", device="v100-32gb"))
-
-
-def test_command_for_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    words = ["plan", "time", *SMALL, "device=h100-80gb", "ranks=2", "precision=bf16"]
-    assert main(words) == 0
+    assert main(["plan", "time", *SMALL, *keys]) == 0
     shown = capsys.readouterr().out
     assert "Least time of a step on h100-80gb" in shown
     assert re.search(r"communication is not in these times: \d+ collectives a step", shown)
-    assert main([*words, f"network={tmp_path / 'missing.json'}"]) == 2
-    assert "missing.json is no result of dtrain bench collectives" in capsys.readouterr().err
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
 def test_command_on_two_processes(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan_time, "_BUDGET_S", 0.2)
     assert main(["plan", "time", *SMALL, "ranks=2", f"network={NETWORK}"]) == 0
@@ -196,26 +164,5 @@ def test_command_on_two_processes(capsys: pytest.CaptureFixture[str], monkeypatc
     waited = re.search(r"\| wait for ranks +\| ([\d.]+)", shown)
     assert waited is not None
     assert float(waited[1]) > 0
-    assert "tokens/s, on 2 ranks" in shown
-    assert "communication: " in shown
-    assert "no operation: Python, launches" in shown
-
-
-def test_a_timeline_of_a_real_step_waits_for_each_transfer() -> None:
-    rank = rank_of("engine.zero_stage=3", ranks=2, transport=SOCKETS)
-    timeline: Timeline = rank._timeline
-    with rank.batches() as batches:
-        rank.step(next(batches))
-        timeline.restart()
-        rank.step(next(batches))
-    trace = timeline.trace()
-    waited = [moment.transfer for moment in trace.moments if moment.is_wait]
-    assert len(set(waited)) == len(waited), "waited for twice"
-    assert set(waited) == set(trace.transfers)
-
-    def second(_: Transfer) -> float:
-        return 1.0
-
-    assert communicate(trace, second, overlaps=True).waited > len(trace.transfers) - 1
-    costs: Mapping[str, float] = {"all_gather": 1e-9}
-    assert communicate(trace, lambda transfer: costs.get(transfer.op, 0.0), overlaps=True).waited < 1e-6
+    for line in ("tokens/s, on 2 ranks", "communication: ", "no operation: Python, launches"):
+        assert line in shown

@@ -17,20 +17,5 @@ def test_one_run_has_its_page_beside_it(tmp_path: Path, capsys: pytest.CaptureFi
     first = (run / "report.html").read_bytes()
     assert main(["report", str(run), f"out={tmp_path}/again.html", "verify=true"]) == 0
     assert (tmp_path / "again.html").read_bytes() == first  # it has no checkpoint
-
-
-def test_refusals_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    make_run(tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    for argv, message in (
-        (["none"], "none: no such folder; expected a run directory"),
-        (["run", "./run"], "dtrain report was given a run twice"),
-        (["run", "out=missing/page.html"], "out=missing/page.html: missing is no folder"),
-        (["run", "verify=yes"], "verify=yes must be true or false"),
-        (["--al"], "unknown option '--al'"),
-        (["out=x.html"], "dtrain report needs the directory of a run"),
-    ):
-        assert main(["report", *argv]) == 2
-        assert capsys.readouterr().err.startswith(f"dtrain: {message}")
+    assert main(["report", str(run), f"out={tmp_path}/missing/page.html"]) == 2
+    assert "missing is no folder; make it, or name another file" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``dtrain simulate`` as users run it."""
+"""``dtrain simulate`` as users run it, and what ``docs/scaling.md`` says of published scaling tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -16,21 +18,26 @@ from matplotlib.figure import Figure
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_jobs
-from dtrain.errors import ConfigError
-from dtrain.planning.fabric import FABRICS
+from dtrain.planning.fabric import FABRICS, find_fabric
 from dtrain.planning.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
+from dtrain.planning.timeline import Transfer
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.planned_run import planned_run
+from dtrain.tools.simulate import points
 from dtrain.tools.simulate.picture import draw
-from dtrain.tools.simulate.points import Assumptions, simulate
-from dtrain.tools.simulate.report import assumptions, limits, remarks
+from dtrain.tools.simulate.points import Assumptions, ScalingPoint, simulate
+from dtrain.tools.simulate.report import assumptions, limits, received, remarks
 from dtrain.tools.simulate.step import with_ranks
+from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
 from tests.helpers.launch import ROOT
+from tests.measure.compare_scaling import COMPARED, RESULTS, compare, read_series, table
 
-TINY = ["experiment=smoke", "precision=bf16", "train.micro_batch_size=4", "train.global_batch_size=8"]
-MEASURED = ROOT / "docs" / "results" / "collectives-cpu.json"
+SIZES = ["train.micro_batch_size=4", "train.global_batch_size=8", "model.num_layers=1"]
+TINY = ["experiment=smoke", "precision=bf16", *SIZES]
 ASSUMED = Assumptions("ib-400g", 0.7, None, 1.189, 0.0, "engine", 10.0)
+exhaustive = pytest.mark.exhaustive
+STAGE_2, STAGE_3 = "engine.zero_stage=2", "engine.zero_stage=3"
 
 
 def tiny(*keys: str, ranks: int = 1) -> PlannedRun:
@@ -38,104 +45,121 @@ def tiny(*keys: str, ranks: int = 1) -> PlannedRun:
     return planned_run(job.config, {"device": "h100-80gb", "ranks": str(ranks)})
 
 
-def run(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
-    assert main(["simulate", *TINY, *argv]) == 0
-    return capsys.readouterr().out
+@cache
+def memory_plan() -> MemoryPlan:
+    return plan_memory(tiny("engine.zero_stage=2", ranks=2))
+
+
+@pytest.fixture
+def one_memory_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spares the half of a point's time that plans its memory."""
+    monkeypatch.setattr(points, "plan_memory", lambda run: memory_plan())
+
+
+@cache
+def point_of(*keys: str, ranks: int) -> tuple[PlannedRun, ScalingPoint]:
+    run = tiny(*keys, ranks=ranks)
+    (point,) = simulate(run, [ranks], ASSUMED, is_strong=False)
+    return run, point
 
 
 def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "scaling.png"
-    keys = ["ranks=1,8,64", "engine.zero_stage=3", f"json={out}", f"picture={picture}"]
-    text = run(capsys, *keys)
+    assert main(["simulate", *TINY, "ranks=1,64", STAGE_3, f"json={out}", f"picture={picture}"]) == 0
+    text = capsys.readouterr().out
     assert text.count("| 64 ") == 2
     assert "nothing is measured; network ib-400g: 8 GPUs a node" in text
     for limit in ("are padding", "the root group", "the vote's gather takes", "ms; larger micro-batches or engine"):
         assert limit in text
     assert "| checkpoint of a rank |" in text
     assert "| vote, % of the step |" in text
-    results: dict[str, Any] = json.loads(out.read_text())
-    one, eight, many = results["points"]
-    assert [point["ranks"] for point in results["points"]] == [1, 8, 64]
-    assert one["transfers"] == []
-    assert one["startup_s"] == 0
-    assert one["efficiency"] == 1 > eight["efficiency"] > many["efficiency"] > 0
+    one, many = json.loads(out.read_text())["points"]
+    assert (one["ranks"], many["ranks"]) == (1, 64)
+    assert (one["transfers"], one["startup_s"]) == ([], 0)
+    assert one["efficiency"] == 1 > many["efficiency"] > 0
     assert one["checkpoint_bytes"] == one["checkpoint_rank_bytes"] == many["checkpoint_bytes"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("ranks", [8, 64, 1024])
-@pytest.mark.parametrize("size", [None, 8])
+@pytest.mark.usefixtures("one_memory_plan")
+@pytest.mark.parametrize(
+    ("ranks", "size"),
+    [
+        (16, 8),
+        *(pytest.param(*case, marks=exhaustive) for case in ((8, None), (64, None), (1024, None), (1024, 8))),
+    ],
+)
 def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
     """Stage 3, whose prefetch keeps the last two blocks from forward until backward."""
-    keys = ["engine.zero_stage=3", "model.num_layers=6", *([f"engine.shard_size={size}"] if size else [])]
+    keys = [STAGE_3, "model.num_layers=4", *([f"engine.shard_size={size}"] if size else [])]
     micro_batches, shard = 2, size or ranks
     of_ranks = with_ranks(tiny(*keys), ranks, 4 * micro_batches * ranks)
     (point,) = simulate(of_ranks, [ranks], ASSUMED, is_strong=False)
-    received: dict[str, int] = {}
-    for (purpose, _), share in point.step.shares.items():
-        received[purpose] = received.get(purpose, 0) + share.nbytes
     replicas = ranks // shard
     sizes = {"bfloat16": 2, "float32": 4}
-    expected = {WEIGHTS: 0, GRADIENTS: 0, REPLICAS: 0, VOTE: (ranks - 1) * 22 * 8}
+    expected = {WEIGHTS: 0, GRADIENTS: 0, REPLICAS: 0}
     buffers = point.traced.buffers
-    numbers = sorted(int(b.name[7:].split("/")[0]) for b in buffers if b.name.startswith("blocks."))
     for buffer in buffers:
         assert buffer.numel % (shard * CHUNK) == 0
         itemsize = sizes[buffer.name.rpartition("/")[2]]
         # the last two blocks stay unsharded until backward, which begins with them; the root group stays
-        is_last = buffer.name.startswith(tuple(f"blocks.{number}/" for number in numbers[-2:]))
-        gathers = micro_batches * (1 if is_last or buffer.name.startswith("root/") else 2)
+        stays = buffer.name.startswith(("blocks.2/", "blocks.3/", "root/"))
         part = buffer.numel * itemsize * (shard - 1) // shard
-        expected[WEIGHTS] += gathers * part
+        expected[WEIGHTS] += micro_batches * (1 if stays else 2) * part
         expected[GRADIENTS] += micro_batches * part
-        if replicas > 1:
-            expected[REPLICAS] += 2 * (4 * buffer.numel // shard * (replicas - 1) // replicas)
-    weight_gaps = received[GRADIENTS] - expected[GRADIENTS]  # a weight of each rank beside the first gradient
+        expected[REPLICAS] += 2 * (4 * buffer.numel // shard * (replicas - 1) // replicas)
+    assert received(point, WEIGHTS) == expected[WEIGHTS]
+    assert received(point, VOTE) == (ranks - 1) * 22 * 8
+    assert received(point, REPLICAS) == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
+    weight_gaps = received(point, GRADIENTS) - expected[GRADIENTS]  # a weight of each rank beside the first gradient
     assert 0 <= weight_gaps <= micro_batches * (shard - 1) * 64 * 4
-    assert received[WEIGHTS] == expected[WEIGHTS]
-    assert received[VOTE] == expected[VOTE]
-    assert received.get(REPLICAS, 0) == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
 
 
-def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = tiny("engine.zero_stage=3", "optim=sgd", ranks=2)
-    weak = simulate(run, [2, 16, 128], ASSUMED, is_strong=False)
-    assert [point.traced.count for point in weak] == [1, 1, 1]
+@pytest.mark.usefixtures("one_memory_plan")
+def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tiny(STAGE_3, "optim=sgd", ranks=2)
+    weak = simulate(run, [2, 16], ASSUMED, is_strong=False)
+    assert [point.traced.count for point in weak] == [1, 1]
     assert all(one.step.seconds >= one.step.compute for one in weak)
-    assert 1 == weak[0].efficiency > weak[1].efficiency > weak[2].efficiency
-    ib = FABRICS["ib-400g"]
-    assert ib.nic is not None
-    monkeypatch.setitem(FABRICS, "ib-400g", replace(ib, nic=2 * ib.nic, inside=2 * ib.inside))
-    assert all(
-        faster.step.seconds <= one.step.seconds
-        for faster, one in zip(simulate(run, [2, 16, 128], ASSUMED, is_strong=False), weak, strict=True)
-    )
+    assert 1 == weak[0].efficiency > weak[1].efficiency
     strong = simulate(run, [2, 16], ASSUMED, is_strong=True)
     assert [point.traced.count for point in strong] == [8, 1]
     assert strong[0].traced.run.config.train.global_batch_size == strong[1].traced.run.config.train.global_batch_size
+    seen: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+    draw(tmp_path / "scaling.png", run, {False: weak, True: strong}, ASSUMED)
+    assert "1 to 8 micro-batches a step" in " ".join(seen[0].texts[0].get_text().split())
+    assert len(seen[0].legends) == 1
+    ib = FABRICS["ib-400g"]
+    assert ib.nic is not None
+    monkeypatch.setitem(FABRICS, "ib-400g", replace(ib, nic=2 * ib.nic, inside=2 * ib.inside))
+    (faster,) = simulate(run, [16], ASSUMED, is_strong=False)
+    assert faster.step.seconds <= weak[1].step.seconds
 
 
+@exhaustive
 def test_many_micro_batches_take_what_the_last_of_a_few_takes() -> None:
-    run = tiny("engine.zero_stage=3", ranks=2)
+    run = tiny(STAGE_3, ranks=2)
     three, four, six = (
         simulate(with_ranks(run, 2, 2 * 4 * count), [2], ASSUMED, is_strong=False)[0].step for count in (3, 4, 6)
     )
     assert six.seconds - four.seconds == pytest.approx(2 * (four.seconds - three.seconds))
-    (weights,) = (share for (name, _), share in six.shares.items() if name == WEIGHTS)
-    assert weights.count == 2 * next(share for (name, _), share in three.shares.items() if name == WEIGHTS).count
+    weights = [share.count for step in (three, six) for (name, _), share in step.shares.items() if name == WEIGHTS]
+    assert weights[1] == 2 * weights[0]
 
 
+@pytest.mark.usefixtures("one_memory_plan")
 def test_measured_computation_rescales_the_step() -> None:
-    run = tiny("engine.zero_stage=2", ranks=8)
+    run = tiny(STAGE_2, ranks=8)
     (point,) = simulate(run, [8], replace(ASSUMED, step_ms=50.0), is_strong=False)
     assert point.step.compute == pytest.approx(0.05, rel=0.02)
     (slow,) = simulate(run, [8], replace(ASSUMED, step_ms=50.0, spread=0.015), is_strong=False)
     assert slow.step.compute / point.step.compute == pytest.approx(1 + 0.015 * 1.42, abs=1e-3), "slowest of 8"
 
 
+@pytest.mark.usefixtures("one_memory_plan")
 def test_memory_that_does_not_fit_is_named() -> None:
-    run = tiny(ranks=8)
-    (point,) = simulate(run, [8], ASSUMED, is_strong=False)
+    run, point = point_of(STAGE_2, ranks=8)
     plan = point.memory
     assert "fit on" not in " ".join(remarks(run, point))
     for nbytes, words in ((plan.low - 1, "does not fit on"), (plan.low, "may not fit on"), (plan.high - 1, "may not")):
@@ -145,8 +169,9 @@ def test_memory_that_does_not_fit_is_named() -> None:
         assert line.endswith("; dtrain plan memory proposes changes")
 
 
+@pytest.mark.usefixtures("one_memory_plan")
 def test_replicas() -> None:
-    run = tiny("engine.zero_stage=3", "engine.shard_size=16", ranks=8)
+    run = tiny(STAGE_3, "engine.shard_size=16", ranks=8)
     one, many = simulate(run, [8, 512], ASSUMED, is_strong=False)
     assert next(remarks(run, one)).startswith("one replica, because engine.shard_size=16 is more; dtrain train would")
     text = " ".join(remarks(run, many))
@@ -155,84 +180,38 @@ def test_replicas() -> None:
     assert "replicas" not in " ".join(limits(one))
 
 
+@pytest.mark.usefixtures("one_memory_plan")
 @pytest.mark.parametrize(
-    ("keys", "ranks", "advice"),
+    ("keys", "ranks", "advice", "engine"),
     [
-        (["engine.zero_stage=2"], 64, "larger micro-batches, more of them a step, or engine.shard_size reduce this"),
-        (["engine.zero_stage=3"], 64, "larger micro-batches or engine.shard_size reduce this"),
-        (["engine.zero_stage=3", "engine.shard_size=8"], 64, "ms; larger micro-batches reduce this"),
-        (["engine.zero_stage=2"], 8, "ms; larger micro-batches or more of them a step reduce this"),
-        (["engine.zero_stage=0"], 64, "ms; larger micro-batches or more of them a step reduce this"),
-        (["engine=fsdp2", "engine.zero_stage=2"], 64, "ms; larger micro-batches or more of them a step reduce this"),
-    ],
-)
-def test_advice_about_transfers(keys: list[str], ranks: int, advice: str) -> None:
-    (point,) = simulate(tiny(*keys, ranks=ranks), [ranks], ASSUMED, is_strong=False)
-    assert advice in " ".join(limits(point))
-
-
-@pytest.mark.parametrize(
-    ("engine", "line"),
-    [
-        (["engine=native"], None),
+        ([STAGE_2], 8, "ms; larger micro-batches or more of them a step reduce this", ""),
         (
-            ["engine=fsdp2"],
+            ["engine=fsdp2", STAGE_2],
+            64,
+            "ms; larger micro-batches or more of them a step reduce this",
             "engine=fsdp2 is simulated as native at the same stage; for its reduce-scatters: gradients=",
         ),
-        (["engine=ddp"], "engine=ddp is simulated as native at the same stage"),
+        pytest.param(
+            [STAGE_2], 64, "larger micro-batches, more of them a step, or engine.shard_size", "", marks=exhaustive
+        ),
+        pytest.param(
+            [STAGE_3, "engine.shard_size=8"], 64, "ms; larger micro-batches reduce this", "", marks=exhaustive
+        ),
+        pytest.param(["engine=ddp"], 8, "", "engine=ddp is simulated as native at the same stage", marks=exhaustive),
     ],
 )
-def test_other_engines_are_simulated_as_native(engine: list[str], line: str | None) -> None:
-    run = tiny(*engine, ranks=8)
-    lines = list(assumptions(run, simulate(run, [8], ASSUMED, is_strong=False), ASSUMED))
-    found = [one for one in lines if "simulated as native" in one]
-    assert len(found) == (line is not None)
-    assert line is None or found[0].startswith(line)
+def test_advice_about_transfers_and_other_engines(keys: list[str], ranks: int, advice: str, engine: str) -> None:
+    run, point = point_of(*keys, ranks=ranks)
+    assert advice in " ".join(limits(point))
+    found = [one for one in assumptions(run, [point], ASSUMED) if "simulated as native" in one]
+    assert len(found) == bool(engine)
+    assert all(one.startswith(engine) for one in found)
 
 
-def test_picture_says_the_micro_batches_of_both_scalings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    run = tiny(ranks=2)
-    seen: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
-    kinds = {is_strong: simulate(run, [2, 16], ASSUMED, is_strong=is_strong) for is_strong in (False, True)}
-    draw(tmp_path / "scaling.png", run, kinds, ASSUMED)
-    (figure,) = seen
-    assert "1 to 8 micro-batches a step" in " ".join(figure.texts[0].get_text().split())
-    assert [axis.get_legend() for axis in figure.axes] == [None, None]
-    assert len(figure.legends) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["ranks=8,x"], "ranks=8,x must be whole numbers from 1, separated by commas: ranks=8,64"),
-        (["ranks=[8,64]"], "ranks=[8,64] must be whole numbers from 1, separated by commas: ranks=8,64"),
-        (["picture=/x/y.png", "device=x"], "picture=/x/y.png: the folder /x does not exist; create it or give another"),
-        (["json=/x/y.json"], "json=/x/y.json: the folder /x does not exist; create it or give another path"),
-        (["network=ib"], "network=ib is neither a file nor a known network"),
-        (["network=nvlink", "ranks=16"], "network=nvlink is one node of 8 ranks"),
-        (["device=cpu"], "network=ib-400g connects GPUs, and the ranks are CPUs; give the file of dtrain bench"),
-        (["device=cpu", f"network={MEASURED}", "ranks=2"], "no rates of a CPU are published"),
-        (["efficiency=2"], "efficiency=2 must be a number from 1e-06 to 1"),
-        (["scaling=medium"], "scaling=medium must be weak or strong"),
-        (["ranks=12", "engine.zero_stage=3", "engine.shard_size=8"], "engine.shard_size=8 does not divide"),
-        (["ranks=12,16", "engine.zero_stage=3", "engine.shard_size=8"], "shard_size=8 does not divide"),
-        (["rank=12"], "unknown key 'rank'; did you mean 'ranks'?"),
-        (["engin=fsdp2"], "unknown key 'engin'; did you mean 'engine'?"),
-        (["zzzz=1"], "unknown key 'zzzz'; valid: audit, checkpoint"),
-    ],
-)
-def test_mistakes_are_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", *TINY, *argv]) == ConfigError("").exit_code
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.exhaustive
+@exhaustive
 @pytest.mark.processes
 def test_1024_ranks_in_a_minute_and_4_gb() -> None:
-    words = ["simulate", "model=llama-8b", "precision=bf16", "engine.zero_stage=3", "train.micro_batch_size=1"]
+    words = ["simulate", "model=llama-8b", "precision=bf16", STAGE_3, "train.micro_batch_size=1"]
     start = time.monotonic()
     command = [sys.executable, "-m", "dtrain", *words, "ranks=1024"]
     text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
@@ -242,3 +221,44 @@ def test_1024_ranks_in_a_minute_and_4_gb() -> None:
     assert "| 1,024 " in text
     assert seconds < 60
     assert gigabytes < 4
+
+
+def recorded() -> list[dict[str, Any]]:
+    series: list[dict[str, Any]] = json.loads(COMPARED.read_text(encoding="utf-8"))["series"]
+    return series
+
+
+def test_the_page_has_the_recorded_figures() -> None:
+    assert table(recorded()) in (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+
+
+def test_the_record_has_all_published_figures() -> None:
+    for row, series in zip(recorded(), read_series(), strict=True):
+        first, *others = series["points"]
+        assert (row["name"], row["base"]) == (series["name"], first["gpus"])
+        assert [(point["gpus"], point["published"]) for point in row["points"]] == [
+            (point["gpus"], round(100 * point["tokens_per_s_per_gpu"] / first["tokens_per_s_per_gpu"], 1))
+            for point in others
+        ]
+
+
+@pytest.mark.exhaustive
+def test_a_simulation_gives_the_recorded_figures() -> None:
+    series = next(one for one in read_series() if one["name"] == "MPT-125M A100")
+    row = next(one for one in recorded() if one["name"] == series["name"])
+    assert compare(series | {"points": series["points"][:2]})["points"] == row["points"][:1]
+
+
+def test_collectives_take_what_is_published() -> None:
+    published = json.loads((RESULTS / "collectives-efa.json").read_text(encoding="utf-8"))
+    fabric = find_fabric("efa")
+    ratios = []
+    for op in ("all_gather", "all_to_all"):
+        for size, row in published[op].items():
+            ranks = int(size)
+            for mebibytes, bandwidth in zip(published["mebibytes"], row, strict=True):
+                received = mebibytes * 2**20 * (ranks - 1) // ranks
+                seconds = fabric.seconds(Transfer(op, received, ranks))
+                ratios.append(received / seconds / 1e9 / bandwidth)
+    assert 0.95 < median(ratios) < 1.05
+    assert sum(0.8 < ratio < 1.3 for ratio in ratios) > 0.94 * len(ratios)

@@ -1,143 +1,106 @@
-"""Each suite that trains, once from end to end at a tiny size; the tests of a suite share its run."""
+"""Each suite that trains, once from end to end at a tiny size."""
 
 from __future__ import annotations
 
 import os
 import shlex
-from contextlib import redirect_stdout
-from dataclasses import astuple, dataclass
-from io import StringIO
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.cli.resolve import read_suite
-from dtrain.config.commands import BENCH_PRECISION
-from dtrain.tools.bench.records import CaseResult, TrainingResults, read_results
+from dtrain.errors import BenchError
+from dtrain.tools.bench.operations.float8_products import ALL_THREE, product_shapes
+from dtrain.tools.bench.records import CaseResult, Float8Results, TrainingResults, read_results
 from dtrain.tools.bench.report.document import describe
 from dtrain.tools.bench.report.statistics import final_loss
 from dtrain.tools.bench.report.training import has_wrong_loss
-from dtrain.tools.bench.training import suites
+from dtrain.tools.bench.training import first_step
 from tests.unit.tools.bench.made import SHORT, TINY, row
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
-@dataclass(frozen=True)
-class Run:
-    """A finished command."""
+def bench(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> TrainingResults | Float8Results:
+    """The results of a suite, which are also what it prints and what a report on their file shows."""
+    assert main(["bench", *words, f"bench.out={path}"]) == 0
+    results = read_results(path)
+    assert isinstance(results, TrainingResults | Float8Results)
+    assert results.command == f"dtrain bench {shlex.join([*words, f'bench.out={path}'])}"
+    assert capsys.readouterr().out.strip() == describe(results).markdown()
+    document = path.with_suffix(".md")
+    document.write_text("# Title\n")
+    assert main(["bench", "report", str(path), f"bench.docs={document}"]) == 0
+    assert describe(results).summary() in document.read_text()
+    assert results.failures == [] if isinstance(results, TrainingResults) else True
+    return results
 
-    arguments: list[str]
-    results: TrainingResults
-    stdout: str
 
-    def __getitem__(self, name: str) -> CaseResult:
-        (found,) = (result for result in self.results.cases if result.case.name == name)
-        return found
-
-
-def bench(arguments: list[str], out: Path) -> Run:
-    arguments = [*arguments, f"bench.out={out}"]
-    stdout = StringIO()
-    with redirect_stdout(stdout):
-        assert main(["bench", *arguments]) == 0
-    results = read_results(out)
+def cases_of(results: TrainingResults | Float8Results) -> dict[str, CaseResult]:
     assert isinstance(results, TrainingResults)
-    return Run(arguments, results, stdout.getvalue())
+    assert not any(has_wrong_loss(case, results.cases) for case in results.cases)
+    return {case.case.name: case for case in results.cases}
 
 
-@pytest.fixture(scope="module")
-def engine_run(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]"]
-    out = tmp_path_factory.mktemp("engine") / "deep/r.json"
-    return bench(["engine", *TINY, *SHORT, *lists, "bench.starts=1"], out)
-
-
-def test_engine_suite_times_every_step_of_every_case(engine_run: Run) -> None:
-    results = engine_run.results
-    assert results.command == f"dtrain bench {shlex.join(engine_run.arguments)}"
-    assert [result.case.name for result in results.cases] == [
-        *("plain", "native, 1 rank", "plain, 2 at once", "ddp", "native, stage 2")
-    ]
-    assert results.failures == []
-    for result in results.cases:
+@pytest.mark.parametrize("starts", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_engine_suite(starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]", f"bench.starts={starts}"]
+    results = bench(capsys, tmp_path / "deep/r.json", "engine", *TINY, *SHORT, *lists)
+    cases = cases_of(results)
+    assert isinstance(results, TrainingResults)
+    assert len(results.train_starts_s) == starts
+    assert list(cases) == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "native, stage 2"]
+    for result in cases.values():
         assert [len(times) for times in (result.warmup.step_ms, result.warmup.cpu_ms)] == [1, 1]
-        for timed in result.rounds:
-            for times in (timed.step_ms, timed.cpu_ms):
-                assert len(times) == 2
-                assert min(times) > 0
+        for times in (times for timed in result.rounds for times in (timed.step_ms, timed.cpu_ms)):
+            assert len(times) == 2
+            assert min(times) > 0
         assert result.first_step_s > max(result.warmup.step_ms) / 1000
         assert result.footprint.peak_rss > 50e6
-    assert engine_run["plain, 2 at once"].case.is_lower_bound
-    # One thread computes, so the processor time is no more than the wall time.
-    plain = engine_run["plain"].rounds
-    assert sum(sum(timed.cpu_ms) for timed in plain) < 1.5 * sum(sum(timed.step_ms) for timed in plain)
-    (seconds,) = results.train_starts_s
-    assert 0.5 < seconds < 120
-
-
-def test_engine_suite_cases_train_alike(engine_run: Run) -> None:
-    cases = engine_run.results.cases
-    assert not any(has_wrong_loss(result, cases) for result in cases)
-    one, ddp, native = engine_run["native, 1 rank"], engine_run["ddp"], engine_run["native, stage 2"]
+        assert result.footprint.num_parameters == cases["plain"].footprint.num_parameters
+    assert cases["plain, 2 at once"].case.is_lower_bound
     # FP32 masters under BF16 replicas start from the plain loop's weights and see its data.
-    assert final_loss(one) == pytest.approx(final_loss(engine_run["plain"]), rel=2e-3)
+    one, ddp, native = cases["native, 1 rank"], cases["ddp"], cases["native, stage 2"]
+    assert final_loss(one) == pytest.approx(final_loss(cases["plain"]), rel=2e-3)
     assert final_loss(native) == pytest.approx(final_loss(ddp), rel=2e-3)
     assert final_loss(one) != final_loss(native)
-    numel = one.footprint.num_parameters
-    assert [result.footprint.num_parameters for result in cases] == [numel] * len(cases)
     assert sum(native.footprint.state.values()) < 0.7 * sum(one.footprint.state.values())
+    steps, details = describe(results).tables
+    assert {"step / plain", "speed-up over ddp"} <= set(steps.columns)
+    assert row(steps, "native, stage 2")["speed-up over ddp"]
+    assert "step / plain, 2 at once" in details.columns
+    assert os.uname().nodename not in astuple(results.host)
 
 
-def test_engine_suite_prints_its_report(engine_run: Run) -> None:
-    report = describe(engine_run.results)
-    assert engine_run.stdout.strip() == report.markdown()
-    assert [table.title for table in report.tables] == ["Steps and memory", "Details"]
-    assert {"step / plain", "speed-up over ddp"} <= set(report.tables[0].columns)
-    assert row(report.tables[0], "native, stage 2")["speed-up over ddp"]
-    assert "step / plain, 2 at once" in report.tables[1].columns
-    for text in ("(1 start)", "main_grad 2.00"):
-        assert text in engine_run.stdout
-    assert os.uname().nodename not in astuple(engine_run.results.host)
-
-
-def test_precision_suite_measures_fp32_against_mixed() -> None:
-    config = read_suite([*TINY, *SHORT, "bench.precisions=[bf16]"], BENCH_PRECISION)
-    assert config is not None
-    results = suites.run_precision_suite(config, "dtrain bench precision")
-    fp32, bf16 = results.cases
+def test_precision_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = bench(capsys, tmp_path / "r.json", "precision", *TINY, *SHORT, "bench.precisions=[bf16]")
+    fp32, bf16 = cases_of(results).values()
     assert (fp32.case.precision, bf16.case.precision) == ("fp32", "bf16")
     assert final_loss(fp32) == pytest.approx(final_loss(bf16), rel=0.01)
     assert final_loss(fp32) != final_loss(bf16)
     assert fp32.footprint.state != bf16.footprint.state
-    assert results.train_starts_s == []
-    table = describe(results).tables[0]
-    assert row(table, "bf16")["speed-up over fp32"]
-    assert "WRONG" not in table.markdown()
+    assert row(describe(results).tables[0], "bf16")["speed-up over fp32"]
 
 
-def test_blocks_suite_counts_activations_and_trains_alike(tmp_path: Path) -> None:
-    run = bench(["blocks", *TINY, *SHORT, "bench.cases=[none,selective]"], tmp_path / "r.json")
-    none, selective = (run[name].footprint.activations for name in ("none", "selective"))
-    assert none is not None
-    assert selective is not None
-    assert 0 < selective < none
-    for timed in zip(*(result.rounds for result in run.results.cases), strict=True):
-        assert timed[0].losses == timed[1].losses
-    table = describe(run.results).tables[0]
-    assert row(table, "selective")["activations MiB (/ none)"] == f"{selective / 2**20:.2f} ({selective / none:.3f})"
-    assert run.stdout.strip() == describe(run.results).markdown()
+def test_blocks_suite_counts_activations_and_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = bench(capsys, tmp_path / "r.json", "blocks", *TINY, *SHORT, "bench.cases=[none,selective]")
+    none, selective = cases_of(results).values()
+    assert [timed.losses for timed in none.rounds] == [timed.losses for timed in selective.rounds]
+    few, all_ = selective.footprint.activations, none.footprint.activations
+    assert few is not None
+    assert all_ is not None
+    assert 0 < few < all_
+    shown = row(describe(results).tables[0], "selective")["activations MiB (/ none)"]
+    assert shown == f"{few / 2**20:.2f} ({few / all_:.3f})"
 
 
-def test_vote_suite_times_parts_inside_each_step(tmp_path: Path) -> None:
-    run = bench(["vote", *TINY, *SHORT, "bench.steps=3"], tmp_path / "r.json")
-    none, dynamic = run.results.cases[:2]
-    assert (none.case.name, dynamic.case.name) == ("bf16, none", "bf16, dynamic")
+def test_vote_suite_times_parts_inside_each_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cases = cases_of(bench(capsys, tmp_path / "r.json", "vote", *TINY, *SHORT, "bench.steps=3"))
+    none, dynamic = cases["bf16, none"], cases["bf16, dynamic"]
     for timed in (*none.rounds, *dynamic.rounds):
         vote, norm, gather = (timed.parts_ms[name] for name in ("vote", "norm", "all-gather"))
-        for ranks in (vote, norm, gather):
-            assert [len(steps) for steps in ranks] == [3, 3]
+        assert [len(steps) for ranks in (vote, norm, gather) for steps in ranks] == [3] * 6
         for rank in range(2):
             for whole, *parts in zip(vote[rank], norm[rank], gather[rank], strict=True):
                 assert min(parts) > 0
@@ -145,9 +108,50 @@ def test_vote_suite_times_parts_inside_each_step(tmp_path: Path) -> None:
         assert all(max(ranks) < step for *ranks, step in zip(*vote, timed.step_ms, strict=True))
     # A power of two changes only the exponents of the gradients, and the update divides by it.
     assert final_loss(dynamic) == pytest.approx(final_loss(none), rel=1e-4)
-    assert run.stdout.strip() == describe(run.results).markdown()
-    assert not any(has_wrong_loss(result, run.results.cases) for result in run.results.cases)
-    document = tmp_path / "doc.md"
-    document.write_text("# Title\n")
-    assert main(["bench", "report", str(tmp_path / "r.json"), f"bench.docs={document}"]) == 0
-    assert describe(run.results).summary() in document.read_text()
+
+
+def test_telemetry_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("telemetry", *TINY, *SHORT, "bench.precisions=[fp32]", "bench.ranks=1")
+    off, sampled = cases_of(bench(capsys, tmp_path / "r.json", *words)).values()
+    assert [timed.losses for timed in off.rounds] == [timed.losses for timed in sampled.rounds]
+
+
+def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["model.num_heads=2", "bench.warmup_steps=0", "bench.widths=[48]", "bench.recipes=[tensorwise]"]
+    results = bench(capsys, tmp_path / "r.json", "float8", *TINY, *SHORT, *words)
+    assert isinstance(results, Float8Results)
+    assert results.emulated
+    assert "the times say nothing" in describe(results).markdown()
+    (width,) = results.widths
+    bf16, fp8 = width.cases
+    assert (bf16.case.name, fp8.case.name, width.hidden_dim, width.failures) == ("bf16", "fp8 tensorwise", 48, [])
+    embedding = 320 * 48  # shared with the head; bytes, padded
+    assert bf16.footprint.num_parameters == embedding + 4 * 48 * 48 + 3 * 48 * 128 + 3 * 48
+    # The weights and data are the same, the products are not.
+    assert final_loss(fp8) == pytest.approx(final_loss(bf16), rel=0.02)
+    assert final_loss(fp8) != final_loss(bf16)
+    assert not bf16.footprint.linears
+    formats = {linear.name: linear.format for linear in fp8.footprint.linears}
+    assert formats["blocks.0.ffn.down"] == "fp8"
+    assert formats["head"] != "fp8", "the last product stays in BF16 by default"
+    assert all(linear.reason for linear in fp8.footprint.linears)
+    products = ["output", "input gradient", "weight gradient", ALL_THREE] * len(product_shapes(fp8.footprint.linears))
+    assert [product.product for product in width.products] == products
+    for product in width.products:
+        assert list(product.ms) == ["bf16", "tensorwise"]
+        assert all(len(ms) == 2 and min(ms) > 0 for ms in product.ms.values())
+
+
+def test_the_start_of_a_training_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "dtrain"
+    package.mkdir()
+    monkeypatch.chdir(tmp_path)
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(first_step, "environment", lambda threads: {"PYTHONPATH": str(tmp_path)})
+    (package / "__main__.py").write_text("import sys, time\ntime.sleep(0.2)\nprint('a\\nstep 1/3', file=sys.stderr)\n")
+    (seconds,) = first_step.time_first_steps(1, 1)
+    assert 0.2 < seconds < 60
+    (package / "__main__.py").write_text("raise SystemExit('no data')\n")
+    with pytest.raises(BenchError, match="exit code 1 before its first step: no data"):
+        first_step.time_first_steps(1, 1)
+    assert first_step.time_first_steps(0, 1) == []

@@ -1,3 +1,5 @@
+"""Token shards as they are written, verified and packed."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -6,9 +8,13 @@ import numpy as np
 import pytest
 
 from dtrain.__main__ import main
+from dtrain.config.data import TokensDataConfig
+from dtrain.data import load_dataset
 from dtrain.data.packing import pack_documents, plan_folder, write_plan
-from dtrain.data.shards.format import BLOCK, MANIFEST
+from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, shard_file
 from dtrain.data.shards.reader import TokenShards
+from dtrain.errors import ConfigError
+from dtrain.tools.data.writer import ShardWriter
 from tests.helpers.token_files import rewrite_manifest, write_shards
 
 
@@ -119,3 +125,44 @@ def test_plans_of_packing_are_checked(folder: Path, capsys: pytest.CaptureFixtur
     assert code == 1
     assert len(lines) == 1
     assert f"BAD data.pack=best_fit: the plan {folder}/packing/64 is damaged: starts.npy" in lines[0]
+
+
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(1 << 16, 2), ((1 << 16) + 1, 4)])
+def test_files_equal_those_of_an_independent_writer(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+    generator = np.random.default_rng(0)
+    end = vocab_size - 1
+    documents = [generator.integers(vocab_size, size=length) for length in (3, 2_500_000, 1, 32_768, 7)]
+    shard = ShardWriter(tmp_path, 0, vocab_size, end, tmp_path)
+    for batch in (documents[:2], [], documents[2:]):
+        shard.add([document.tolist() for document in batch])
+    entry = shard.finish(["source"])
+    shard.close()
+    write_shards(tmp_path / "expected", [[np.append(document, end) for document in documents]], vocab_size, end)
+    for kind in KINDS:
+        assert shard_file(tmp_path, 0, kind).read_bytes() == shard_file(tmp_path / "expected", 0, kind).read_bytes()
+    assert (entry.tokens, entry.documents, entry.max_token) == (2_532_784, 5, end)
+    assert shard_file(tmp_path, 0, "bin").stat().st_size == itemsize * entry.tokens
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000.bin", "00000.crc", "00000.ends", "expected"]
+
+
+def test_a_plan_of_packing_is_written_and_trained_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = np.random.default_rng(0).integers(1, 90, size=200)
+    documents = [np.full(length, length) for length in lengths]
+    write_shards(tmp_path / "tokens", [documents[:120], documents[120:]], 1000)
+    config = TokensDataConfig(path=str(tmp_path / "tokens"), pack="best_fit")
+    with pytest.raises(ConfigError, match=r"run dtrain data pack \S+tokens seq_len=64"):
+        load_dataset(config, 64)
+    assert main(["data", "pack", str(tmp_path / "tokens"), "seq_len=64"]) == 0
+    assert " % filled, from " in capsys.readouterr().out
+    data = load_dataset(config, 64)
+    counted = 0
+    for source in (data.train, data.validation):
+        batch = source.batch(np.arange(source.num_samples))
+        is_target = batch["targets"] != -100
+        counted += int(is_target.sum())
+        # every document has one token, its own length: nothing of a neighbor is a target
+        assert bool((batch["targets"] == batch["tokens"])[is_target].all())
+    assert counted == (lengths - 1).sum()
+    write_shards(tmp_path / "short", [[np.array([3]), np.array([4])]], 1000)
+    assert main(["data", "pack", str(tmp_path / "short"), "seq_len=64"]) == 2
+    assert "has no document of two tokens or more" in capsys.readouterr().err

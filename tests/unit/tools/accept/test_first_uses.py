@@ -1,0 +1,152 @@
+"""First uses of a machine, what nvidia-smi says of a GPU, and one run of a case of training."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor import compile_fx
+
+from dtrain.config.dump import from_plain
+from dtrain.tools.accept import steps
+from dtrain.tools.accept.models import MODELS, count_flops
+from dtrain.tools.accept.parts import environment, step
+from dtrain.tools.accept.parts.environment import conclusions, driver_facts
+from dtrain.tools.accept.parts.step import CaseJob, measure
+from tests.unit.tools.accept.made import request
+
+CPU = torch.device("cpu")
+
+# -- first uses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(name: str) -> Any:
+        if name in ("deepspeed", "dtrain.engine.native"):
+            raise ImportError(f"No module named '{name}'")
+        return import_module(name)
+
+    monkeypatch.setattr(environment, "import_module", find)
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    *_, results = environment.run(request(tmp_path))
+    assert not dist.is_initialized()
+    found = {row["step"]: row["error"] or row["found"] for row in results["steps"]}
+    assert found == {
+        "import torch": torch.__version__,
+        "import dtrain's engine": "ImportError: No module named 'dtrain.engine.native'",
+        "import deepspeed": "ImportError: No module named 'deepspeed'",
+        "process group of one rank": "gloo",
+    }
+    # one that need not work is a fact
+    assert results["failures"] == ["import dtrain's engine: ImportError: No module named 'dtrain.engine.native'"]
+    assert conclusions(results)[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
+    assert results["host"]["packages"]["pytest"] == pytest.__version__
+    assert results["host"]["environment"]["NCCL_DEBUG"] == "INFO"
+    text = "\n".join(environment.section(results))
+    assert "| FAILS: ImportError: No module named 'deepspeed'" in text
+    assert "- memory_gib: " in text
+
+
+def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other() -> None:
+    def fail() -> None:
+        raise ArithmeticError("the result is 1.0\nexpected 2.0")
+
+    results: dict[str, Any] = {"steps": []}
+    uses = {"device": lambda: "x" * 500, "Triton kernel": fail, "scaled_mm, blocks of 128": fail, "last": lambda: 4}
+    assert [len(found["steps"]) for found in environment._timed(uses, results)] == [1, 2, 3, 4]
+    assert [row["found"] for row in results["steps"]] == ["x" * 400, "", "", "4"]
+    assert results["failures"] == ["Triton kernel: ArithmeticError: the result is 1.0 expected 2.0"]
+    assert conclusions(results)[1] == "scaled_mm, blocks of 128 fails: ArithmeticError: the result is 1.0 expected 2.0"
+    environment._require(2.01, 2.0, 1e-2)
+    for wrong in (2.1, float("nan")):
+        with pytest.raises(ArithmeticError, match="expected 2"):
+            environment._require(wrong, 2.0, 1e-2)
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (
+            "NVIDIA H100 80GB HBM3, 81559, 580.65.06, 700.00, 1980\nNVIDIA T4, 15360, 580.65.06, 70.00, 1590\n",
+            ["NVIDIA H100 80GB HBM3", 79.6, "580.65.06", 700.0, 1980.0],
+        ),
+        ("NVIDIA GB10, [N/A], 580.65.06, [N/A], [Unknown Error]\n", ["NVIDIA GB10", None, "580.65.06", None, None]),
+        ("No devices were found\n", None),
+        ("", None),
+        (FileNotFoundError("nvidia-smi"), None),
+        (subprocess.CalledProcessError(9, "nvidia-smi"), None),
+        (subprocess.TimeoutExpired("nvidia-smi", 30), None),
+    ],
+)
+def test_the_driver_describes_the_first_visible_gpu(
+    answer: str | Exception, expected: list[Any] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        given.append(command[-2:])
+        if isinstance(answer, Exception):
+            raise answer
+        return subprocess.CompletedProcess(command, 0, answer, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    names = ("name", "memory_gib", "driver", "power_limit_w", "max_sm_clock_mhz")
+    assert driver_facts() == ({} if expected is None else dict(zip(names, expected, strict=True)))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    driver_facts()
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert driver_facts() == {}
+    assert given == [["-i", "0"], ["-i", "3"]]
+
+
+@pytest.mark.parametrize("what", ["scaled_mm_blocks", "scaled_mm"])
+def test_the_scales_of_products_have_the_shapes_that_torch_requires(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    """On the meta device torch checks the operands as on a GPU."""
+    monkeypatch.setattr(environment, "_error", lambda got, want: 0.0 if got.shape == want.shape else 1.0)
+    uses = environment._FirstUses(torch.device("meta"))
+    for options in [{"rowwise": False}, {"rowwise": True}] if what == "scaled_mm" else [{}]:
+        assert getattr(uses, what)(**options)
+
+
+# -- one run of a case -------------------------------------------------------------------------------------------------
+
+
+def job(name: str, number: int = 0, **changes: Any) -> CaseJob:
+    planned = steps.step_job("tiny", name, number, device="cpu", threads=1, size=2)
+    return replace(from_plain(CaseJob, planned.options["job"]), warmup=1, windows=1, steps=1, **changes)
+
+
+def test_blocks_of_dtrain_are_compiled_by_the_key_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch._dynamo.reset()
+    counters.clear()  # a case has a process of its own
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: graph)  # traced, and run as it is
+    figures = measure(job(steps.TENSORWISE, is_compiled=True))
+    assert [linear.format for linear in figures.linears].count("fp8") == 8
+    assert (figures.graphs, figures.graph_breaks, figures.warnings) == (1, 0, [])
+    assert figures.activations
+    assert figures.emulates_float8
+
+
+def test_a_peer_and_dtrain_start_from_the_same_weights_and_tokens(tmp_path: Path) -> None:
+    plain = measure(job(steps.PLAIN))
+    planned = steps.step_job("tiny", steps.DTRAIN, 0, device="cpu", threads=1, size=2)
+    (results,) = step.run(request(tmp_path, **planned.options))
+    own = results["figures"]
+    assert own["losses"][:2] == pytest.approx(plain.losses, rel=2e-3)
+    # a step before two windows of three, as planned for a CPU
+    assert (own["micro_batch"], len(own["losses"]), len(own["window_ms"])) == (2, 7, 2)
+    flops = count_flops(MODELS["tiny"])
+    assert (own["flops_causal"], own["flops_full"], own["state"]) == (flops.causal, flops.full, None)
+    assert plain.formula is None
+    held, formula = steps.device_states(own)
+    assert formula <= held < 1.02 * formula
+    assert own["num_parameters"] == plain.num_parameters

@@ -1,0 +1,205 @@
+"""The parts that measure: one run of each on a CPU, their arithmetic by hand, and what they conclude."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.tools.accept.parts import casts, memory, optimizer, profile, rates
+from tests.unit.tools.accept.made import last, phase, request
+
+CPU = torch.device("cpu")
+
+
+# -- rates of matrix products ------------------------------------------------------------------------------------------
+
+
+def test_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    products = rates.plan_products(torch.device("cuda", 0), small=False)
+    formats = list(dict.fromkeys(product.format for product in products))
+    assert formats == ["bf16", "fp8", "fp8 fast", "fp8 rowwise", "fp8 rowwise fast", "fp16", "tf32", "fp32"]
+    shapes = {product.label: (product.m, product.n, product.k) for product in products if product.format == "fp8"}
+    assert shapes["feed-forward down"] == (8192, 2048, 8192)
+    assert shapes["head"] == (8192, 128256, 2048)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    older = rates.plan_products(torch.device("cuda", 0), small=True)
+    assert {product.format for product in older} == {"fp16", "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("fp32", 0, 1e-6), ("bf16", 1e-4, 1e-2), ("fp16", 1e-5, 2e-3), ("fp8", 1e-2, 8e-2)]
+)
+def test_a_product_is_computed_in_its_format(name: str, least: float, most: float) -> None:
+    torch.manual_seed(0)
+    product = rates.multiplication(rates.Product(name, "square", 32, 16, 64), CPU)()
+    torch.manual_seed(0)
+    exact = torch.randn(32, 64).double() @ torch.randn(16, 64).double().t()
+    assert product.shape == (32, 16)
+    assert least < float((product.double() - exact).norm() / exact.norm()) < most
+
+
+def test_a_rate_counts_two_flops_and_what_has_no_memory_or_time_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
+
+    small = rates.Product("bf16", "square", 8, 8, 8)
+    with monkeypatch.context() as patch:
+        patch.setattr(rates, "time_ms", lambda operation, device, *, budget_s: [9.0, 2.0, 1.0])
+        measurement = rates.Measurement(CPU, float("inf"), 0.01)
+        measurement.measure_product(rates.Product("bf16", "square", 100, 200, 300))
+        measurement.measure_copy("copy", lambda: (lambda: None, 6_000_000))
+    assert measurement.results["matmuls"][0]["tflops"] == pytest.approx(0.006)  # 12 million in 2 ms
+    assert measurement.results["copies"][0]["gb_per_s"] == pytest.approx(3.0)
+    monkeypatch.setattr(rates, "multiplication", fail)
+    for deadline, reason in ((float("inf"), "out of memory"), (0.0, "no time left")):
+        measurement = rates.Measurement(CPU, deadline, 0.01)
+        measurement.measure_product(small)
+        assert measurement.results["left_out"] == {"bf16 8 x 8 x 8": reason}
+
+
+# -- the optimizer phase -----------------------------------------------------------------------------------------------
+
+
+def test_the_optimizer_phase_on_a_cpu(tmp_path: Path) -> None:
+    results = last(optimizer.run(request(tmp_path, seconds=5.0)))
+    assert (results["failures"], results["device"]) == ([], "cpu")
+    (found,) = results["cases"]
+    assert {key: len(values) for key, values in found["ms"].items()} == {"dtrain": 5, "torch": 5, "copy": 5}
+    assert 26 < found["bytes_a_parameter"] < 36
+    assert found["trace"]["num_launches"] > 0
+    states = {"master": 4000, "moments": 8000, "compute": 2000, "buffers": 17}
+    assert [optimizer.moved_bytes({**states, "main_grad": 1000 * size}) for size in (2, 4)] == [30_000, 34_000]
+
+
+def test_conclusions_without_a_trace_or_torch() -> None:
+    assert optimizer.bandwidth_share(phase(), 30) == pytest.approx(0.9)
+    assert "4 kernel launches (operations on a CPU)" in optimizer.conclusions({"cases": [phase()], "device": "cpu"})[1]
+    without = {"cases": [phase(trace=None, ms={"dtrain": [10.0], "torch": [], "copy": [1.0]})]}
+    bandwidth, launches = optimizer.conclusions(without)
+    assert "torch's sequence not measured" in bandwidth
+    assert launches == "launches: not measured, because there is no trace"
+    waiting = phase(trace=phase()["trace"] | {"synchronizations": {"cudaStreamSynchronize": 2}})
+    assert "2 cudaStreamSynchronize" in optimizer.conclusions({"cases": [waiting]})[1]
+    for part in (optimizer, rates, profile):
+        assert part.section({}), "a part without results says so"
+
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+def test_engines_on_a_cpu_hold_what_the_formula_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(config: object, stage: int, precision: str, device: object) -> dict[str, Any]:
+        raise RuntimeError("no kernel")
+
+    late = last(memory.run(request(tmp_path, seconds=-1.0, what="states")))
+    assert (late["states"], len(late["left_out"])) == ([], 12)
+    monkeypatch.setattr(memory, "_PRECISIONS", ("bf16",))
+    results = last(memory.run(request(tmp_path, what="states")))
+    assert (results["failures"], results["left_out"]) == ([], {})
+    assert [found["stage"] for found in results["states"]] == [0, 1, 2, 3]
+    for found in results["states"]:
+        assert 1.0 <= found["ratio"] < 1.02
+        held = sum(found["memory"][kind] for kind in found["formula"])
+        assert held / sum(found["formula"].values()) == pytest.approx(found["ratio"])
+    assert memory.conclusions(results)[0].startswith("model states at most 1.0")
+    assert "| not measured  |" in "\n".join(memory.section(results))
+    monkeypatch.setattr(memory, "_states", fail)
+    failures = last(memory.run(request(tmp_path, what="states")))["failures"]
+    assert failures == [f"states, bf16, stage {stage}: RuntimeError: no kernel" for stage in range(4)]
+
+
+def test_a_cpu_does_not_measure_the_loss_head(tmp_path: Path) -> None:
+    results = last(memory.run(request(tmp_path, what="head")))
+    assert results["left_out"] == {"loss head": "memory is measured on a GPU"}
+    assert memory.section(results) == memory.conclusions(results) == []
+
+
+# -- the profile of a step ---------------------------------------------------------------------------------------------
+
+EAGER = profile.ProfiledCase("bf16", is_compiled=False)
+
+
+def profiled(folder: Path, case: profile.ProfiledCase, micro_batch: int = 2, **options: Any) -> dict[str, Any]:
+    (results,) = profile.run(request(folder, case=asdict(case), micro_batch=micro_batch, **options))
+    return results
+
+
+def test_a_step_of_a_small_model(tmp_path: Path) -> None:
+    kept = tmp_path / "trace.json"
+    results = profiled(tmp_path, replace(EAGER, is_chunked=True), keep_trace=str(kept))
+    (case,) = results["cases"]
+    assert (case["name"], case["tokens"]) == ("bf16 eager, chunked loss", 128)
+    ms = case["ms_by_class"]
+    assert min(ms["matmul"], ms["attention"], ms["optimizer"]) > 0
+    assert sum(ms.values()) <= case["wall_ms"] * 1.01
+    assert 0 < case["optimizer"]["num_launches"] < case["num_launches"]
+    assert len(case["top"]) == 20
+    assert json.loads(kept.read_text())["traceEvents"]
+    (conclusion,) = profile.conclusions(results)
+    assert conclusion.startswith("tiny, bf16 eager, chunked loss, step ")
+    text = "\n".join(profile.section(json.loads(json.dumps(results))))
+    assert "| launches in the optimizer phase " in text
+    assert "`aten::mm`" in text
+
+
+def test_a_case_that_cannot_be_profiled_is_left_out_or_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def fail(case: object, model: object, micro_batch: int, *_: object) -> None:
+        tried.append(micro_batch)
+        raise torch.OutOfMemoryError("CUDA out of memory") if micro_batch < 9 else RuntimeError("no kernel")
+
+    monkeypatch.setattr(profile, "has_compiler", lambda device: False)
+    for case, reason in (
+        (replace(EAGER, precision="fp8"), {"fp8 eager": "no FP8 Tensor Cores"}),
+        (replace(EAGER, is_compiled=True), {"bf16 compiled": "no compiler"}),
+    ):
+        assert profiled(tmp_path, case)["left_out"] == reason
+    monkeypatch.setattr(profile, "_profile", fail)
+    results = profiled(tmp_path, EAGER, micro_batch=6)
+    assert tried == [6, 3, 1], "without memory the micro-batch is halved"
+    assert (results["cases"], results["failures"]) == ([], [])
+    assert results["left_out"] == {"bf16 eager": "OutOfMemoryError: CUDA out of memory"}
+    assert profiled(tmp_path, EAGER, micro_batch=9)["failures"] == ["bf16 eager: RuntimeError: no kernel"]
+
+
+# -- casts -------------------------------------------------------------------------------------------------------------
+
+
+def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def check_quantize(*variant: Any, **options: bool) -> str:
+        seen.append((*variant, *options.items()))
+        is_wrong = variant[1] == torch.float32 and options == {"rowwise": True, "both": True, "turned": True}
+        return f"{variant[2]} of {variant[0]}: other bits" if is_wrong else ""
+
+    (on_cpu,) = casts.run(request(tmp_path))
+    assert list(on_cpu["left_out"]) == ["cast kernels"]
+    assert casts.conclusions(on_cpu) == ["FP8 casts: no kernels on a CPU"]
+    monkeypatch.setattr(casts, "check_quantize", check_quantize)
+    monkeypatch.setattr(casts, "check_weights", lambda device, *, rowwise: "weights: other bits" if rowwise else "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.8.0"))
+    every = list(casts.run(replace(request(tmp_path), device="cuda")))
+    results = every[-1]
+    # two sources, two formats, three shapes, three flags; and two of the weights
+    assert len(set(seen)) == len(seen) == 2 * 2 * 3 * 8 == len(every) - 2
+    assert results["failures"][0] == "weights: other bits"
+    assert (len(results["failures"]), results["equal"]) == (7, 91)
+    (line,) = casts.conclusions(results)
+    assert line.startswith(
+        "FP8 casts by Triton 3.8.0: 91 variants with the bits of tensor code, 7 without; this version"
+    )
+    assert casts.section(results)[-1] == line
+    assert "this version" not in casts.conclusions(results | {"triton": "3.6.0"})[0]

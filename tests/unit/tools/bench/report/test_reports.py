@@ -1,0 +1,225 @@
+"""Tables of made results, the document that `dtrain bench report` writes, and the files of results that it reads."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dtrain.__main__ import main
+from dtrain.errors import BenchError
+from dtrain.tools.bench.operations.float8_products import ALL_THREE
+from dtrain.tools.bench.records import (
+    BenchmarkCase,
+    CaseResult,
+    FailedCase,
+    Float8Results,
+    LinearFormat,
+    ProductTimes,
+    TrainingResults,
+    WidthResults,
+    read_results,
+    write_results,
+)
+from dtrain.tools.bench.report.document import describe, update_document
+from dtrain.tools.bench.report.overhead import median_interval, meets_target
+from dtrain.tools.bench.report.training import fastest_peer, has_wrong_loss
+from tests.unit.tools.bench.made import HOST, case_result, result, results_of, row
+
+ROOT = Path(__file__).parents[5]
+RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
+
+
+def test_report_writes_between_the_markers_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        write_results(tmp_path / f"{name}.json", results_of([result(f"plain-{name}", 1, [[1.0]], engine="plain")]))
+    document = tmp_path / "doc.md"
+    document.write_text("# Title\n\nbefore \\1\n<!-- results one -->\nstale\n<!-- end one -->\nafter\n")
+    assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
+    text = document.read_text()
+    assert text.startswith("# Title\n\nbefore \\1\n<!-- results one -->\n")
+    assert "stale" not in text
+    assert text.index("plain-one") < text.index("after\n") < text.index("## two") < text.index("plain-two")
+    assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
+    assert document.read_text() == text
+    assert main(["bench", "report", "one.json"]) == 1  # docs/ does not exist here
+    assert capsys.readouterr().err == "dtrain: docs is not a folder; set bench.docs=PATH to the document to write\n"
+    document.write_text("<!-- end one --><!-- results one -->")
+    assert main(["bench", "report", "one.json", "bench.docs=doc.md"]) == 1
+    assert "restore the marker" in capsys.readouterr().err
+
+
+def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    assert set(re.findall("<!-- results (.*?) -->", text)) == {path.stem for path in RESULTS}
+    copy = tmp_path / "benchmarks.md"
+    copy.write_text(text, encoding="utf-8")
+    found = {path.stem: read_results(path) for path in RESULTS}
+    update_document(copy, found)
+    assert copy.read_text(encoding="utf-8") == text, "run `dtrain bench report docs/results/*.json`"
+    for name, results in found.items():
+        assert results.command.startswith(f"dtrain bench {results.suite} ")
+        assert f"bench.out=docs/results/{name}.json" in results.command
+    update_document(tmp_path / "new.md", {})
+    assert (tmp_path / "new.md").read_text() == "# Benchmarks\n"
+
+
+def test_files_of_earlier_versions_are_read_and_others_refused(tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    write_results(path, results_of([result("plain", 1, [[1.0]], [float("nan")], "plain")]))
+    read = read_results(path)
+    assert isinstance(read, TrainingResults)
+    assert read.cases[0].rounds[0].losses == [None]
+    good = json.loads(path.read_text())
+    for damage in ({**good, "extra": 1}, {key: value for key, value in good.items() if key != "host"}, [], 3):
+        path.write_text(json.dumps(damage))
+        with pytest.raises(BenchError, match=r"r\.json is no results file"):
+            read_results(path)
+    with pytest.raises(BenchError, match=r"absent\.json is no results file"):
+        read_results(tmp_path / "absent.json")
+    del good["failures"], good["host"]["peers"]
+    for timed in (good["cases"][0]["warmup"], *good["cases"][0]["rounds"]):
+        del timed["cpu_ms"], timed["parts_ms"]
+    for key in ("loss_scale", "times_vote", "samples", "baseline"):
+        del good["cases"][0]["case"][key]
+    path.write_text(json.dumps(good))
+    assert "| not measured " in describe(read_results(path)).markdown()
+
+
+# -- suites that train -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("loss", "wrong"), [(2.03, False), (1.97, False), (2.05, True), (1.5, True), (None, True)])
+def test_a_case_with_another_loss_is_marked_wrong(loss: float | None, wrong: bool) -> None:
+    cases = [
+        result("plain", 1, [[1.0]], [2.0], "plain"),
+        result("ddp", 2, [[1.0]], [9.0], "ddp"),
+        result("native", 1, [[1.0]], [loss]),
+    ]
+    assert [has_wrong_loss(item, cases) for item in cases] == [False, False, wrong]
+    table = describe(results_of(cases)).tables[0]
+    assert [cells[0] for cells in table.rows if "WRONG" in cells[-1]] == ["native"] * wrong
+
+
+def test_the_fastest_peer_has_a_right_loss_and_is_compared_with_native() -> None:
+    cases = [
+        result("plain", 1, [[1.0], [1.0]], [2.0], "plain"),
+        result("plain, 2 at once", 2, [[1.0], [1.0]], [3.0], "plain"),
+        result("ddp", 2, [[300.0], [100.0]], [2.0], "ddp"),
+        result("fsdp2", 2, [[400.0], [400.0]], [2.0], "fsdp2"),
+        result("fsdp2_no_reshard", 2, [[5.0], [5.0]], [9.0], "fsdp2_no_reshard"),
+        result("deepspeed_1", 2, [[500.0], [600.0]], [2.0], "deepspeed_1"),
+        result("deepspeed_2", 2, [[500.0], [500.0]], [2.0], "deepspeed_2"),
+        result("native, 1 rank", 1, [[1.0], [1.0]], [2.0]),
+        result("native, stage 2", 2, [[100.0], [200.0]], [2.0]),
+    ]
+    found = [fastest_peer(cases, prefix) for prefix in ("", "fsdp2", "deepspeed", "horovod")]
+    assert [item and item.case.name for item in found] == ["ddp", "fsdp2", "deepspeed_2", None]
+    table = describe(results_of(cases)).tables[0]
+    speed_ups = {name: cell for name, cell in row(table, "native, stage 2").items() if name.startswith("speed-up")}
+    assert speed_ups == {
+        "speed-up over ddp": "1.750 (0.500 to 3.000)",
+        "speed-up over fsdp2": "3.000 (2.000 to 4.000)",
+        "speed-up over deepspeed_2": "3.750 (2.500 to 5.000)",
+    }
+    for case in ("native, 1 rank", "fsdp2"):  # on another number of ranks, and not native
+        assert {row(table, case)[name] for name in speed_ups} == {""}
+
+
+# -- the overhead of dtrain's engines over their peers -----------------------------------------------------------------
+
+
+def test_a_run_without_other_peers_reports_its_overhead_first() -> None:
+    peer = case_result(BenchmarkCase("ddp", "ddp", 2, "bf16"), [[100.0]] * 6)
+    engine = case_result(BenchmarkCase("dtrain ddp", "ddp", 2, "bf16", 0, baseline="ddp"), [[101.0]] * 6)
+    results = results_of([peer, engine])
+    assert [table.title for table in describe(results).tables] == ["Steps and memory", "Overhead", "Details"]
+    without_peers = replace(results, config={"bench": {**results.config["bench"], "peers": []}})
+    table = describe(without_peers).tables[0]
+    assert (table.title, table.rows[0][-2:]) == ("Overhead", ("+1.0 % (+1.0 to +1.0)", "yes"))
+    assert fastest_peer([engine, peer]) is peer, "an engine of dtrain is no peer"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([1.0, 1.01, 1.0, 1.0, 1.02, 1.0], "yes"),
+        ([1.0, 1.01, 1.0, 1.0, 1.021, 1.0], "open"),
+        ([1.3, 1.021, 1.1, 1.1, 1.1, 1.1], "no"),
+        ([1.3, 1.019, 1.1, 1.1, 1.1, 1.1], "open"),
+        ([1.0] * 5, "too few rounds"),
+        ([1.0] * 8 + [1.5], "yes"),  # from nine rounds on, one may be an outlier
+        ([1.0] * 7 + [1.5], "open"),
+    ],
+)
+def test_the_target_is_met_or_missed_only_beyond_noise(ratios: list[float], expected: str) -> None:
+    assert meets_target(ratios) == expected
+
+
+def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
+    assert median_interval([3.0, 1.0, 2.0, 9.0, 5.0, 4.0, 8.0, 7.0, 6.0]) == (2.0, 8.0)
+    true_median = 2**0.5  # a Pareto distribution: skewed, with outliers
+    for count in (6, 9, 25):
+        draw, held = random.Random(count), 0
+        for _ in range(2000):
+            interval = median_interval([draw.paretovariate(2) for _ in range(count)])
+            assert interval is not None
+            held += interval[0] <= true_median <= interval[1]
+        assert 0.94 < held / 2000 < 0.99
+
+
+# -- FP8 ---------------------------------------------------------------------------------------------------------------
+
+
+def test_fp8_is_compared_with_bf16_round_by_round() -> None:
+    linears = [
+        *(LinearFormat(f"blocks.{n}.up", 64, 32, "fp8", "timed 0.81 of BF16") for n in range(2)),
+        LinearFormat("head", 48, 32, "bf16", "last product"),
+    ]
+
+    def measured(name: str, step_ms: list[float], loss: float, linears: list[LinearFormat]) -> CaseResult:
+        precision, _, recipe = name.partition(" ")
+        case = BenchmarkCase(name, "native", 1, precision, 2, recipe=recipe or None)
+        made = case_result(case, [[ms] for ms in step_ms], [loss])
+        return replace(made, footprint=replace(made.footprint, linears=linears))
+
+    bf16, fp8 = measured("bf16", [100.0, 200.0], 2.0, []), measured("fp8 rowwise", [50.0, 160.0], 2.005, linears)
+    shapes = {
+        "output": "1000 x 64 x 32", "input gradient": "1000 x 32 x 64",
+        "weight gradient": "64 x 32 x 1000", ALL_THREE: "1000 x 64 x 32",
+    }  # fmt: skip
+    products = [ProductTimes(name, 1000, 64, 32, {"bf16": [2.0, 4.0], "rowwise": [1.0, 1.0]}) for name in shapes]
+    late = FailedCase(BenchmarkCase("fp8 tensorwise", "native", 1, "fp8", 2), "fp8 tensorwise: rank 0 failed: memory")
+    width = WidthResults(32, [bf16, fp8], products, [late])
+    config = {"bench": {"threads_per_rank": 1, "rounds": 2, "steps": 1, "ranks": 1}}
+    date = "2026-01-01T00:00:00"
+    results = Float8Results("float8", "dtrain bench float8", date, HOST, config, 1000, False, [width])
+    report = describe(results)
+    assert "the times say nothing" not in report.markdown()
+    assert "Did not run: fp8 tensorwise: rank 0 failed: memory." in report.facts
+    steps, formats, table = report.tables
+    cells = dict(zip(steps.columns, steps.rows[1], strict=True))
+    assert (cells["width"], cells["case"], cells["tokens/s"]) == ("32", "fp8 rowwise", "9.52k")  # 1,000 in 105 ms
+    assert (cells["loss against bf16"], cells["speed-up over bf16"]) == ("+0.25 %", "1.625 (1.250 to 2.000)")
+    assert formats.title == "Linears at width 32, fp8 rowwise"
+    assert list(formats.rows) == [
+        ("blocks.0.up", "2", "64 x 32", "fp8", "timed 0.81 of BF16"),
+        ("head", "1", "48 x 32", "bf16", "last product"),
+    ]
+    assert {name: row(table, name)["M x N x K"] for name in shapes} == shapes
+    # 2 x 1000 x 64 x 32 operations in 3 ms; all three products are three times as much
+    assert (row(table, "output")["bf16 ms"], table.rows[0][3], table.rows[3][3]) == ("3.000", "0.00137", "0.0041")
+    assert row(table, "output")["rowwise speed-up"] == "3.00 (2.00 to 4.00)"
+
+    other = replace(fp8, case=replace(fp8.case, name="fp8 tensorwise"))
+    both = describe(replace(results, widths=[replace(width, cases=[bf16, fp8, other])]))
+    assert both.tables[1].title == "Linears at width 32, fp8 rowwise, fp8 tensorwise", "equal formats share a table"
+    (alone,) = describe(replace(results, widths=[replace(width, cases=[fp8], products=[])])).tables[0].rows
+    assert alone[-2:] == ("not measured", "not measured")
