@@ -60,7 +60,7 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
         given, formula, memory = engine.library_config, engine.memory_formula(), engine.memory()
         assert json.loads(json.dumps(given)) == given, "plain values only"
         assert library.zero_optimization_stage() == given["zero_optimization"]["stage"] == stage
-        assert library.get_data_types() == (torch.bfloat16 if precision == "bf16" else torch.float32, torch.float32)
+        assert library.get_data_types() == (torch.bfloat16 if "bf16" in given else torch.float32, torch.float32)
         assert library.communication_data_type == torch.float32
         assert (parsed.gradient_clipping, parsed.gradient_accumulation_steps) == (0.0, 1)
         for kind in ("master", "moments", "compute"):
