@@ -16,10 +16,6 @@ GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.
 _PATH = re.compile(r"(?<![\w./<{-])((?:dtrain|tests|docs|conf|launch|\.ci)/[\w./-]*\w)(?![\w*<{…]|/?[*<{]|\.\.\.)")
 
 
-def relative_name(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
 def python_blocks(page: Path) -> str:
     return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
 
@@ -37,17 +33,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=relative_name)
-def test_linked_files_and_headings_exist(page: Path) -> None:
-    for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
-        if not target.startswith(("http://", "https://")):
-            linked = page.parent / target if target else page
-            assert linked.exists(), f"{page.name} links to {target}"
-            assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
+def test_linked_files_and_headings_exist() -> None:
+    for page in PAGES:
+        for target, _, anchor in re.findall(r"\]\(([^)#\s]*)(#([^)]+))?\)", page.read_text(encoding="utf-8")):
+            if not target.startswith(("http://", "https://")):
+                linked = page.parent / target if target else page
+                assert linked.exists(), f"{page.name} links to {target}"
+                assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}#{anchor}"
 
 
-@pytest.mark.parametrize("page", GUIDES, ids=relative_name)
-def test_named_paths_exist(page: Path) -> None:
-    text = page.read_text(encoding="utf-8")
-    missing = [path for path in _PATH.findall(text) if not (ROOT / path).exists() and "NNNN" not in path]
-    assert not missing, f"{page.name} names {missing}"
+def test_named_paths_exist() -> None:
+    named = [(page.name, path) for page in GUIDES for path in _PATH.findall(page.read_text(encoding="utf-8"))]
+    assert not [(page, path) for page, path in named if not (ROOT / path).exists() and "NNNN" not in path]

@@ -93,41 +93,26 @@ def test_update_and_clipping_are_those_of_torch(
     assert norms == pytest.approx(torch_norms, rel=1e-12)
 
 
-def test_float32_update_is_that_of_torch_within_rounding() -> None:
-    hyper = AdamWSettings(lr=1e-2)
-    oracle = Oracle(regression(), optimizer=hyper, max_grad_norm=0.5)
-    for step in range(20):
-        oracle.step([(batch(step), 1.0)])
-    masters, _ = torch_reference(regression(), 20, hyper, 0.5, torch.float32)
-    assert all(p.dtype == torch.float32 for p in oracle.masters().values())
-    assert_close_to_largest(oracle.masters(), masters, 2e-6)
-    assert normwise_error(oracle.masters(), masters) < 2e-6
-
-
 def test_weights_by_size_give_the_gradient_of_the_whole_batch() -> None:
     parts = [batch(0, size=2), batch(1, size=7), batch(2, size=1)]
     whole = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-    split = Oracle(regression(), dtype=torch.float64).step([(part, len(part["x"])) for part in parts])
+    assert Oracle(regression()).masters()["head.weight"].dtype == torch.float32
+    # a third of the sizes: weights are relative
+    split = Oracle(regression(), dtype=torch.float64).step([(part, torch.tensor(len(part["x"]) / 3)) for part in parts])
     joint = Oracle(regression(), dtype=torch.float64).step([(whole, 1.0)])
-    assert split.loss == pytest.approx(joint.loss, rel=1e-12)
-    assert split.grad_norm == pytest.approx(joint.grad_norm, rel=1e-12)
-    assert_close_to_largest(split.gradients, joint.gradients, 1e-12)
+    assert split.loss == pytest.approx(joint.loss, rel=1e-6)
+    assert split.grad_norm == pytest.approx(joint.grad_norm, rel=1e-6)
+    assert_close_to_largest(split.gradients, joint.gradients, 1e-6)
 
 
-@pytest.mark.parametrize("scale", [1e-3, 3.0, 1e4])
-def test_weights_are_relative(scale: float) -> None:
-    pairs = [(batch(0), torch.tensor(1.0)), (batch(1), torch.tensor(3.0))]
-    plain = Oracle(regression()).step(pairs)
-    scaled = Oracle(regression()).step([(micro, weight * scale) for micro, weight in pairs])
-    assert scaled.loss == pytest.approx(plain.loss, rel=1e-6)
-    assert_close_to_largest(scaled.gradients, plain.gradients, 1e-6)
-
-
-def test_gradients_are_reported_before_clipping() -> None:
-    clipped = Oracle(regression(), max_grad_norm=1e-3).step([(batch(0), 1.0)])
-    free = Oracle(regression()).step([(batch(0), 1.0)])
+def test_gradients_are_reported_before_clipping_and_the_given_model_is_left_alone() -> None:
+    model = regression()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    clipped = Oracle(model, max_grad_norm=1e-3).step([(batch(0), 1.0)])
+    free = Oracle(model).step([(batch(0), 1.0)])
     assert clipped.grad_norm == free.grad_norm > 1e-3
     assert_close_to_largest(clipped.gradients, free.gradients, 0.0)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
 def test_frozen_stays_and_unused_decays() -> None:
@@ -150,13 +135,6 @@ def test_norms_and_biases_are_not_decayed() -> None:
     without, with_decay = oracles[0.0].masters(), oracles[0.5].masters()
     changed = {name for name in without if not torch.equal(without[name], with_decay[name])}
     assert changed == {"head.weight", "unused"}
-
-
-def test_the_given_model_is_left_alone() -> None:
-    model = regression()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    Oracle(model).step([(batch(0), 1.0)])
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
 @pytest.mark.parametrize(
@@ -189,21 +167,20 @@ def test_skipped_step_leaves_no_trace(pairs: list[tuple[Tensor, float]], reason:
         assert torch.equal(got["w"], want["w"])
 
 
-def test_schedule_scales_the_learning_rate_of_applied_steps() -> None:
-    oracle = Oracle(Root(), schedule=lambda applied_steps: [0.0, 1.0][applied_steps])
+def test_schedule_and_before_forward_are_told_the_step() -> None:
+    calls: list[tuple[int, int]] = []
+    oracle = Oracle(
+        Root(),
+        schedule=lambda applied_steps: [0.0, 1.0][applied_steps],
+        before_forward=lambda step, index: calls.append((step, index)),
+    )
     start = oracle.masters()["w"]
-    oracle.step([({"x": torch.ones(2)}, 1.0)])
+    oracle.step([({"x": -torch.ones(2)}, 1.0)])  # is skipped
+    oracle.step([({"x": torch.ones(2)}, 1.0), ({"x": torch.ones(2)}, 1.0)])
     assert torch.equal(oracle.masters()["w"], start)
     oracle.step([({"x": torch.ones(2)}, 1.0)])
     assert not torch.equal(oracle.masters()["w"], start)
-
-
-def test_before_forward_is_told_step_and_index() -> None:
-    calls: list[tuple[int, int]] = []
-    oracle = Oracle(Root(), before_forward=lambda step, index: calls.append((step, index)))
-    oracle.step([({"x": -torch.ones(2)}, 1.0)])
-    oracle.step([({"x": torch.ones(2)}, 1.0), ({"x": torch.ones(2)}, 1.0)])
-    assert calls == [(0, 0), (1, 0), (1, 1)]
+    assert calls == [(0, 0), (1, 0), (1, 1), (2, 0)]
 
 
 def test_extract_loss_takes_tensor_mapping_and_record() -> None:

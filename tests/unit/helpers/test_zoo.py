@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
-from tests.helpers.zoo import ZOO, ZooEntry, make
+from tests.helpers.zoo import ZOO, ZooEntry
 
 entries = pytest.mark.parametrize("entry", ZOO.values(), ids=ZOO)
 
@@ -26,8 +26,9 @@ def seed(step: int, index: int) -> None:
 def test_oracle_trains_it(entry: ZooEntry) -> None:
     model = entry.build(0)
     assert sum(p.numel() for p in model.parameters()) < 5000
+    pairs = [(entry.batch(index), 1.0 + index) for index in range(2)]
     oracle = Oracle(model, optimizer=AdamWSettings(lr=1e-2), loss=entry.loss, before_forward=seed)
-    outcomes = [oracle.step([(entry.batch(index), 1.0) for index in range(4)]) for _ in range(8)]
+    outcomes = [oracle.step(pairs) for _ in range(6)]
     assert all(outcome.applied for outcome in outcomes)
     assert outcomes[-1].loss < outcomes[0].loss
     unused = {name for name, gradient in outcomes[0].gradients.items() if not gradient.any()}
@@ -35,15 +36,10 @@ def test_oracle_trains_it(entry: ZooEntry) -> None:
         "unused": {"unused", "unused_layer.weight", "unused_layer.bias"},
         "odd_sizes": {"empty"},
     }.get(entry.name, set())
-
-
-@pytest.mark.parametrize("entry", [e for e in ZOO.values() if not e.has_dropout], ids=lambda entry: entry.name)
-def test_float64_oracle_agrees_to_fp32_rounding(entry: ZooEntry) -> None:
-    pairs = [(entry.batch(index), 1.0 + index) for index in range(2)]
-    single = Oracle(entry.build(0), loss=entry.loss).step(pairs)
-    double = Oracle(entry.build(0), loss=entry.loss, dtype=torch.float64).step(pairs)
-    assert all(gradient.dtype == torch.float64 for gradient in double.gradients.values())
-    assert 0 < normwise_error(single.gradients, double.gradients) < 1e-5
+    if not entry.has_dropout:
+        double = Oracle(entry.build(0), loss=entry.loss, dtype=torch.float64).step(pairs)
+        assert all(gradient.dtype == torch.float64 for gradient in double.gradients.values())
+        assert 0 < normwise_error(outcomes[0].gradients, double.gradients) < 1e-5
 
 
 @entries
@@ -79,6 +75,7 @@ def test_traits_are_true(entry: ZooEntry) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before) is not entry.writes_buffers
 
 
+@pytest.mark.exhaustive
 @entries
 def test_loss_is_fp32_for_bf16_replicas_under_autocast(entry: ZooEntry) -> None:
     model = entry.build(0)
@@ -87,9 +84,3 @@ def test_loss_is_fp32_for_bf16_replicas_under_autocast(entry: ZooEntry) -> None:
     assert loss.dtype == torch.float32
     loss.backward()
     assert loss.isfinite()
-
-
-def test_names_are_looked_up() -> None:
-    assert make("gru") is ZOO["gru"]
-    with pytest.raises(KeyError):
-        make("unicorn")

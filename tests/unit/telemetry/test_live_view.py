@@ -61,18 +61,6 @@ WIDE = """\
 ╰──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────╯
 """
 NARROW = """\
-╭─ runs/mine ──────────────────────────────────────────────────────────────────╮
-│ ━━━━━━━━━━━━━━━━━━━━━━━━━━━╸──────────────────  step 121/200  60 %  ETA 0:24 │
-│ loss 2.2062  █▆▅▄▃▃▂▂▂▁▁▁  2.2062 to 4.4000                                  │
-│ lr          2.00e-03   grad_norm 1.02       loss_scale 4096                  │
-│ tokens      5.12k      tokens/s  45.2k      step time  310 ms                │
-│ peak memory 3.00 GiB   skipped   3                                           │
-│ val_loss   2.6000 at step 100    val_loss_ema 2.7500 at step 100             │
-│ checkpoint step 100, 2 min ago   slowest rank 3, 301 ms (median 270 ms)      │
-│ step 121 skipped: overflow, culprit: 'layers.0.mlp' on rank 1                │
-╰──────────────────────────────────────────────────────────────────────────────╯
-"""
-ASCII = """\
 +- runs/mine ------------------------------------------------------------------+
 | ############################------------------  step 121/200  60 %  ETA 0:24 |
 | loss 2.2062  #+=-,,...___  2.2062 to 4.4000                                  |
@@ -86,20 +74,9 @@ ASCII = """\
 """
 
 
-@pytest.mark.parametrize(
-    ("width", "encoding", "golden"), [(120, "utf-8", WIDE), (80, "utf-8", NARROW), (80, "latin-1", ASCII)]
-)
+@pytest.mark.parametrize(("width", "encoding", "golden"), [(120, "utf-8", WIDE), (80, "latin-1", NARROW)])
 def test_golden(width: int, encoding: str, golden: str) -> None:
     assert "\n".join(drawn(VIEW, width, encoding)) + "\n" == golden
-
-
-def test_before_the_first_step_only_the_total_is_known() -> None:
-    lines = drawn(LiveView(RunProgress(200), "", NOW), 60)
-    assert lines == [
-        "╭──────────────────────────────────────────────────────────╮",
-        "│ ───────────────────────────────────────  step 0/200  0 % │",
-        "╰──────────────────────────────────────────────────────────╯",
-    ]
 
 
 def test_plain_lines_for_a_file() -> None:
@@ -136,7 +113,7 @@ METRICS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=150)
+@settings(max_examples=25)
 @given(
     st.lists(METRICS, max_size=12),
     st.none() | st.integers(0, 1 << 60),
@@ -167,34 +144,17 @@ def test_sparkline() -> None:
     assert sparkline([-1e308, 0.0, 1e308], "_-#") == "_-#"
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-3, "0:00"), (42, "0:42"), (83, "1:23"), (3723, "1:02:03"), (359_999, "99:59:59"), (444_000, "5 d 3 h")],
-)
-def test_duration(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0 s"), (59, "59 s"), (60, "1 min"), (7300, "2 h"), (86400 * 5, "5 d")]
-)
-def test_span(seconds: float, text: str) -> None:
-    assert span(seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("number", "text"),
-    [(None, ""), (0, "0"), (950, "950"), (45_210, "45.2k"), (124_400_000, "124M"), (8.03e9, "8.03G")],
-)
-def test_compact(number: float | None, text: str) -> None:
-    assert compact(number) == text
-
-
-def test_control_characters_are_replaced() -> None:
-    assert printable("def f():\n\tpass\x1b[2J\r\x9b é") == "def f():\n\tpass\ufffd[2J\ufffd\ufffd é"
+def test_times_and_numbers_are_short() -> None:
+    durations = {-3: "0:00", 42: "0:42", 83: "1:23", 3723: "1:02:03", 359_999: "99:59:59", 444_000: "5 d 3 h"}
+    assert {seconds: duration(seconds) for seconds in durations} == durations
+    spans = {-3: "0 s", 59: "59 s", 60: "1 min", 7300: "2 h", 86400 * 5: "5 d"}
+    assert {seconds: span(seconds) for seconds in spans} == spans
+    numbers = {None: "", 0: "0", 950: "950", 45_210: "45.2k", 124_400_000: "124M", 8.03e9: "8.03G"}
+    assert {number: compact(number) for number in numbers} == numbers
 
 
 def test_a_text_of_a_file_is_one_short_line_without_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert printable("def f():\n\tpass\x1b[2J\r\x9b é") == "def f():\n\tpass\ufffd[2J\ufffd\ufffd é"
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-token-1")
     assert clean("a\n\tb with c4nary-token-1") == "a b with ***"
     assert clean(3) == ""

@@ -55,7 +55,7 @@ def test_validation_has_its_own_lines() -> None:
     assert not progress.has_lines
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=3000), st.integers(1, 200))
 def test_a_curve_is_bounded_and_within_its_losses(losses: list[float], width: int) -> None:
     curve = BoundedCurve()
@@ -88,6 +88,7 @@ JSON = st.recursive(
 NAMES = st.sampled_from([*training(1), "val_loss", "reason", "culprit", "precision", "slowest_rank"])
 
 
+@settings(max_examples=40)
 @given(st.lists(st.dictionaries(NAMES, JSON, max_size=12), max_size=6))
 def test_no_line_is_an_error(lines: list[dict[str, Any]]) -> None:
     progress = RunProgress(10)

@@ -36,43 +36,27 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return netrc
 
 
-@pytest.mark.parametrize(
-    ("asked", "mode", "key", "expected"),
-    [
-        ("auto", None, False, "offline"),
-        ("auto", None, True, "online"),
-        ("auto", "offline", True, "offline"),
-        ("auto", "disabled", True, "disabled"),
-        ("auto", "dryrun", True, "offline"),
-        ("auto", "online", True, "online"),
-        ("auto", "online", False, "offline"),
-        ("offline", "online", True, "offline"),
-        ("disabled", None, True, "disabled"),
-        ("online", "offline", True, "online"),
-        ("online", None, False, "offline"),
-    ],
-)
-def test_mode(
-    logged_out: Path, monkeypatch: pytest.MonkeyPatch, asked: str, mode: str | None, key: bool, expected: str
-) -> None:
-    if mode is not None:
-        monkeypatch.setenv("WANDB_MODE", mode)
-    if key:
-        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
-    assert trackers.wandb_mode(asked) == expected
+def test_mode(logged_out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mode(asked: str, variable: str | None = None) -> str:
+        if variable is None:
+            monkeypatch.delenv("WANDB_MODE", raising=False)
+        else:
+            monkeypatch.setenv("WANDB_MODE", variable)
+        return trackers.wandb_mode(asked)
 
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("machine api.wandb.ai login user password 0123\n", "online"),
+    assert mode("auto") == mode("online") == mode("auto", "online") == "offline", "nobody is logged in"
+    for text, expected in (
         ("machine example.org login user password 0123\n", "offline"),
         ("machine without end", "offline"),
-    ],
-)
-def test_mode_reads_the_netrc_file(logged_out: Path, text: str, expected: str) -> None:
-    logged_out.write_text(text)
-    assert trackers.wandb_mode("auto") == expected
+        ("machine api.wandb.ai login user password 0123\n", "online"),
+    ):
+        logged_out.write_text(text)
+        assert mode("auto") == expected
+    logged_out.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    assert mode("auto") == mode("auto", "online") == mode("online", "offline") == "online"
+    assert mode("auto", "offline") == mode("auto", "dryrun") == mode("offline", "online") == "offline"
+    assert mode("auto", "disabled") == mode("disabled") == "disabled"
 
 
 _RUN = """
@@ -82,23 +66,23 @@ from pathlib import Path
 from dtrain.config.schema import WandbConfig
 from dtrain.telemetry.trackers import open_tracker
 from tests.unit.telemetry.test_trackers import FOUND, STEP
-[tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
-for step in (1, 2):
-    tracker.step(replace(STEP, step=step))
-tracker.validation(2, {"val_loss": 2.5})
-tracker.precision(FOUND)
-tracker.close(0)
+for _ in range(2):  # the second continues the run of the first
+    [tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
+    for step in (1, 2):
+        tracker.step(replace(STEP, step=step))
+    tracker.validation(2, {"val_loss": 2.5})
+    tracker.precision(FOUND)
+    tracker.close(0)
 """
 
 
 @pytest.mark.processes
 def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
-    for _ in range(2):
-        subprocess.run([sys.executable, "-c", _RUN, str(tmp_path), "canary-5d1f"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", _RUN, str(tmp_path), "canary-5d1f"], check=True, timeout=120)
     run_id = json.loads((tmp_path / "tracker.json").read_text())["wandb_run_id"]
     runs = list((tmp_path / "wandb").glob(f"offline-run-*-{run_id}"))
     logs = [path.read_bytes() for run in runs for path in run.glob("*.wandb")]
-    assert logs
+    assert len(logs) == 2
     expected = (b"train/grad_norm", b"val/loss", b"seed", b"precision/better_scale")
     assert all(name in log for log in logs for name in expected)
     everything = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
@@ -128,18 +112,15 @@ def test_a_tracker_that_fails_warns_once_and_is_silent(
     ]
 
 
-def test_a_tracker_that_cannot_start_is_left_out(
+def test_no_tracker_is_no_sink_and_one_that_cannot_start_is_left_out(
     logged_out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    assert trackers.open_tracker(TrackerConfig(), tmp_path, settings={}, start_step=0) == []
+    assert list(tmp_path.iterdir()) == []
     (tmp_path / "tracker.json").write_text("{")
     with caplog.at_level(logging.WARNING):
         assert trackers.open_tracker(WandbConfig(mode="offline"), tmp_path, settings={}, start_step=0) == []
     assert "wandb failed" in caplog.text
-
-
-def test_no_tracker_is_no_sink(tmp_path: Path) -> None:
-    assert trackers.open_tracker(TrackerConfig(), tmp_path, settings={}, start_step=0) == []
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_tensorboard_purges_what_a_resumed_run_repeats(tmp_path: Path) -> None:

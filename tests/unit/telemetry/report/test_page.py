@@ -91,18 +91,24 @@ def test_what_a_reader_looks_for(tmp_path: Path) -> None:
         assert expected.replace("3.277e+04", "32.77k") in text, expected
 
 
-OPTIONS = [(group, option) for group, records in GROUP_OPTIONS.items() for option in records]
-
-
-@pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_runs_of_every_option(tmp_path: Path, group: str, option: str) -> None:
-    run = make_run(tmp_path / "run")
+def change_config(run: Path, **options: str) -> None:
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    config[group]["name"] = option
+    for group, option in options.items():
+        config[group]["name"] = option
     (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    text = page_of(run)
-    assert "finished · 40 of 200 steps" in text
-    assert (f"<td>{group}.name</td><td>{option}</td>" in text) is (option != getattr(RunConfig(), group).name)
+
+
+def test_runs_of_every_option(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    lists = {group: list(records) for group, records in GROUP_OPTIONS.items()}
+    for number in range(max(map(len, lists.values()))):
+        chosen = {group: options[number % len(options)] for group, options in lists.items()}
+        change_config(run, **chosen)
+        text = page_of(run)
+        assert "finished · 40 of 200 steps" in text
+        for group, option in chosen.items():
+            is_shown = f"<td>{group}.name</td><td>{option}</td>" in text
+            assert is_shown is (option != getattr(RunConfig(), group).name)
 
 
 def test_runs_that_differ_in_their_seed_are_a_band(tmp_path: Path) -> None:
@@ -130,14 +136,12 @@ def test_a_killed_run_and_an_older_one(tmp_path: Path) -> None:
     assert "unfinished" in page_of(older)
 
 
-@pytest.mark.parametrize("name", ["summary.json", "config.yaml", "memory.json", "precision.json", "environment.json"])
-@pytest.mark.parametrize(
-    "content", ["", "[1, 2]", '{"rows": 3, "modules": 4, "val_metrics": [1]}', "\x00", "[" * 100_000]
-)
-def test_damaged_files_are_left_out(tmp_path: Path, name: str, content: str) -> None:
-    run = make_run(tmp_path / "run")
-    (run / name).write_text(content, encoding="utf-8")
-    assert "<h2>Loss</h2>" in page_of(run)
+@pytest.mark.parametrize("content", ["", '{"rows": 3, "modules": 4, "val_metrics": [1]}', "[" * 100_000])
+def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
+    for name in ("summary.json", "config.yaml", "memory.json", "precision.json", "environment.json"):
+        run = make_run(tmp_path / name)
+        (run / name).write_text(content, encoding="utf-8")
+        assert "<h2>Loss</h2>" in page_of(run), name
 
 
 def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
@@ -159,9 +163,7 @@ def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
 
 def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", sample_txt="48 of 50 validation samples right")
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    config["data"]["name"] = "glyphs"
-    (run / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    change_config(run, data="glyphs")
     lines = [
         {"step": step, "val_loss": 1.0, "val_accuracy": step / 50, "val_accuracy_ema": step / 100, HOSTILE: 1.0}
         for step in (30, 48)
@@ -196,16 +198,15 @@ def test_refusals(tmp_path: Path) -> None:
 
 def test_many_lines_are_read_in_time(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    lines = [json.dumps(training_line(step)) + "\n" for step in range(1, 2001)]
-    with (run / "metrics.jsonl").open("w", encoding="utf-8") as file:
-        for block in range(50):
-            file.writelines(line.replace('{"step": ', f'{{"step": {block}', 1) for line in lines)
+    line = json.dumps(training_line(1)).removeprefix('{"step": 1')
+    (run / "metrics.jsonl").write_text("".join(f'{{"step": {n}{line}\n' for n in range(1, 20_001)), encoding="utf-8")
     start = time.process_time()
     text = page_of(run)
-    assert time.process_time() - start < 10 / 10 * 3  # a tenth of a million lines; 10 s for a million, times three
+    assert time.process_time() - start < 3
     assert len(text) < 400_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
