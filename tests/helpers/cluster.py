@@ -17,8 +17,7 @@ from dtrain.__main__ import main
 from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
 from tests.helpers.launch import LAUNCHER, ROOT, SBATCH, Job, slurm_job, write_samples
 from tests.helpers.ranks import fork
-from tests.helpers.remote_shell import install
-from tests.helpers.slurm import NODES
+from tests.helpers.remote_shell import NODES, install
 
 SCRIPT = str(ROOT / "launch/train.py")
 _SERVE = (sys.executable, "-m", "tests.helpers.remote_shell", "serve")

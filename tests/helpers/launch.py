@@ -355,7 +355,7 @@ def deepspeed_sh(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str
 def sbatch(folder: Path, *argv: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Job:
     """``launch/slurm.sbatch ARGV`` in ``folder`` on two tasks, in the environment of a SLURM job of one or two nodes.
 
-    SLURM itself is not there: ``srun`` and ``scontrol`` are ``tests.helpers.slurm``, which starts the tasks.
+    SLURM itself is not there: ``srun`` and ``scontrol`` are ``tests.helpers.remote_shell``, which starts the tasks.
     """
     return Job([*SBATCH, *argv], folder, {**slurm_job(folder, nodes), **(env or {})})
 
@@ -368,7 +368,7 @@ def slurm_job(folder: Path, nodes: int, tasks: int = 2) -> dict[str, str]:
     tools = folder / "slurm"
     tools.mkdir(parents=True)
     for name in ("srun", "scontrol"):
-        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.slurm {name} "$@"\n')
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.remote_shell {name} "$@"\n')
         (tools / name).chmod(0o755)
     return {
         "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

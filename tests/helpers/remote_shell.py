@@ -1,7 +1,11 @@
-"""Stands in for ``ssh`` and ``pdsh`` between the hosts of :mod:`tests.helpers.hosts`.
+"""Stands in for ``ssh`` and ``pdsh`` between the hosts of :mod:`tests.helpers.hosts`, and for SLURM's ``srun``.
 
 ``serve`` runs on each host and listens at a socket in the folder that they share, so that no port is open for it. The
 commands get neither the environment nor the working directory of their caller, as with the real ones.
+
+``srun`` starts the tasks of a job, real processes in the environment of tasks, on this machine, as
+``launch/slurm.sbatch`` calls it, or on the hosts of ``NODES`` if that variable is set. Like SLURM's it passes SIGUSR1
+on, ends all tasks when one fails (``--kill-on-bad-exit``), says which, and returns the highest exit code.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +26,8 @@ MARK = "DTRAIN_TEST_JOB"  # here, so that these processes need not import torch
 """Environment variable that all processes of a job have."""
 FOLDER = "DTRAIN_TEST_REMOTE_SHELL"
 """Environment variable with the folder of the sockets."""
+NODES = "DTRAIN_TEST_SLURM_NODES"
+"""Environment variable with the host names of a SLURM job, separated by commas."""
 _LOST = 255  # exit code of ssh if the connection ends
 _OPTIONS_WITH_VALUE = ("-o", "-p", "-l", "-i")
 
@@ -102,7 +109,53 @@ def start(host: str, command: str, env: Mapping[str, str] | None = None, folder:
     return subprocess.Popen(["ssh", host, f"{exports}cd {shlex.quote(folder)}; exec {command}" if env else command])
 
 
+def scontrol(argv: Sequence[str]) -> int:
+    """``scontrol show hostnames LIST``."""
+    assert argv[:2] == ["show", "hostnames"], argv
+    print(*_nodes(), sep="\n")
+    return 0
+
+
+def _nodes() -> list[str]:
+    here = ",".join([socket.gethostname()] * int(os.environ["SLURM_JOB_NUM_NODES"]))
+    return os.environ.get(NODES, here).split(",")
+
+
+def srun(argv: Sequence[str]) -> int:
+    """``srun --kill-on-bad-exit=1 COMMAND``."""
+    assert argv[0] == "--kill-on-bad-exit=1", argv
+    names, tasks = _nodes(), int(os.environ["SLURM_NTASKS"])
+    nodes = len(names)
+    per_node = tasks // nodes
+    processes = []
+    for task in range(tasks):
+        step = {
+            "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(tasks),
+            "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
+            "SLURM_PROCID": str(task),
+            "SLURM_LOCALID": str(task % per_node),
+            "SLURM_NODEID": str(task // per_node),
+        }
+        env = {**os.environ, **step}
+        if NODES in os.environ:
+            processes.append(start(names[task // per_node], shlex.join(argv[1:]), env, os.getcwd()))
+        else:
+            processes.append(subprocess.Popen(argv[1:], env=env))
+    signal.signal(signal.SIGUSR1, lambda number, frame: [process.send_signal(number) for process in processes])
+    while any(process.poll() is None for process in processes) and not any(process.poll() for process in processes):
+        time.sleep(0.05)
+    for task, process in enumerate(processes):
+        if process.poll():
+            node = names[task // per_node]
+            print(f"srun: error: {node}: task {task}: {process.returncode}", file=sys.stderr, flush=True)
+    for process in processes:
+        process.terminate()
+    return max(code if code >= 0 else 128 - code for code in [process.wait(30) for process in processes])
+
+
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         serve()
-    sys.exit({"ssh": ssh, "pdsh": pdsh}[sys.argv[1]](sys.argv[2:]))
+    commands = {"ssh": ssh, "pdsh": pdsh, "srun": srun, "scontrol": scontrol}
+    sys.exit(commands[sys.argv[1]](sys.argv[2:]))
