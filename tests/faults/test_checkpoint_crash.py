@@ -113,46 +113,6 @@ def points(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
     return seam.calls
 
 
-def test_order_of_the_protocol(points: list[Call]) -> None:
-    """Order: lease, data, directory entries, the commit's rename, its fsync, and only then the deletion of the old."""
-    names = names_of(points)
-    temporary = next(name.split()[1] for name in names if name.startswith("make_directory"))
-    begin, manifest = names.index(f"make_directory {temporary}"), names.index("create manifest.json")
-    assert names[0].startswith("sync_directory "), "the directory's own name is durable, whoever created it"
-    lease = "lease-00000001"
-    acquiring = [re.sub(r"\.tmp-[0-9a-f]{8}", ".tmp", name) for name in names[1:8]]
-    assert acquiring == [
-        f"create {lease}.tmp",
-        "write ",
-        "sync ",
-        f"link {lease}.tmp {lease}.json",
-        f"remove_file {lease}.tmp",
-        "rename step-00000250.tmp step-00000250.tmp",
-        "sync_directory points0",
-    ]
-    assert {name.split()[0] for name in names[8:begin]} == {"remove_file", "remove_directory"}  # clean up
-    order = names[begin : manifest + 7]
-    assert order == [
-        f"make_directory {temporary}",
-        "create r0000.safetensors",
-        *["write "] * (manifest - begin - 4),
-        "sync ",
-        "close ",
-        "create manifest.json",
-        "write ",
-        "sync ",
-        "close ",
-        f"sync_directory {temporary}",
-        f"rename {temporary} step-00000300",
-        "sync_directory points0",
-    ]
-    renamed, synced, *removals, release, closed = names[begin + len(order) :]
-    assert renamed.startswith("rename step-00000100 step-00000100.tmp-"), "it loses its name before any file is removed"
-    assert synced == "sync_directory points0"
-    assert all(name.startswith("remove_") for name in removals)
-    assert [release, closed] == [f"remove_file {lease}.json", "close "]
-
-
 def in_child(work: Callable[[], None]) -> int:
     """Runs ``work`` in a forked child; returns its exit code, or minus the signal that ended it."""
     pid = os.fork()
@@ -230,7 +190,11 @@ UNTIL_COMMIT = [
 CLEAN_UP = UNTIL_COMMIT[:4]
 
 
-@pytest.mark.parametrize(("lasting", "code"), [(False, errno.ENOSPC), (True, errno.EIO)], ids=["once", "from then on"])
+@pytest.mark.parametrize(
+    ("lasting", "code"),
+    [(False, errno.ENOSPC), (True, errno.EIO), pytest.param(False, errno.EROFS, marks=pytest.mark.exhaustive)],
+    ids=["once", "from then on", "read-only"],
+)
 def test_failure_reaches_every_rank_and_hurts_nothing(
     tmp_path: Path, lasting: bool, code: int, faults: FaultCounts
 ) -> None:

@@ -23,7 +23,7 @@ from dtrain.tools.checkpoint.cli import main
 from tests.faults.test_checkpoint_damage import CASES, NEWEST, assert_refused, instead, make_good, of_header, of_tensor
 from tests.helpers.audit import install, watched
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good
-from tests.helpers.damage import MANIFEST, R0, Damage, header, put, sealed, tensor, vouched
+from tests.helpers.damage import MANIFEST, R0, Damage, header, put, sealed, vouched
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
 from tests.helpers.ranks import run_ranks
 
@@ -96,45 +96,33 @@ REFUSED: dict[str, Damage] = {
     "pickle as data with its hash": listed(R0, PICKLE),
     "pickle as a header": header_of(PICKLE),
     "torch archive as data": listed(R0, torch_archive()),
-    "old torch file as data": listed(R0, b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03." + PICKLE),
-    "numpy objects as data": listed(R0, b"\x93NUMPY\x01\x00v\x00{'descr': '|O', 'shape': (1,)}" + PICKLE),
     "extra pickle": file("optimizer.pt", PICKLE),
     "extra module": file("__init__.py", b"import os; os.system('touch exploded')"),
     "yaml as manifest": manifest_of(b"!!python/object/apply:os.system ['touch exploded']"),
     # paths
     "path with NUL": of_first_file(name="r0000\0.safetensors"),
     "path with another dot": of_first_file(name="r0000\u2024safetensors"),
-    "path of a surrogate": of_first_file(name="\ud800.safetensors"),
     "long path": of_first_file(name="a" * 100_000 + ".safetensors"),
-    "manifest as data": of_first_file(name=MANIFEST),
     "link to a device": instead(lambda path: path.symlink_to("/dev/zero"), R0),
     "link to itself": instead(lambda path: path.symlink_to(path.name), R0),
     "fifo as manifest": instead(os.mkfifo, MANIFEST),
-    "directory as manifest": instead(Path.mkdir, MANIFEST),
     "name that steers a terminal": file("\x1b[2J\x1b]0;x\x07", b""),
-    "name of no text": lambda path: Path(os.fsdecode(os.fsencode(path) + b"/\xff\xfe")).touch(),
     # time and memory
     "sparse data": sparse(R0, 1 << 40),
     "sparse manifest": sparse(MANIFEST, 1 << 40),
     "sparse data that is listed": both(sparse(R0, 1 << 40), of_first_file(bytes=1 << 40)),
-    "sparse header": both(sparse(R0, 1 << 40, (1 << 39).to_bytes(8, "little")), of_first_file(bytes=1 << 40)),
     "large header": header_of(b" " * 20_000_000),
     "header of the largest length": vouched(R0, lambda data: b"\xff" * 8 + data[8:]),
     "deep manifest": manifest_of(b'{"state":' + b"[" * 500_000),
-    "deep header": header_of(b"[" * 500_000),
     "wide manifest": sealed(lambda m: m["tensors"].extend([{}] * 100_000)),
     "number of many digits": manifest_of(b'{"step":' + b"9" * 1_000_000 + b"}"),
-    "size": of_first_file(bytes=HUGE),
     "shape": of_tensor(shape=[HUGE, HUGE]),
     "shape of many": of_tensor(shape=[1 << 62] * 20_000),
     "header's shape of many": of_header(shape=[1 << 62] * 20_000),
-    "header's offsets": of_header(data_offsets=[HUGE, 10 * HUGE]),
     "header's offsets of many digits": of_header(data_offsets=[0, 10**4299 * 9]),
     "header's key": header(lambda fields: put(fields, **{"\x1b[2J\ud800" + "k" * 9999: fields.pop("exp_avg:weight")})),
     "time": sealed(lambda m: put(m, saved_at="\x1b[2J\ud800")),
     "dtype": of_tensor(dtype="__reduce__"),
-    "fingerprint": of_tensor(fingerprint="\u0660" * 16),
-    "kind": sealed(lambda m: put(tensor(m), kind="../../x\ud800")),
 }  # fmt: skip
 
 IGNORED: dict[str, Damage] = {
@@ -184,16 +172,12 @@ def lease(**values: Any) -> Damage:
 LEASES: dict[str, Damage] = {  # in a directory of checkpoints
     "lease: pickle": file(LEASE, PICKLE),
     "lease: nothing": file(LEASE, b""),
-    "lease: long": file(LEASE, b" " * 10_000_000),
     "lease: sparse": sparse(LEASE, 1 << 40),
     "lease: fifo": instead(os.mkfifo, LEASE),
-    "lease: device": instead(lambda path: path.symlink_to("/dev/zero"), LEASE),
-    "lease: link": instead(lambda path: path.symlink_to("/etc/passwd"), LEASE),
     "lease: directory": instead(Path.mkdir, LEASE),
     "lease: huge process": lease(pid=HUGE),
     "lease: process group": lease(pid=-1),
     "lease: huge counter": lease(counter=HUGE // 10**500),
-    "lease: host": lease(host="\x1b[2J\ud800"),
     "lease: start": lease(pid_start="\x1b[2J" * 100),
     "lease: last": file("lease-99999999.json", b"x"),
     "lease: other digits": file("lease-\u0660\u0660\u0660\u0660\u0660\u0660\u0660\u0667.json", b"x"),

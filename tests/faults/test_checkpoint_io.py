@@ -1,4 +1,4 @@
-"""File system errors in the saving thread and in the lease (F10)."""
+"""File system errors in the lease and at the start of a run (F10); ``test_checkpoint_crash`` has those of a save."""
 
 from __future__ import annotations
 
@@ -9,87 +9,25 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from dtrain.checkpoint import Snapshot, open_newest, verify
-from dtrain.checkpoint.async_saver import AsyncSaver
+from dtrain.checkpoint import open_newest, verify
 from dtrain.checkpoint.lease.lease import LeaseRequest, LeaseTiming, hold
 from dtrain.checkpoint.lease.lease_file import read_lease
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ConfigError
 from dtrain.train.run_dir import open_run_dir
-from tests.faults.test_checkpoint_crash import COMMITTED, Call, Seam, fail_at, prepare
-from tests.helpers.checkpoints import (
-    ALONE,
-    ThreadCommunicator,
-    make_tensors,
-    on_threads,
-    save_good,
-    save_threads,
-    shards_of,
-)
+from tests.faults.test_checkpoint_crash import Call, Seam, prepare
+from tests.helpers.checkpoints import ALONE, save_good, save_threads
 from tests.helpers.fault_counts import FaultCounts
 
 READ_ONLY = os.strerror(errno.EROFS)
 
 
-class TwoThreads(ThreadCommunicator):
-    """A rank whose saving thread has its own communicator."""
-
-    def __init__(self, comm: Communicator, barrier: threading.Barrier, board: list[str]) -> None:
-        assert isinstance(comm, ThreadCommunicator)
-        super().__init__(comm.rank, comm.world_size, comm._barrier, comm._board)
-        self._sibling = ThreadCommunicator(comm.rank, comm.world_size, barrier, board)
-
-    def sibling(self) -> Communicator:
-        return self._sibling
-
-
-def save_in_threads(directory: Path, step: int) -> list[Any]:
-    """Saves asynchronously on two ranks; returns each rank's path or error."""
-    barrier, board, tensors = threading.Barrier(2, timeout=120), ["", ""], make_tensors(step)
-
-    def work(comm: Communicator) -> Path | None:
-        saver = AsyncSaver(TwoThreads(comm, barrier, board))
-        saver.start(directory, Snapshot(step, shards_of(tensors, comm.rank, 2), {}), None)
-        try:
-            return saver.wait()
-        finally:
-            saver.shut_down(cancel=False)
-
-    return on_threads(2, work)
-
-
-@pytest.mark.parametrize(("function", "what"), [("create", "lease-"), ("write", "r0001"), COMMITTED])
-def test_failure_in_the_thread_that_saves(tmp_path: Path, faults: FaultCounts, function: str, what: str) -> None:
-    fail_at(tmp_path / "checkpoints", function, what, errno.ENOSPC, save=save_in_threads)
-    faults.passed("F10", 1)
-
-
-def test_short_writes_of_a_lease_are_completed(
-    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write, overwrite = os.write, os.pwrite
-    with monkeypatch.context() as patch:
-        patch.setattr("os.write", lambda descriptor, data: write(descriptor, memoryview(data)[:7]))
-        patch.setattr("os.pwrite", lambda descriptor, data, at: overwrite(descriptor, memoryview(data)[:7], at))
-        with hold(tmp_path) as lease:
-            lease.write_heartbeat()
-            lease.check()
-            assert read_lease(tmp_path).holder.counter == 1  # type: ignore[union-attr]
-    faults.passed("F10", 1)
-
-
 @pytest.mark.parametrize("function", ["overwrite", "sync"])
 def test_failing_heartbeats_are_logged_and_the_lease_stays(
-    tmp_path: Path,
-    faults: FaultCounts,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    function: str,
+    tmp_path: Path, faults: FaultCounts, caplog: pytest.LogCaptureFixture, function: str
 ) -> None:
     """The lease stays held until another process takes it: saves work, and heartbeats resume when they can."""
     failures = threading.Semaphore(0)
@@ -100,7 +38,7 @@ def test_failing_heartbeats_are_logged_and_the_lease_stays(
             raise OSError(errno.EROFS, READ_ONLY)
 
     with hold(tmp_path, LeaseTiming(heartbeat_s=0.005)) as lease:
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             Seam(patch, act)
             for _ in range(3):
                 assert failures.acquire(timeout=60)

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import random
 import re
-import signal
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -20,20 +16,12 @@ from tests.helpers.launch import (
     curve,
     log_of,
     newest_step,
-    python,
     record_of,
-    torchrun,
     train,
-    write_samples,
 )
-from tests.helpers.mishap import FUNCTIONS, Mishap, recording
+from tests.helpers.mishap import Mishap, recording
 
 STEPS = 12
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
@@ -62,129 +50,35 @@ def _last_reported_save(run_dir: Path) -> int:
     return int(steps[-1]) if steps else 0
 
 
+@pytest.mark.exhaustive
 def test_dropout_changes_the_result(tmp_path: Path, data: str, whole: Record) -> None:
     """The control of this file: without dropout the bits differ."""
     assert train(tmp_path / "run", *SMALL, data, "model.dropout=0") == [0]
     assert record_of(tmp_path / "run").tensors != whole.tensors
 
 
-# number of the call at which the process is killed; a step has 6 micro-batches, a checkpoint (every 4 steps) has about
-# 30 writes
-INSTANTS = [
-    ("forward", 39),
-    ("backward", 63),
-    ("vote", 1),
-    ("update", 11),
-    ("gather", 9),
-    ("metrics", 5),
-    ("validation", 1),
-    ("create", 3),
-    ("write", 1),
-    ("write", 40),
-    ("sync", 3),
-    ("rename", 2),
-    ("sync_directory", 7),
-    ("summary", 1),
-]
+# number of the call at which the process is killed; a step has 6 micro-batches
+INSTANTS = {"forward": 39, "backward": 63, "metrics": 5, "validation": 1, "summary": 1}
 
 
-@pytest.mark.parametrize(("place", "count"), INSTANTS)
-def test_killed_at_a_call(tmp_path: Path, data: str, whole: Record, place: str, count: int) -> None:
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(place, marks=() if place == "metrics" else pytest.mark.exhaustive) for place in INSTANTS],
+)
+def test_killed_at_a_call(tmp_path: Path, data: str, whole: Record, place: str) -> None:
+    """``test_kills`` has the other calls, of saves too."""
     run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, env=Mishap(place, count).env()) is None
+    assert train(run_dir, *SMALL, data, env=Mishap(place, INSTANTS[place]).env()) is None
     assert newest_step(run_dir) >= _last_reported_save(run_dir)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
     assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
-
-
-# the thread that saves step 4 pauses at this call while training continues, until the process is killed
-IN_THE_THREAD = [("create", 2), ("write", 15), ("sync", 3), ("rename", 1), ("sync_directory", 6)]
-
-
-@pytest.mark.parametrize(("place", "count"), IN_THE_THREAD)
-def test_killed_in_an_asynchronous_save(tmp_path: Path, data: str, whole: Record, place: str, count: int) -> None:
-    run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, env=Mishap(place, count, "linger").env()) is None
-    assert curve(run_dir)[-1]["step"] > 4
-    assert newest_step(run_dir) == (4 if place == "sync_directory" else 0), "the commit is the rename"
-    assert "saved" not in log_of(run_dir)
-    assert train(run_dir, *SMALL, data) == [0]
-    assert record_of(run_dir) == whole
-    assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
-
-
-def test_killed_in_a_reduction(tmp_path: Path, data: str, whole_on_two: Record) -> None:
-    run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, world=2, env=Mishap("reduction", 70, rank=1).env()) is None
-    assert newest_step(run_dir) >= _last_reported_save(run_dir)
-    assert 0 < curve(run_dir)[-1]["step"] < STEPS
-    assert train(run_dir, *SMALL, data, world=2) == [0, 0]
-    assert record_of(run_dir) == whole_on_two
-
-
-def test_every_function_is_covered() -> None:
-    hangs = {"data", "model"}  # tests.faults.test_hangs
-    assert {place for place, _ in INSTANTS} | {"reduction"} | hangs == set(FUNCTIONS)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_killed_at_random_instants(tmp_path: Path, data: str, whole: Record, whole_on_two: Record, world: int) -> None:
-    """The last rank is killed repeatedly until the run finishes."""
-    started = time.monotonic()
-    assert train(tmp_path / "clock", *SMALL, data, world=world) == [0] * world
-    duration = time.monotonic() - started
-    run_dir, seed = tmp_path / "run", 100 * world
-    print(f"seed {seed}, duration {duration}")  # shown if the test fails
-    rng = random.Random(seed)
-    # the first kill is at a counted call, so that there is one on any machine
-    mishap = Mishap("vote", rng.randint(2, STEPS), rank=world - 1)
-    assert train(run_dir, *SMALL, data, world=world, env=mishap.env()) is None
-    kills = 1
-    while train(run_dir, *SMALL, data, world=world, alarm=rng.uniform(0.1, 0.6) * duration) is None:
-        kills += 1
-        assert newest_step(run_dir) >= _last_reported_save(run_dir)
-        if kills == 6:
-            assert train(run_dir, *SMALL, data, world=world) == [0] * world
-            break
-    assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
-
-
-# -- under torchrun ----------------------------------------------------------------------------------------------------
-
-
-def test_all_processes_killed(tmp_path: Path, data: str, whole_on_two: Record) -> None:
-    run_dir = tmp_path / "run"
-    command = [*SMALL, data, f"run_dir={run_dir}"]
-    # all ranks hang between backward and vote, so that they are killed before the end however slow this process is
-    with torchrun(tmp_path, *command, env=Mishap("vote", 7, "sleep").env()) as job:
-        job.wait_for_step(run_dir, 6)
-        job.wait_until(lambda: newest_step(run_dir) == 4)  # the thread has saved it
-        job.kill()
-        assert job.wait() == -signal.SIGKILL
-        assert job.gone()
-    assert newest_step(run_dir) == 4
-    assert train(run_dir, *SMALL, data, world=2) == [0, 0]
-    assert "step-00000004 (saved" in log_of(run_dir)
-    assert record_of(run_dir) == whole_on_two
-
-
-def test_one_rank_killed_in_a_save(tmp_path: Path, data: str, whole_on_two: Record) -> None:
-    run_dir = tmp_path / "run"
-    with torchrun(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("create", 2, rank=1).env()) as job:
-        assert job.wait() == 1
-        assert "exitcode  : -9" in job.output
-        assert job.gone()
-    assert newest_step(run_dir) == 4
-    assert len(checkpoints(run_dir)) == 2  # the other one was in progress: rank 1 has not opened its file
-    assert train(run_dir, *SMALL, data, world=2) == [0, 0]
-    assert record_of(run_dir) == whole_on_two
 
 
 # -- stop signals ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "world"), [("SIGTERM", 1), ("SIGINT", 1), ("SIGUSR1", 1), ("SIGUSR1", 2)])
+@pytest.mark.parametrize(("name", "world"), [pytest.param("SIGINT", 1, marks=pytest.mark.exhaustive), ("SIGUSR1", 2)])
 def test_stopped_in_a_step(
     tmp_path: Path, data: str, whole: Record, whole_on_two: Record, name: str, world: int
 ) -> None:
@@ -200,6 +94,7 @@ def test_stopped_in_a_step(
     assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
 
 
+@pytest.mark.exhaustive
 def test_stopped_during_a_save(tmp_path: Path, data: str, whole: Record) -> None:
     """The signal arrives while a thread saves step 4: that save is committed, then the current step."""
     run_dir = tmp_path / "run"
@@ -218,20 +113,6 @@ def test_stopped_during_a_failing_save(tmp_path: Path, data: str, whole: Record)
     assert newest_step(run_dir) == curve(run_dir)[-1]["step"] > 4
     assert "a save failed, but a stop is requested" in log_of(run_dir)
     assert "Input/output error (errno 5)" in log_of(run_dir)
-    assert train(run_dir, *SMALL, data) == [0]
-    assert record_of(run_dir) == whole
-
-
-def test_second_signal_ends_a_step_that_hangs(tmp_path: Path, data: str, whole: Record) -> None:
-    run_dir = tmp_path / "run"
-    with python(tmp_path, *SMALL, data, f"run_dir={run_dir}", env=Mishap("vote", 6, "sleep").env()) as job:
-        job.wait_for_step(run_dir, 5)
-        job.wait_until(lambda: newest_step(run_dir) == 4)  # the thread has saved it
-        os.kill(job.pid, signal.SIGTERM)
-        time.sleep(1.2)  # within one second it counts as a copy of the first
-        os.kill(job.pid, signal.SIGTERM)
-        assert job.wait() == -signal.SIGTERM
-    assert newest_step(run_dir) == 4
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
 

@@ -1,4 +1,7 @@
-"""Two jobs in one directory: only the holder of the lease commits (F13)."""
+"""Two jobs in one directory, in processes of their own: only the holder of the lease commits (F13).
+
+``tests/unit/checkpoint/lease`` has every order of events, with a simulated clock.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,20 +25,12 @@ from dtrain.checkpoint import Snapshot, open_newest, save, storage, verify
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
-from dtrain.cli.resolve import compose
-from dtrain.config.schema import RunConfig
 from dtrain.distributed.setup import make_communicator
-from dtrain.errors import CheckpointError, DtrainError
-from dtrain.train.run import run_training
+from dtrain.errors import CheckpointError
+from tests.faults.test_checkpoint_crash import Call, Seam
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
-from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, record_of, write_samples
-from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import fork, run_ranks
-
-# heartbeat, limit, poll in seconds
-LONG_LIMIT = (0.05, 120.0, 0.02)
-SHORT_LIMIT = (0.05, 0.6, 0.02)  # for a job that takes over from a stopped one
 
 
 def stale(token: int) -> bytes:
@@ -43,64 +38,73 @@ def stale(token: int) -> bytes:
     return replace(Holder.this_process(token), host="elsewhere", boot_id="other").encode()
 
 
-def _train(config: RunConfig, env: dict[str, str], log: Path, timing: tuple[float, float, float]) -> None:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    lease.TIMING = LeaseTiming(*timing)
+def _save_steps(path: Path, steps: Sequence[int], stop_at: str, limit_s: float) -> None:
+    """Saves steps while it holds the lease; stops itself at a call in the second save, or else lingers at the end."""
+    directory, seen = path.with_name("checkpoints"), 0
+
+    def act(index: int, call: Call) -> None:
+        nonlocal seen
+        function, (target, *_) = call
+        if isinstance(target, Path) and stop_at and f"{function} {target.name}".startswith(stop_at):
+            seen += 1
+            if seen == 2:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    Seam(pytest.MonkeyPatch(), act)
     try:
-        code = run_training(config)
-    except DtrainError as error:
-        print(f"dtrain: {error}", file=sys.stderr, flush=True)
-        code = error.exit_code
-    sys.exit(code)
+        with hold(directory, LeaseTiming(heartbeat_s=0.05, limit_s=limit_s, poll_s=0.02)):
+            for step in steps:
+                save_good(directory, step, 1)
+            path.with_suffix(".saved").touch()
+            while not path.with_suffix(".release").exists():
+                time.sleep(0.01)
+    except (CheckpointError, AssertionError) as error:
+        path.with_suffix(".log").write_text(str(error))
+        sys.exit(1)
 
 
 class Job:
-    """A training run in ``run_dir`` in a process of its own, with a fault if any."""
+    """A process that saves steps in a directory until it is released; ``stop_at`` is the call that stops it."""
 
-    def __init__(self, run_dir: Path, config: RunConfig, mishap: Mishap | None, timing: Any) -> None:
-        self._log = Path(f"{run_dir}.{time.monotonic()}.log")
-        self._log.touch()
-        config = replace(config, run_dir=str(run_dir))
-        self.process = fork(_train, config, mishap.env() if mishap else {}, self._log, timing)
+    def __init__(self, path: Path, steps: Sequence[int], stop_at: str = "", limit_s: float = 120.0) -> None:
+        self._log, self._saved, self._release = (path.with_suffix(f".{end}") for end in ("log", "saved", "release"))
+        self.process = fork(_save_steps, path, steps, stop_at, limit_s)
 
     @property
     def pid(self) -> int:
         assert self.process.pid is not None
         return self.process.pid
 
-    @property
-    def output(self) -> str:
-        return self._log.read_text()
-
-    def send(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
-
-    def wait(self) -> int | None:
-        self.process.join(180)
-        return self.process.exitcode
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 180
         while not condition():
-            assert time.monotonic() < deadline, self.output
-            assert self.process.exitcode is None or condition(), self.output
+            assert time.monotonic() < deadline
+            assert self.process.exitcode is None, self._log.read_text()
             time.sleep(0.005)
+
+    def wait_until_saved(self) -> None:
+        self._wait_until(self._saved.exists)
 
     def wait_until_stopped(self) -> None:
         status = Path(f"/proc/{self.pid}/stat")
-        self.wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+        self._wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
+
+    def end(self, *numbers: signal.Signals) -> tuple[int | None, str]:
+        """Sends signals, releases it and waits; returns its exit code and error."""
+        self._release.touch()
+        for number in numbers:
+            os.kill(self.pid, number)
+        self.process.join(180)
+        return self.process.exitcode, self._log.read_text() if self._log.exists() else ""
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
-    """Starts jobs; kills those that still run at the end."""
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Starts jobs in one directory; kills those that still run at the end."""
     started: list[Job] = []
 
-    def start(run_dir: Path, config: RunConfig, mishap: Mishap | None = None, timing: Any = LONG_LIMIT) -> Job:
-        started.append(Job(run_dir, config, mishap, timing))
+    def start(*steps: int, **options: Any) -> Job:
+        started.append(Job(tmp_path / f"job{len(started)}", steps, **options))
         return started[-1]
 
     yield start
@@ -109,91 +113,41 @@ def start() -> Iterator[Callable[..., Job]]:
         job.process.join()
 
 
-def lingering(run_dir: Path) -> tuple[Mishap, Callable[[], None]]:
-    """Returns a fault that keeps a finished job, and so its lease, until the returned function is called."""
-    file = Path(f"{run_dir}.release")
-    return Mishap("summary", 1, "sleep", until=str(file)), file.touch
+def test_second_job_is_refused_while_the_first_runs(tmp_path: Path, start: Callable[..., Job]) -> None:
+    first = start(100, 200)
+    first.wait_until_saved()
+    code, error = start(300).end()
+    assert code == 1
+    assert re.search(rf"is in use by process {first.pid} on ", error)
+    assert first.end() == (0, "")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000100", "step-00000200"]
 
 
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
-    brief = ("train.steps=8", "train.save_every=2", "train.eval_every=0")
-    return compose([*SMALL, write_samples(tmp_path_factory.mktemp("data")), *brief])
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, config: RunConfig) -> Record:
-    """Result of a single job."""
-    run_dir = tmp_path_factory.mktemp("whole") / "run"
-    assert Job(run_dir, config, None, LONG_LIMIT).wait() == 0
-    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"], "and no lease"
-    return record_of(run_dir)
-
-
-def test_second_job_is_refused_while_the_first_runs(
-    tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job]
-) -> None:
-    run_dir = tmp_path / "run"
-    lingers, release = lingering(run_dir)
-    first = start(run_dir, config, lingers)
-    first.wait_until(lambda: "step-00000002" in checkpoints(run_dir))
-    second = start(run_dir, config)
-    assert second.wait() == 2
-    assert re.search(rf"dtrain: run_dir=\S+ is not free: \S+ is in use by process {first.pid} on ", second.output)
-    assert len([line for line in second.output.splitlines() if line.startswith("dtrain: ")]) == 1
-    release()
-    assert first.wait() == 0
-    assert record_of(run_dir) == whole
-
-
-@pytest.mark.exhaustive
-def test_killed_and_started_again(tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job]) -> None:
-    """The new job takes over at once despite the long limit: the old process is known to have ended."""
-    run_dir = tmp_path / "run"
-    assert start(run_dir, config, Mishap("rename", 2)).wait() == -signal.SIGKILL
-    assert "lease-00000001.json" in checkpoints(run_dir)
-    second = start(run_dir, config)
-    assert second.wait() == 0
-    assert "which has ended" in second.output
-    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
-    assert record_of(run_dir) == whole
-
-
-# where the first job is stopped: between two saves; in a save while it writes, before the check of the lease, and
-# between that check and the rename
+# where the first job is stopped in its second save: while it writes, before the check of the lease, and between that
+# check and the rename
 STOPS = [
-    pytest.param("update", 3, marks=pytest.mark.exhaustive),
-    pytest.param("write", 10, marks=pytest.mark.exhaustive),
-    pytest.param("sync_directory", 5, marks=pytest.mark.exhaustive),
-    ("rename", 1),
+    pytest.param("create manifest", marks=pytest.mark.exhaustive),
+    pytest.param("sync_directory step-", marks=pytest.mark.exhaustive),
+    "rename step-",
 ]
 
 
-@pytest.mark.parametrize(("place", "count"), STOPS)
-def test_stopped_for_long_and_continued(
-    tmp_path: Path, config: RunConfig, whole: Record, start: Callable[..., Job], place: str, count: int
-) -> None:
-    """The unfinished save of the stopped job is removed, its next commit is refused, and it exits with that error."""
-    run_dir = tmp_path / "run"
-    lingers, release = lingering(run_dir)
-    first = start(run_dir, config, Mishap(place, count, "SIGSTOP"))
+@pytest.mark.parametrize("stop_at", STOPS)
+def test_stopped_for_long_and_continued(tmp_path: Path, start: Callable[..., Job], stop_at: str) -> None:
+    """The unfinished save of the stopped job is removed, its next commit is refused, and it ends with that error."""
+    directory = tmp_path / "checkpoints"
+    first = start(100, 200, 300, stop_at=stop_at)
     first.wait_until_stopped()
-    second = start(run_dir, config, lingers, SHORT_LIMIT)
-    second.wait_until(lambda: "step-00000006" in checkpoints(run_dir))
-    second.send(signal.SIGSTOP)
-    second.wait_until_stopped()
-    assert f"no heartbeat from process {first.pid} on " in second.output
-    names = checkpoints(run_dir)
-    first.send(signal.SIGCONT)
-    assert first.wait() == 1
-    assert re.search(rf"was taken over from this process, .* by process {second.pid} on ", first.output)
-    assert set(names) <= set(checkpoints(run_dir)), "it changes nothing there"
-    release()
-    second.send(signal.SIGCONT)
-    assert second.wait() == 0
-    assert verify(run_dir).ok
-    assert checkpoints(run_dir) == ["step-00000006", "step-00000008"]
-    assert record_of(run_dir) == whole
+    second = start(400, 500, limit_s=0.6)
+    second.wait_until_saved()
+    names = sorted(path.name for path in directory.iterdir())
+    code, error = first.end(signal.SIGCONT)
+    assert code == 1
+    assert re.search(rf"was taken over from this process, .* by process {second.pid} on |No such file", error)
+    assert sorted(path.name for path in directory.iterdir()) == names, "it changes nothing there"
+    assert second.end() == (0, "")
+    assert verify(directory).ok
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000400", "step-00000500"]
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------
@@ -249,43 +203,6 @@ def test_one_holder_among_many_processes(tmp_path: Path, many: bool, faults: Fau
         num_holdings += len(holdings) // 2
     assert num_holdings >= 15
     faults.passed("F13", num_holdings)
-
-
-def _take_stale_lease(directory: Path, ready: int, over: int, results: int) -> None:
-    os.read(ready, 1)  # returns when the parent has closed it
-    try:
-        with hold(directory, LeaseTiming(0.02, 1.0, 0.001)):
-            os.write(results, b"1")
-            os.read(over, 1)  # the others have seen a heartbeat
-    except CheckpointError:
-        os.write(results, b"0")
-
-
-@FEW_AND_MANY
-def test_one_of_several_processes_takes_a_stale_lease(tmp_path: Path, many: bool, faults: FaultCounts) -> None:
-    rounds = faults.count(ci=10, full=100) if many else 1
-    for number in range(rounds):
-        directory = tmp_path / str(number)
-        directory.mkdir()
-        path_of(directory, 5).write_bytes(stale(5))
-        (ready, go), (over, end), (outcomes, results) = (os.pipe() for _ in range(3))
-        pids = []
-        for _ in range(4):
-            if (pid := os.fork()) == 0:
-                os.close(go)
-                os.close(end)
-                _take_stale_lease(directory, ready, over, results)
-                os._exit(0)
-            pids.append(pid)
-        os.close(go)
-        assert sorted(os.read(outcomes, 1) for _ in pids) == [b"0", b"0", b"0", b"1"]
-        os.close(end)
-        for pid in pids:
-            os.waitpid(pid, 0)
-        assert list(directory.iterdir()) == []
-        for descriptor in (ready, over, outcomes, results):
-            os.close(descriptor)
-    faults.passed("F13", rounds)
 
 
 # -- the check at the commit -------------------------------------------------------------------------------------------

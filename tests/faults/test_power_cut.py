@@ -14,7 +14,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,36 +92,40 @@ def loads_and_saves(directory: Path, recorder: Recorder) -> None:
     recorder.returned(200)
 
 
-def failing(
-    name: str, matches: Callable[[Path], bool], failure: BaseException, *, lasting: bool = False
-) -> pytest.MonkeyPatch:
-    """Makes the first matching call raise, and all later calls too if the failure lasts."""
-    patch, failed = pytest.MonkeyPatch(), False
+def interrupted(
+    folder: Callable[[Path], Path], number: int, failure: BaseException, then: int, *, returned: int = -1
+) -> Callable[[Path, Recorder], None]:
+    """A save of step 300 whose fsync of a folder fails, the ``number``-th one, then a save of step ``then``.
 
-    def wrap(function: str, real: Callable[..., object]) -> Callable[..., object]:
-        def call(*args: Path) -> object:
-            nonlocal failed
-            hit = not failed and function == name and matches(args[0])
-            if hit or (failed and lasting):
-                failed = True
-                raise failure
-            return real(*args)
+    After ``Killed`` the other one is by the next job. A step that had ``returned`` was durable and logged.
+    """
 
-        return call
+    def work(directory: Path, recorder: Recorder) -> None:
+        killed, count = isinstance(failure, Killed), 0
+        with pytest.MonkeyPatch.context() as patch:
 
-    for function in FUNCTIONS:
-        patch.setattr(storage, function, wrap(function, getattr(storage, function)))
-    return patch
+            def wrap(name: str, real: Callable[..., object]) -> Callable[..., object]:
+                def call(*args: Path) -> object:
+                    nonlocal count
+                    count += name == "sync_directory" and args[0] == folder(directory)
+                    if count == number or (count > number and killed):
+                        count += not killed
+                        raise failure
+                    return real(*args)
 
+                return call
 
-def killed_in_a_new_directory(directory: Path, recorder: Recorder) -> None:
-    """Killed before the directory's name is durable; the next job finds the directory."""
-    patch = failing("sync_directory", lambda path: path == directory.parents[1], Killed(), lasting=True)
-    with pytest.raises(Killed):
-        save_good(directory, 300, 1)
-    patch.undo()
-    next_save(directory, 300)
-    recorder.returned(300)
+            for function in FUNCTIONS:
+                patch.setattr(storage, function, wrap(function, getattr(storage, function)))
+            with pytest.raises(Killed) if killed else nullcontext():
+                results = save_threads(directory, 300, 1)
+                assert isinstance(results[0], CheckpointError)
+        if returned > 0:
+            recorder.returned(returned)
+        next_save(directory, then)
+        recorder.returned(then)
+
+    return work
 
 
 def saves_in_a_run_directory(directory: Path, recorder: Recorder) -> None:
@@ -132,56 +136,28 @@ def saves_in_a_run_directory(directory: Path, recorder: Recorder) -> None:
     recorder.returned(300)
 
 
-def killed_while_deleting(directory: Path, recorder: Recorder) -> None:
-    """Killed after the old checkpoint was renamed, before that is durable; the next save cleans up."""
-    synced = 0
-
-    def second(path: Path) -> bool:
-        nonlocal synced
-        synced += path == directory
-        return synced == 2
-
-    patch = failing("sync_directory", second, Killed(), lasting=True)
-    with pytest.raises(Killed):
-        save_good(directory, 300, 1)
-    patch.undo()
-    recorder.returned(300)  # the commit was durable and logged
-    next_save(directory, 400)
-    recorder.returned(400)
+def itself(directory: Path) -> Path:
+    return directory
 
 
-def killed_before_it_is_durable(directory: Path, recorder: Recorder) -> None:
-    """Killed between the commit's rename and its fsync; the next save is of a later step."""
-    patch = failing("sync_directory", lambda path: path == directory, Killed(), lasting=True)
-    with pytest.raises(Killed):
-        save_good(directory, 300, 1)
-    patch.undo()
-    next_save(directory, 400)
-    recorder.returned(400)
-
-
-def fails_to_make_it_durable(directory: Path, recorder: Recorder) -> None:
-    """The commit's last fsync fails: the save reverts its rename, and the next save succeeds."""
-    failure = OSError(errno.EIO, os.strerror(errno.EIO))
-    patch = failing("sync_directory", lambda path: path == directory, failure)
-    assert isinstance(save_threads(directory, 300, 1)[0], CheckpointError)
-    patch.undo()
-    save_good(directory, 300, 1)
-    recorder.returned(300)
-
-
+IO_ERROR = OSError(errno.EIO, os.strerror(errno.EIO))
 SCENARIOS = {
     "first save of a run": Scenario(lambda directory: None, saves(300, world=2), newest=-1),
     "first save of dtrain train": Scenario(lambda directory: None, saves_in_a_run_directory, newest=-1),
-    "killed in a new directory": Scenario(lambda directory: None, killed_in_a_new_directory, newest=-1),
+    # before the directory's name is durable; the next job finds the directory
+    "killed in a new directory": Scenario(
+        lambda directory: None, interrupted(lambda d: d.parents[1], 1, Killed(), 300), newest=-1
+    ),
     "deletes": Scenario(two_good, saves(300, world=2)),
     "cleans up": Scenario(with_leftovers, saves(300)),
     "two in a row": Scenario(two_good, saves(300, 400, keep_last=1)),
     "quarantine at a load": Scenario(with_damage, loads_and_saves, newest=100, damaged="step-00000200"),
     "replaces a damaged one": Scenario(lambda d: with_damage(d, 300), saves(300), damaged="step-00000300"),
-    "killed while deleting": Scenario(two_good, killed_while_deleting),
-    "killed before it is durable": Scenario(two_good, killed_before_it_is_durable),
-    "fails to make it durable": Scenario(two_good, fails_to_make_it_durable),
+    # after the old checkpoint was renamed, before that is durable; the next save cleans up
+    "killed while deleting": Scenario(two_good, interrupted(itself, 2, Killed(), 400, returned=300)),
+    "killed before it is durable": Scenario(two_good, interrupted(itself, 1, Killed(), 400)),
+    # the save reverts its rename
+    "fails to make it durable": Scenario(two_good, interrupted(itself, 1, IO_ERROR, 300)),
 }
 
 
@@ -320,6 +296,7 @@ def check_sample(recordings: dict[str, Recording], count: int) -> None:
             pytest.fail(f"{names[id(cut.recording)]}: {error}\nafter the calls\n{calls}\nthe disk holds\n{found}")
 
 
+@pytest.mark.timeout(1200)  # for all of them on a busy machine
 @FEW_AND_MANY
 def test_every_state_after_a_power_cut(recordings: dict[str, Recording], many: bool, faults: FaultCounts) -> None:
     count = faults.count(ci=2000, full=2000) if many else 110

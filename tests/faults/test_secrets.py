@@ -48,13 +48,8 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     (tmp_path / "in" / "model" / "canary.yaml").write_text(yaml.safe_dump(model))
     return [
         *(f"--config-dir={tmp_path}/in", "model=canary", "data=text", f"data.files={data}/*.txt".replace("=c", "\\=c")),
-        *(
-            "data.validation_percent=0",
-            "train.global_batch_size=8",
-            "train.sample_tokens=4",
-            "telemetry.precision_every=1",
-        ),
-        *("train.log_every=1", "precision=fp32", "optim.compile=false", f"run_dir={tmp_path}/run"),
+        *("data.validation_percent=0", "train.global_batch_size=8", "train.sample_tokens=4", "train.log_every=1"),
+        *("telemetry.precision_every=1", "precision=fp32", "optim.compile=false", f"run_dir={tmp_path}/run"),
     ]
 
 
@@ -66,7 +61,7 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(
     [job] = read_jobs(words)
     planted = json.dumps(config_to_dict(job.config), ensure_ascii=False)
     assert [kind for kind, secret in canaries.secrets().items() if secret not in planted.replace("\\n", "\n")] == []
-    run = subprocess.run([sys.executable, "-m", "dtrain", "train", *words], capture_output=True, text=True, timeout=120)
+    run = subprocess.run([sys.executable, "-m", "dtrain", "train", *words], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     run_dir = tmp_path / "run"
     files = {path.relative_to(run_dir).parts[0] for path in run_dir.rglob("*") if path.is_file()}
@@ -74,18 +69,18 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(
     leaked = canaries.leaks(run_dir, run.stdout, run.stderr)
     # the same settings continue the run, whose stored ones are without secrets
     assert main(["train", *words[: len(command)], "train.steps=3", "tracker=tensorboard", words[-1]]) == 0
-    printed = capsys.readouterr()
-    assert "start" in printed.err or "step 3" in printed.err or "3/3" in printed.err
-    leaked += canaries.leaks(run_dir, printed.out, printed.err)
+    leaked += canaries.leaks(run_dir, *capsys.readouterr())
     assert any((run_dir / "tensorboard").iterdir())
-    faults.passed("P16", len(canaries.secrets()), leaked=len(leaked))
     assert leaked == []
     stored = yaml.safe_load((run_dir / "config.yaml").read_text())
-    assert {name: stored["model"]["args"][name] for name in canaries.READABLE} == canaries.READABLE
-    assert stored["model"]["args"]["text"] == "connect with password=*** now"
-    assert stored["model"]["args"]["url"] == "https://x.org/file?token=***&page=2"
-    state = load_manifest(run_dir / "checkpoints" / "step-00000003").state
-    assert state["config"] == stored
+    args = stored["model"]["args"]
+    assert {name: args[name] for name in canaries.READABLE} == canaries.READABLE
+    assert args["text"] == "connect with password=*** now"
+    assert load_manifest(run_dir / "checkpoints" / "step-00000003").state["config"] == stored
+    faults.passed("P16", len(canaries.secrets()), leaked=0)
+
+
+# -- the other tools ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -102,18 +97,14 @@ TOOL_SECRETS = ("-c4nary", "c4nary-url1", canaries.ENVIRONMENT["WANDB_API_KEY"],
 FAILURE = f"cannot log in: pwd=c4nary-text2 password=c4nary-failed {canaries.ENVIRONMENT['WANDB_API_KEY']}"
 
 
-def _planted(folder: Path, printed: str) -> list[str]:
+def assert_nothing_leaked(folder: Path, printed: str) -> None:
     texts = [path.read_text(encoding="utf-8") for path in folder.rglob("*") if path.suffix != ".png" and path.is_file()]
     assert texts
-    return [secret for secret in TOOL_SECRETS for text in [*texts, printed] if secret in text]
+    assert [secret for secret in TOOL_SECRETS for text in [*texts, printed] if secret in text] == []
 
 
 def test_parity_leaves_no_secret(
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    faults: FaultCounts,
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trajectory = SimpleNamespace(names=list, curve=list)
     reference = SimpleNamespace(oracle=trajectory, noise_baseline=[], noise_deviations=None, noise_failure=None)
@@ -128,34 +119,21 @@ def test_parity_leaves_no_secret(
     printed = capsys.readouterr()
     assert (tmp_path / "p").exists(), printed.err
     assert "model.args=***" in (tmp_path / "p" / parity_run.REPORT_FILE).read_text()
-    leaked = _planted(tmp_path, printed.out + printed.err)
-    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
-    assert leaked == []
+    assert_nothing_leaked(tmp_path, printed.out + printed.err)
 
 
 def test_bench_leaves_no_secret(
-    words: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    faults: FaultCounts,
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def suite(config: Any, command: str) -> TrainingResults:
         case = result("native", 1, [[5.0]])
-        failed = FailedCase(case.case, FAILURE)
-        return TrainingResults(
-            **run_header("engine", command, config),
-            tokens_per_rank=1,
-            cases=[case],
-            train_starts_s=[],
-            failures=[failed],
-        )
+        rest: dict[str, Any] = {"tokens_per_rank": 1, "cases": [case], "train_starts_s": []}
+        failures = [FailedCase(case.case, FAILURE)]
+        return TrainingResults(**run_header("engine", command, config), **rest, failures=failures)
 
     monkeypatch.setattr(suites, "run_engine_suite", suite)
     assert main(["bench", "engine", *words, f"bench.out={tmp_path}/b.json"]) == 1
-    leaked = _planted(tmp_path, "".join(capsys.readouterr()))
-    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
-    assert leaked == []
+    assert_nothing_leaked(tmp_path, "".join(capsys.readouterr()))
 
 
 @pytest.mark.processes
@@ -176,9 +154,8 @@ def test_accept_leaves_no_secret(
     acceptance = accept_run.accept(AcceptConfig(device="cpu"), command, out, 0.0)
     assert acceptance.ended[0].error.startswith("ended with exit code 1: ")
     print(summary(acceptance))
-    leaked = _planted(out, "".join(capsys.readouterr()))
-    faults.passed("P16", len(TOOL_SECRETS), leaked=len(leaked))
-    assert leaked == []
+    assert_nothing_leaked(out, "".join(capsys.readouterr()))
+    faults.passed("P16", len(TOOL_SECRETS))
 
 
 @pytest.mark.processes
@@ -188,7 +165,7 @@ def test_logs_and_reasons_of_ranks_hold_no_secret(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
     with pytest.raises(RankError) as failure:
         run_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
-    assert _planted(tmp_path / "logs", str(failure.value)) == []
+    assert_nothing_leaked(tmp_path / "logs", str(failure.value))
 
 
 def test_a_traceback_holds_no_secret(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,55 +22,30 @@ ENVIRONMENT = {
 _ENCODED = "c4nary%20service%2Ftoken%2B01"
 _JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJjNG5hcnkifQ.c4nary_jwt-sig"
 
-# name -> the setting, and what of it must not leave
+# name -> the setting, and what of it must not leave; tests/unit/redaction has all names and forms
 ARGS: dict[str, tuple[Any, str]] = {
     "api_key": ("c4nary-api-key", "c4nary-api-key"),
     "pwd": ("c4nary-pwd", "c4nary-pwd"),
-    "pass": ("c4nary-pass", "c4nary-pass"),
-    "cookie": ("c4nary-cookie", "c4nary-cookie"),
-    "SessionToken": ("c4nary-session", "c4nary-session"),
-    "jwt": ("c4nary-jwt", "c4nary-jwt"),
-    "private": ("c4nary-private", "c4nary-private"),
-    "my_key": ("c4nary-my-key", "c4nary-my-key"),
-    "pass-phrase": ("c4nary-phrase", "c4nary-phrase"),
     "DB-Password": (948374651, "948374651"),
     "credentials": ({"user": "me", "list": ["c4nary-nested"]}, "c4nary-nested"),
-    "hosts": ([{"name": "a", "secret": "c4nary-in-list"}], "c4nary-in-list"),
     "from_env": ("${oc.env:WANDB_API_KEY}", ENVIRONMENT["WANDB_API_KEY"]),
     "env_inside": ("https://x.org/${oc.env:MY_SERVICE_TOKEN}/y", ENVIRONMENT["MY_SERVICE_TOKEN"]),
     "env_encoded": (f"https://x.org/{_ENCODED}", _ENCODED),
     "env_listed": (["a", "${oc.env:DB_PWD}"], ENVIRONMENT["DB_PWD"]),
-    "env_number": (4815162342, "4815162342"),
     "env_as_key": ({"c4nary-auth-99": 1}, "c4nary-auth-99"),
-    "header": ("Bearer c4nary.bearer-1", "c4nary.bearer-1"),
     "hub": ("load with hf_C4naryC4naryC4nary, please", "hf_C4naryC4naryC4nary"),
-    "cloud": ("AKIAC4NARY0000000001", "AKIAC4NARY0000000001"),
-    "git": ("ghp_C4naryGithub0001", "ghp_C4naryGithub0001"),
-    "chat": ("xoxb-c4nary-slack-1", "xoxb-c4nary-slack-1"),
-    "llm": ("sk-c4nary-openai-0001", "sk-c4nary-openai-0001"),
     "text": ("connect with password=c4nary-text1 now", "c4nary-text1"),
-    "dsn": ("host=db pwd=c4nary-text2;port=5", "c4nary-text2"),
     "url": ("https://x.org/file?token=c4nary-url1&page=2", "c4nary-url1"),
-    "blob": ("https://x.org/blob?sv=1&sig=c4nary-url2%3D", "c4nary-url2"),
-    "bucket": ("https://s3.x.org/o?X-Amz-Signature=c4naryurl3", "c4naryurl3"),
     "database": ("postgres://me:c4nary-url4@db.x.org/a", "c4nary-url4"),
     "web": (f"id {_JWT} end", _JWT),
-    "pem": (
-        "-----BEGIN RSA PRIVATE KEY-----\nc4nary-pem\n-----END RSA PRIVATE KEY-----",
-        "c4nary-pem",
-    ),
+    "pem": ("-----BEGIN RSA PRIVATE KEY-----\nc4nary-pem\n-----END RSA PRIVATE KEY-----", "c4nary-pem"),
     "again": ("welcome, c4nary-api-key", "c4nary-api-key"),
 }
 READABLE = {
     "num_kv_heads": 2,
     "tokens": 4096,
-    "max_tokens": "auto",
     "key_dim": 64,
-    "bypass": "all",
-    "sort_key": "length",
     "pad_token": "<pad>",
-    "forward_pass": "twice",
-    "author": "Ada",
     "url_of_docs": "https://x.org/docs?page=2",
 }
 WORDS = {  # on the command line, which wandb would record

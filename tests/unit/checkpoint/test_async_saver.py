@@ -57,7 +57,7 @@ def test_a_rank_that_waits_for_its_thread_waits_for_the_ranks_of_the_thread() ->
         while not progress.is_waiting and time.monotonic() < deadline:
             time.sleep(0.01)
         changes = progress.num_changes
-        time.sleep(1.2)
+        time.sleep(0.6)
         assert progress.is_waiting
         assert progress.num_changes == changes, "a wait without an end counted as progress"
     finally:

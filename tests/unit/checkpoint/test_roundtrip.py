@@ -1,19 +1,12 @@
 """Save on any number of ranks, read back on any other: the ranks are threads of this process."""
 
-import json
-import logging
-import pickle
-import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import CheckpointReader, NoCheckpointError, Retention, Snapshot, open_newest, save
+from dtrain.checkpoint import CheckpointReader, NoCheckpointError, ReadTarget, Retention, Snapshot, open_newest, save
 from dtrain.checkpoint.directory import remove_tree
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
@@ -30,13 +23,7 @@ from tests.helpers.checkpoints import (
 )
 
 
-@pytest.fixture(autouse=True)
-def _heard(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "dtrain")
-
-
-@pytest.mark.parametrize("saved", [1, 2, 3])
-@pytest.mark.parametrize("loaded", [1, 2, 4])
+@pytest.mark.parametrize(("saved", "loaded"), [(1, 4), (3, 1), (2, 2)])
 def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int) -> None:
     path = save_good(tmp_path / "run" / "checkpoints", 40, saved)
     tensors = make_tensors(40)
@@ -56,26 +43,6 @@ def test_any_world_size_loads_any_other(tmp_path: Path, saved: int, loaded: int)
         assert (reader.step, reader.path) == (40, path)
         assert reader.state == {"world_size": saved, "extra": {"step": 40}}
         assert_holds(reader, tensors)
-
-
-@settings(max_examples=25)
-@given(
-    st.lists(st.integers(0, 35), min_size=0, max_size=4).map(sorted),
-    st.lists(st.tuples(st.integers(0, 35), st.integers(0, 35)).map(sorted), min_size=1, max_size=6),
-)
-def test_any_intervals_in_and_any_intervals_out(cuts: list[int], wanted: list[list[int]]) -> None:
-    tensors, world = make_tensors(3), len(cuts) + 1
-    with tempfile.TemporaryDirectory() as folder:
-        results = on_threads(
-            world,
-            lambda comm: save(Path(folder), Snapshot(1, shards_of(tensors, comm.rank, world, [0, *cuts]), {}), comm),
-        )
-        assert results == [Path(folder) / "step-00000001"] * world
-        reader = open_newest(Path(folder), ALONE)
-        assert_holds(reader, tensors)
-        for start, stop in wanted:
-            got = reader.read("master", "weight", start, stop)
-            assert torch.equal(got, tensors["master", "weight"].reshape(-1)[start:stop])
 
 
 def test_several_shards_of_one_tensor_on_one_rank(tmp_path: Path) -> None:
@@ -112,15 +79,6 @@ def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
     for (kind, name), tensor in tensors.items():
         if tensor.numel():
             assert torch.equal(whole[f"{kind}:{name}"], tensor)  # with its own shape, as one rank holds all of it
-    path = save_good(tmp_path / "cut", 1, 3)
-    parts = [load_file(path / f"r000{rank}.safetensors")["master:weight"] for rank in range(3)]
-    assert torch.equal(torch.cat(parts), tensors["master", "weight"].reshape(-1))
-    for file in path.glob("*.safetensors"):
-        header = json.loads(file.read_bytes()[8:].split(b"}}", 1)[0] + b"}}")
-        header.pop("__metadata__")
-        assert int.from_bytes(file.read_bytes()[:8], "little") % 8 == 0
-        sizes = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
-        assert all(entry["data_offsets"][0] % sizes[entry["dtype"]] == 0 for entry in header.values())
 
 
 def test_empty_ranks_and_a_checkpoint_without_tensors(tmp_path: Path) -> None:
@@ -148,37 +106,6 @@ def test_only_the_first_ranks_write_files(tmp_path: Path) -> None:
         assert "failed on rank 2: it has shards, and only the first 2 ranks write files" in str(error)
 
 
-def test_nothing_is_ever_unpickled(tmp_path: Path) -> None:
-    seen: list[str] = []
-    watching = True
-    sys.addaudithook(lambda event, args: seen.append(event) if watching and event.startswith("pickle.") else None)
-    save_good(tmp_path, 1)
-    on_threads(2, lambda comm: assert_holds(open_newest(tmp_path, comm), make_tensors(1)))
-    assert seen == []
-    pickle.loads(pickle.dumps(Path))
-    assert seen == ["pickle.find_class"]  # the hook works
-    watching = False
-
-
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
-    for step in (10, 20, 30, 40):
-        save_good(tmp_path, step, 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
-    save_good(tmp_path, 50, 1, retention=Retention(keep_last=1))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000050"]
-    save_good(tmp_path, 45, 1, retention=Retention(keep_last=1))  # what was just saved stays, whatever its number
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000045", "step-00000050"]
-
-
-def test_damaged_checkpoints_are_neither_counted_nor_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in (10, 20):
-        save_good(tmp_path, step, 1)
-    (tmp_path / "step-00000020" / "r0000.safetensors").unlink()
-    save_good(tmp_path, 30, 1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000020", "step-00000030"]
-    assert "step-00000020 is damaged: r0000.safetensors: missing" in caplog.text
-
-
 def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     """Neither inside a directory nor in its place."""
     (tmp_path / "elsewhere").mkdir()
@@ -192,13 +119,8 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     assert (tmp_path / "elsewhere" / "mine").read_text() == "keep"
 
 
-def test_saving_works_without_posix_fadvise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_big_steps_sort_as_numbers_and_no_fadvise_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("os.posix_fadvise")
-    save_good(tmp_path, 100)
-    assert open_newest(tmp_path, ALONE).step == 100
-
-
-def test_big_steps_sort_as_numbers(tmp_path: Path) -> None:
     save_good(tmp_path, 99_999_999, 1)
     assert save_good(tmp_path, 100_000_000, 1).name == "step-100000000"
     assert open_newest(tmp_path, ALONE).step == 100_000_000
@@ -216,7 +138,7 @@ def test_good_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000010"]
 
 
-def test_damaged_checkpoint_is_reloaded_shards_by_a_new_one_of_its_step(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_gives_way_to_a_new_one_of_its_step(tmp_path: Path) -> None:
     path = save_good(tmp_path, 10)
     (path / "r0001.safetensors").write_bytes(b"")
     save_good(tmp_path, 10)
@@ -229,8 +151,6 @@ def test_damaged_checkpoint_is_reloaded_shards_by_a_new_one_of_its_step(tmp_path
     [
         ([(0, 10), (20, 35)], "master:w: no rank or file holds elements 10 to 20 (between rank 0 and rank 1)"),
         ([(0, 20), (10, 35)], "master:w: both rank 0 and rank 1 hold elements 10 to 20"),
-        ([(0, 35), (0, 35)], "master:w: both rank 0 and rank 1 hold elements 0 to 35"),
-        ([(0, 10), (10, 30)], "master:w: no rank or file holds elements 30 to 35 (after rank 1)"),
     ],
 )
 def test_shards_that_do_not_tile_are_refused(tmp_path: Path, bounds: list[tuple[int, int]], message: str) -> None:
@@ -306,6 +226,8 @@ def test_reads_outside_the_tensors_are_refused(tmp_path: Path) -> None:
     reader = open_newest(tmp_path, ALONE)
     with pytest.raises(CheckpointError, match="holds no master:weigth; did you mean 'weight'"):
         reader.read("master", "weigth")
+    with pytest.raises(CheckpointError, match=r"\[20, 60\) is not an interval of master:weight"):
+        reader.read_into([ReadTarget("master", "weight", 20, torch.zeros(40))])
     for start, stop in ((-1, 3), (3, 2), (0, 36)):
         with pytest.raises(CheckpointError, match=r"is not an interval of master:weight \(35 elements\)"):
             reader.read("master", "weight", start, stop)
@@ -367,15 +289,3 @@ def test_fingerprints_detect_wrongly_loaded_values(tmp_path: Path) -> None:
     for change, message in cases:
         errors = check(2, change)
         assert all(isinstance(error, CheckpointError) and message in str(error) for error in errors), (message, errors)
-
-
-def test_used_and_refused_checkpoints_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    for step in (10, 20):
-        save_good(tmp_path, step)
-    (tmp_path / "step-00000020" / "extra.bin").write_bytes(b"")
-    caplog.clear()
-    on_threads(2, lambda comm: open_newest(tmp_path, comm))
-    refused, used = caplog.messages
-    assert refused == f"checkpoint {tmp_path}/step-00000020 refused: extra.bin: not listed in the manifest"
-    assert used.startswith(f"checkpoint: using {tmp_path}/step-00000010 (saved ")
-    assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]

@@ -1,3 +1,7 @@
+"""Fingerprints, on the host and as device tensors, against their definition."""
+
+from __future__ import annotations
+
 import itertools
 
 import numpy as np
@@ -5,13 +9,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from dtrain.checkpoint.format import device_fingerprint
+from dtrain.checkpoint.format.device_fingerprint import bits_of, device_sums, fingerprint_tensor, flat, signed
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint, fingerprints, host_blocks
 
-DTYPES = [torch.uint8, torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.float32, torch.float64, torch.int64]
+FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
+DTYPES = [*FLOATS, torch.int64, torch.uint8, torch.bool]
 
 
-def oracle(data: torch.Tensor, start: int = 0) -> int:
+def oracle(data: Tensor, start: int = 0) -> int:
     """The definition, element by element, in Python's own integers."""
     total = 0
     raw = data.view(torch.uint8).numpy().tobytes()
@@ -25,7 +33,7 @@ def oracle(data: torch.Tensor, start: int = 0) -> int:
     return total & MASK
 
 
-def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     high = 2 if dtype == torch.bool else 256
     raw = np.random.default_rng(seed).integers(0, high, count * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype)
@@ -34,8 +42,8 @@ def random_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_agrees_with_the_definition(dtype: torch.dtype) -> None:
     data = random_bits(300, dtype)
-    assert fingerprint(data) == oracle(data)
-    assert fingerprint(data, 2**40 + 3) == oracle(data, 2**40 + 3)
+    for start in (0, 2**40 + 3):
+        assert fingerprint(data, start) == oracle(data, start)
 
 
 @pytest.mark.parametrize("start", [2**30 - 301, 2**30 - 300, 2**30 - 150, 2**30 - 1, 2**30, 2**64 - 7])
@@ -44,7 +52,7 @@ def test_agrees_with_the_definition_beyond_2_to_the_30(start: int) -> None:
     assert fingerprint(data, start) == oracle(data, start)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.tuples(st.sampled_from([1, 7, 40_000]), st.sampled_from([0, 5]), st.integers(0, 2)), max_size=25))
 def test_tensors_that_share_weights_have_the_same_fingerprints(parts: list[tuple[int, int, int]]) -> None:
     dtypes = (torch.float32, torch.int32, torch.bfloat16)
@@ -58,7 +66,7 @@ def test_known_value_of_the_stored_format() -> None:
     assert fingerprint(torch.empty(0)) == 0
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, 40_000), max_size=5), st.permutations(range(6)))
 def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -> None:
     data = random_bits(40_000, torch.bfloat16)  # more than one block of weights
@@ -67,10 +75,10 @@ def test_independent_of_splitting_and_order(cuts: list[int], order: list[int]) -
     assert sum(parts[i] for i in order if i < len(parts)) & MASK == fingerprint(data)
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(st.sampled_from(DTYPES), st.integers(1, 64), st.integers(0, 2**45), st.data())
 def test_every_single_bit_flip_is_detected(dtype: torch.dtype, count: int, start: int, draw: st.DataObject) -> None:
-    data = random_bits(count, torch.uint8).view(torch.uint8) if dtype == torch.bool else random_bits(count, dtype)
+    data = random_bits(count, torch.uint8 if dtype == torch.bool else dtype)
     flipped = data.clone().view(torch.uint8)
     bit = draw.draw(st.integers(0, flipped.numel() * 8 - 1))
     flipped[bit // 8] ^= 1 << (bit % 8)
@@ -95,3 +103,32 @@ def test_blocks_are_small_and_cover_the_tensor() -> None:
     blocks = list(host_blocks(data))
     assert max(map(len, blocks)) <= 4 << 20
     assert b"".join(blocks) == data.view(torch.uint8).numpy().tobytes()
+
+
+# -- as device tensors -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", [1 << 22, 100, 7])
+@pytest.mark.parametrize("dtype", DTYPES[:-1], ids=str)
+def test_device_sums_equal_the_fingerprints(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_fingerprint, "_BLOCK", block)
+    # parts that share their weights, one that is larger than a block, one element, a start beyond 2^30
+    parts = [(random_bits(n, dtype), start) for n, start in ((50, 3), (50, 3), (301, 0), (1, 0), (99, (1 << 30) + 5))]
+    expected = [signed(fingerprint(data, start)) for data, start in parts]
+    assert [int(total) for total in device_sums(parts)] == expected
+    assert fingerprint_tensor(parts, torch.device("cpu")).tolist() == expected
+    assert fingerprint_tensor([], torch.device("cpu")).shape == (0,)
+
+
+def test_every_flip_changes_the_sum() -> None:
+    data = random_bits(16, torch.bfloat16)
+    before = device_sums([(data, 5)])[0]
+    for element, bit in itertools.product(range(16), range(16)):
+        other = data.clone()
+        bits_of(other)[element] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
+        assert device_sums([(other, 5)])[0] != before, (element, bit)
+
+
+def test_complex_and_strided_tensors_are_flattened() -> None:
+    assert torch.equal(flat(torch.arange(6).view(2, 3).T), torch.tensor([0, 3, 1, 4, 2, 5]))
+    assert flat(torch.ones(3, dtype=torch.complex128)).tolist() == [1, 0, 1, 0, 1, 0]

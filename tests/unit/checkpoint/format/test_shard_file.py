@@ -69,8 +69,7 @@ def test_one_thread_makes_all_file_system_calls(tmp_path: Path, monkeypatch: pyt
     assert callers == {threading.get_ident()}
 
 
-@pytest.mark.parametrize("numel", [LARGE, SMALL])
-@pytest.mark.parametrize("function", ["write", "sync"])
+@pytest.mark.parametrize(("function", "numel"), [("write", LARGE), ("sync", SMALL)])
 def test_full_disk_ends_the_background_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int
 ) -> None:
@@ -118,7 +117,7 @@ def test_background_error_is_raised_by_the_writer(tmp_path: Path, monkeypatch: p
     assert background_threads_have_ended()
 
 
-@pytest.mark.parametrize("where", [0.01, 0.5, 1.0])
+@pytest.mark.parametrize("where", [0.5, 1.0])
 def test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path: Path, where: float) -> None:
     path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
     verify_checkpoint(path)
@@ -127,7 +126,7 @@ def test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path: Path, where: float)
     (path / "r0000.safetensors").write_bytes(data)
     with pytest.raises(DamageError) as damage:
         verify_checkpoint(path)
-    assert damage.value.tag in ("hash", "header")
+    assert damage.value.tag == "hash"
 
 
 def test_a_save_needs_no_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

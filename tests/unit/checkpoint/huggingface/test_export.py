@@ -75,17 +75,6 @@ def test_the_moving_average_is_exported_on_request(saved: dict[str, Path], tmp_p
         export(saved["gpt2"], tmp_path / "hf", weights="ema")
 
 
-def test_the_order_of_rotary_pairs_matters(
-    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        tensor_mapping,
-        "_rotary",
-        lambda name, shape, source, start, head: tensor_mapping._plain(name, shape, source, start),
-    )
-    assert relative_error(export(saved["llama"], tmp_path / "hf"), "llama") > 100 * TOLERANCE
-
-
 @pytest.mark.parametrize("name", ["llama-grouped-untied", "gpt2"])
 def test_small_blocks_and_several_files_hold_the_same(
     name: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
