@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,37 +79,6 @@ def test_scripts_train_as_with_plain_accelerate() -> None:
                 model.load_state_dict(got.weights)
                 x, y = samples(11, seed=2).tensors
                 assert got.accuracies[-1] == float((model(x).argmax(dim=1) == y).double().mean())
-
-
-class Overflow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad * torch.inf
-
-
-def _plant(rank: int) -> Callable[[Tensor, int], Tensor]:
-    return lambda logits, step: Overflow.apply(logits) if rank == 1 and step == 2 else logits
-
-
-def _skip(rank: int, world: int) -> tuple[History, History]:
-    with launched(rank, world):
-        skipped = run(Accelerator(**loader_options()), Script(epochs=1, transform=_plant(rank)))
-    with launched(rank, world):
-        return skipped, run(Accelerator(**loader_options()), Script(epochs=1))
-
-
-@pytest.mark.processes
-def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:
-    for skipped, whole in run_ranks(2, _skip):
-        assert skipped.skipped == [2]
-        assert skipped.losses[:3] == whole.losses[:3]
-        assert skipped.losses[3:] != whole.losses[3:]
-        # accelerate's scheduler takes a step a rank with each applied step
-        assert skipped.lrs == [*whole.lrs[:2], whole.lrs[1], *whole.lrs[2:-1]]
 
 
 def _part(rank: int, world: int, folder: str, save_at: int, resume_at: int) -> History:

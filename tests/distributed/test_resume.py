@@ -68,19 +68,6 @@ def test_another_world_size_goes_on(
     assert losses(run_dir) == pytest.approx(losses(whole), rel=TOLERANCE)
 
 
-@pytest.mark.exhaustive
-def test_replicas_of_which_one_rank_is_killed_have_the_same_bits(tmp_path: Path, data: str, whole: Path) -> None:
-    """Three replicas of two ranks; one rank resumes."""
-    run_dir = tmp_path / "run"
-    command = [*SMALL, data, REPRODUCIBLE, "checkpoint.asynchronous=false"]
-    hybrid = [*command, "engine.zero_stage=3", "engine.shard_size=2", "launch.num_processes=6"]
-    assert train(run_dir, *hybrid, world=6, env=Mishap("vote", 7, rank=5).env()) is None
-    saved = sorted(path.name for path in (run_dir / "checkpoints/step-00000004").iterdir())
-    assert saved == ["manifest.json", "r0000.safetensors", "r0001.safetensors"]
-    assert train(run_dir, *command) == [0]
-    assert record_of(run_dir) == record_of(whole)
-
-
 def test_a_batch_that_grows_has_the_same_bits_on_other_ranks_after_a_kill(tmp_path: Path, data: str) -> None:
     """Killed in the second of three phases, before a checkpoint of the third."""
     grown = ["train.global_batch_size={0: 6, 5: 12}", f"train.seq_len={{0: {SEQ_LEN // 4}, 6: {SEQ_LEN}}}"]

@@ -49,7 +49,6 @@ class Script:
     drop_last: bool = False
     epochs: int = 2
     max_norm: float | None = None
-    transform: Callable[[Tensor, int], Tensor] = lambda logits, step: logits  # of the training step
 
 
 @dataclass
@@ -91,7 +90,7 @@ def run(
         batches.set_epoch(epoch)
         for x, y in batches:
             with accelerator.accumulate(model):
-                loss = F.cross_entropy(script.transform(model(x), batch), y)
+                loss = F.cross_entropy(model(x), y)
                 accelerator.backward(loss)
                 norm = None
                 if script.max_norm is not None and accelerator.sync_gradients:

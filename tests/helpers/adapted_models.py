@@ -121,11 +121,11 @@ def start(
 
 
 def train(engine: NativeEngine, steps: range = range(3)) -> list[float]:
-    """Two micro-batches a step of all ranks together, of unequal weight, and an evaluation; returns all losses."""
+    """Four micro-batches a step of all ranks together, of unequal weight, and an evaluation; returns all losses."""
     losses = []
     for step in steps:
-        for index in engine.accumulate(range(engine.rank, 2, engine.world_size)):
-            engine.backward(engine(batch(step, index)), weight=1.0 + index)
+        for index in engine.accumulate(range(engine.rank, 4, engine.world_size)):
+            engine.backward(engine(batch(step, index)), weight=1.0 + index % 3)
         losses.append(engine.step().loss)
         with engine.eval():
             losses.append(float(engine(batch(step, 9))))

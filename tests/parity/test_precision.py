@@ -1,4 +1,4 @@
-"""Silent failures of low precision: gradients that FP16 flushes to zero, sums that BF16 stalls, recomputation."""
+"""Silent failures of low precision: gradients that FP16 flushes to zero, and sums that BF16 stalls."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import dtrain
 from dtrain.engine.native import NativeEngine
@@ -105,15 +103,6 @@ def test_fp16_backs_off_until_steps_apply() -> None:
 # -- BF16 --------------------------------------------------------------------------------------------------------------
 
 
-def first_gradients(model: nn.Module, *inputs: Tensor) -> dict[str, Tensor]:
-    """The main grads of one BF16 step whose loss the model returns."""
-    engine = dtrain.initialize(model, precision="bf16", seed=0)
-    assert isinstance(engine, NativeEngine)
-    engine.backward(engine(*inputs))
-    engine.finish_gradients()
-    return {name: grad.clone() for name, grad in engine.full_state("main_grad")}
-
-
 class FrequentToken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -130,34 +119,9 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_fp32() -> None:
     (plain(tokens) * 0.01).float().sum().backward()
     assert plain.weight.grad is not None
     assert float(plain.weight.grad[3].max()) < 10, "the defect is gone: the guard may go too"
-    grads = first_gradients(FrequentToken(), tokens)
-    torch.testing.assert_close(grads["embed.weight"][3], torch.full((4,), 20.48), rtol=5e-3, atol=0)
-
-
-class Checkpointed(nn.Module):
-    """Functional softmax and layer norm inside activation checkpointing, with dropout."""
-
-    def __init__(self, enabled: bool) -> None:
-        super().__init__()
-        self.enabled = enabled
-        self.inner = nn.Linear(16, 16)
-        self.outer = nn.Linear(16, 1)
-
-    def block(self, x: Tensor) -> Tensor:
-        x = F.layer_norm(self.inner(x), (16,))
-        return F.dropout(F.softmax(x, dim=-1), 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = checkpoint(self.block, x, use_reentrant=False) if self.enabled else self.block(x)
-        return self.outer(hidden).float().square().mean()
-
-
-def test_activation_checkpointing_recomputes_the_same_numbers() -> None:
-    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
-    grads = []
-    for enabled in (False, True):
-        torch.manual_seed(0)
-        grads.append(first_gradients(Checkpointed(enabled), x))
-    for name, expected in grads[0].items():
-        assert torch.equal(grads[1][name], expected), name
-    assert float(grads[0]["inner.weight"].abs().max()) > 0
+    engine = dtrain.initialize(FrequentToken(), precision="bf16", seed=0)
+    assert isinstance(engine, NativeEngine)
+    engine.backward(engine(tokens))
+    engine.finish_gradients()
+    ((_, grad),) = engine.full_state("main_grad")
+    torch.testing.assert_close(grad[3], torch.full((4,), 20.48), rtol=5e-3, atol=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import runpy
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -92,25 +93,51 @@ def test_trains_as_plain_trainer(
     assert len(runs[0].values("loss")) >= 6
 
 
+def losses_and_weights(
+    folder: Path, build: Callable[[], Any], rows: Any, **options: Any
+) -> list[tuple[list[float], dict[str, torch.Tensor]]]:
+    """Returns what transformers' trainer logs and saves, and the one on an engine."""
+    found = []
+    for kind in (Plain, EngineTrainer):
+        torch.manual_seed(0)
+        trainer = kind(build(), arguments(folder / kind.__name__, **options), train_dataset=rows)
+        trainer.train()
+        trainer.save_model()
+        (saved,) = (folder / kind.__name__).glob("*model.safetensors")
+        found.append(([entry["loss"] for entry in trainer.state.log_history if "loss" in entry], load_file(saved)))
+    return found
+
+
 def test_classifies_images_with_running_statistics(tmp_path: Path) -> None:
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8], depths=[1], layer_type="basic", num_labels=3)
     pixels = torch.randn(48, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     rows = [{"pixel_values": one, "labels": torch.tensor(n % 3)} for n, one in enumerate(pixels)]
-    runs = []
-    for kind in (Plain, EngineTrainer):
-        torch.manual_seed(0)
-        folder = tmp_path / kind.__name__
-        model = transformers.ResNetForImageClassification(config)
-        trainer = kind(model, arguments(folder, max_steps=3), train_dataset=rows)
-        trainer.train()
-        trainer.save_model()
-        runs.append(([x["loss"] for x in trainer.state.log_history if "loss" in x], load_file(folder / FILE)))
-    (expected_losses, expected), (losses, weights) = runs
+    (expected_losses, expected), (losses, weights) = losses_and_weights(
+        tmp_path, lambda: transformers.ResNetForImageClassification(config), rows, max_steps=3
+    )
     assert losses == pytest.approx(expected_losses, rel=1e-5)
     statistics = {name for name in expected if "running" in name}
     assert statistics
     assert weights.keys() == expected.keys()
     assert normwise_error({n: weights[n] for n in statistics}, {n: expected[n] for n in statistics}) < 1e-5
+
+
+def test_adapters_with_recomputed_activations(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def build() -> Any:
+        lora = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+        model = peft.get_peft_model(build_model(), peft.LoraConfig(task_type="CAUSAL_LM", **lora))
+        model.enable_input_require_grads()
+        return model
+
+    (expected_losses, expected), (losses, adapters) = losses_and_weights(
+        tmp_path, build, text_rows(48), learning_rate=1e-2, activation_checkpointing=True
+    )
+    assert losses == pytest.approx(expected_losses, rel=1e-5)
+    assert adapters.keys() == expected.keys()
+    assert any(value.any() for name, value in adapters.items() if "lora_B" in name)
+    assert normwise_error(adapters, expected) < 1e-4
 
 
 # -- skipped steps -----------------------------------------------------------------------------------------------------
@@ -171,29 +198,6 @@ def test_evaluates_and_predicts_as_plain_trainer(tmp_path: Path) -> None:
 
 
 # -- what a script may ask for -----------------------------------------------------------------------------------------
-
-
-def test_adapters(tmp_path: Path) -> None:
-    """With recomputed activations."""
-    peft = pytest.importorskip("peft")
-    runs = []
-    for kind in (Plain, EngineTrainer):
-        config = peft.LoraConfig(
-            r=4, lora_alpha=8, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True
-        )
-        model = peft.get_peft_model(build_model(), config)
-        model.enable_input_require_grads()
-        args = arguments(tmp_path / kind.__name__, learning_rate=1e-2, activation_checkpointing=True)
-        trainer = kind(model, args, train_dataset=text_rows(48))
-        trainer.train()
-        trainer.save_model()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        runs.append((losses, load_file(tmp_path / kind.__name__ / "adapter_model.safetensors")))
-    (expected_losses, expected), (losses, adapters) = runs
-    assert losses == pytest.approx(expected_losses, rel=1e-5)
-    assert adapters.keys() == expected.keys()
-    assert any(value.any() for name, value in adapters.items() if "lora_B" in name)
-    assert normwise_error(adapters, expected) < 1e-4
 
 
 class _OwnSave(EngineTrainer):

@@ -38,7 +38,7 @@ _OVERRIDES = [
 ]
 
 
-@pytest.mark.parametrize("end", ["ctrl-c", "error"])
+@pytest.mark.parametrize("end", ["ctrl-c", pytest.param("error", marks=pytest.mark.exhaustive)])
 def test_a_run_draws_its_state_and_leaves_a_clean_terminal(tmp_path: Path, end: str) -> None:
     (tmp_path / "mine.py").write_text(_MODEL)
     with Terminal("train", *_OVERRIDES, cwd=tmp_path) as terminal:
