@@ -75,7 +75,7 @@ PROMISES = (
     Promise(
         "P2 Named culprit",
         "A skip names rank, step, micro-batch, tensor, phase, and Inf or NaN with counts.",
-        ("faults/test_vote_processes.py", "engines/test_vote_faults.py"),
+        ("faults/test_vote_processes.py", "engines/test_matrix.py"),
         ("F7",),
     ),
     Promise(
@@ -117,7 +117,7 @@ PROMISES = (
     Promise(
         "P8 Reshard proven",
         "The fingerprints in the manifest are checked after a load at any world size and with any engine.",
-        ("engines/test_reshard_chain.py", "engines/test_checkpoints_across.py"),
+        ("engines/test_reshard_chain.py", "engines/test_matrix.py"),
         ("F11",),
     ),
     Promise(
