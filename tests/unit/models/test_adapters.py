@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,6 @@ def test_a_wrong_target_is_one_line(targets: list[str], message: str, folders: d
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build_hf(folders["qwen3"], lora=Lora(r=2, targets=targets))
     assert "\n" not in str(caught.value)
-
-
-def test_without_peft_the_pip_line_is_named(folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=re.escape("pip install 'dtrain[hf]'")):
-        build_hf(folders["qwen3"], lora=LORA)
 
 
 def test_a_skip_is_explained_beside_frozen_float8_weights(folders: dict[str, Path]) -> None:

@@ -180,10 +180,3 @@ def test_a_folder_is_checked_before_there_are_data(tmp_path: Path) -> None:
     _to_pickle(tmp_path)
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not read"):
         check_model(config)
-
-
-def test_an_image_of_any_claimed_size_takes_no_memory(tmp_path: Path) -> None:
-    """Convolutions take all sizes, of which a file names one."""
-    size = 1 << 17
-    path = str(save(tmp_path, "resnet"))
-    assert network(classification(3, size, size), path=path).model.hf.device.type == "cpu"

@@ -169,17 +169,6 @@ def test_a_token_that_does_not_count_reaches_nothing() -> None:
     assert all(map(torch.equal, gradients(loss, (hidden, weight)), want))
 
 
-@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch has no linear_cross_entropy")
-def test_pytorchs_own_function_agrees() -> None:
-    hidden, weight, _, targets = inputs(rows=70)
-    options: Any = torch.nn.LinearCrossEntropyOptions()  # type: ignore[attr-defined]
-    theirs = F.linear_cross_entropy(hidden, weight, targets, options=options)  # type: ignore[attr-defined]
-    own = linear_cross_entropy(hidden, weight, targets, chunk_rows=5)
-    assert own.item() == pytest.approx(theirs.item(), rel=1e-6)
-    for one, other in zip(gradients(own, (hidden, weight)), gradients(theirs, (hidden, weight)), strict=True):
-        assert normwise_error(one, other) < 1e-6
-
-
 def test_only_needed_gradients_are_formed_and_a_kept_graph_gives_them_again() -> None:
     hidden, weight, _, targets = inputs(rows=720)
     with StorageTracker() as tracker, torch.no_grad():

@@ -182,18 +182,3 @@ def test_a_factory_of_ones_own_must_say_that_it_uses_the_keys() -> None:
     with pytest.raises(ConfigError, match=r"model.z_loss=0.1 has no effect on the Own"):
         build_model(replace(config, loss_chunk="none", z_loss=0.1), VOCAB, seed=0)
     assert build_model(replace(config, factory=f"{__name__}:Using"), VOCAB, seed=0)(**INPUTS).dim() == 0
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"loss_chunk": 0}, "loss_chunk=0 is not none, auto, or a number of rows"),
-        ({"loss_chunk": "atuo"}, "loss_chunk=atuo is not none, auto, or a number of rows from 1; did you mean 'auto'"),
-        ({"loss_chunk": True}, "loss_chunk=true is not none, auto"),
-        ({"label_smoothing": 1.1}, "label_smoothing=1.1 is too large"),
-        ({"z_loss": -1.0}, "z_loss=-1.0 is too small"),
-    ],
-)
-def test_bad_values(keys: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        ModelConfig(**keys)

@@ -58,14 +58,6 @@ class Free(nn.Module):
 # -- what really runs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("bf16", BF16), ("fp16", FP16)])
-def test_a_linear_runs_in_the_compute_dtype(name: str, dtype: torch.dtype) -> None:
-    model = nn.Linear(8, 4)
-    autocast, _ = prepared(model, name)
-    output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
-    assert (output.dtype, seen["addmm"]) == (dtype, {name})
-
-
 def test_fp32_policy_changes_nothing() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(-1))
     before = [module.forward for module in model]

@@ -65,15 +65,6 @@ class Vision(nn.Module):
         self.loss = nn.CrossEntropyLoss()
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(16, 16)
-        self.gru = nn.GRU(16, 16)
-        self.out = nn.Linear(16, 16)
-        self.head = nn.Linear(16, 16)
-
-
 class Energy(nn.Module):
     """Code that multiplies and solves with parameters of its own."""
 
@@ -156,12 +147,6 @@ TABLES = [
             "norm": "fp32: norm",
             "head": "bf16: weight tied to 'embed.weight'",
         },
-    ),
-    (
-        Recurrent,
-        "fp16",
-        {"gru": "bf16", "head": "fp32"},
-        {"embed": "fp16", "gru": "bf16: rule 'gru'", "out": "fp16", "head": "fp32: rule 'head'"},
     ),
     (
         Vision,

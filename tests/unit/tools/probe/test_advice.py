@@ -57,13 +57,6 @@ def ask(evidence: Evidence, culprits: Mapping[str, set[str]] | None = None) -> t
     return advise(evidence, world), world
 
 
-def test_a_format_that_fails_is_not_called_emulated() -> None:
-    failed = trial("fp8", math.inf, failure="step 1: RuntimeError: no kernel")
-    advice, _ = ask(Evidence([trial("fp32", ms=9.0), trial("bf16", ms=5.0), failed], NOISE, Analysis(())))
-    assert advice.reasons[0] == "fp8 fails (step 1: RuntimeError: no kernel) before its speed can be measured"
-    assert not any("emulated" in item for item in advice.untested)
-
-
 def rules(advice: Advice) -> dict[str, str]:
     return {rule.pattern: rule.format for rule in advice.rules}
 
@@ -151,15 +144,6 @@ def test_rules_for_the_culprits_alone() -> None:
     )
 
 
-def test_measured_alone_counts_more_than_predicted() -> None:
-    analysis = Analysis((result("a", "bf16", 0.5), result("b", "bf16", 0.1)))
-    flips = [Flip("a", "bf16", 0.5, 0.001), Flip("b", "bf16", 0.1, 0.3)]
-    advice, world = ask(Evidence([trial("fp32"), trial("bf16", 0.1)], NOISE, analysis, flips), {"bf16": {"b"}})
-    assert rules(advice) == {"b": "fp32"}
-    assert len(world.asked) == 1
-    assert "3.0e-01 measured alone" in advice.rules[0].reason
-
-
 def test_a_rule_for_a_module_covers_those_inside() -> None:
     analysis = Analysis(
         (result("attn.q", "bf16", 0.5), result("attn", "bf16", 0.3, "forward"), result("attn.k", "bf16", 0.2))
@@ -176,24 +160,6 @@ def test_fp8_rules_say_bf16_for_its_products_and_fp32_for_the_rest() -> None:
     trials = [trial("fp32"), trial("bf16", ms=10.0), trial("fp8", 0.1, ms=5.0)]
     advice, _ = ask(Evidence(trials, NOISE, analysis), {"fp8": {"up", "act"}})
     assert (advice.precision, rules(advice)) == ("fp8", {"up": "bf16", "act": "fp32"})
-
-
-def test_overflow_is_kept_out_first() -> None:
-    analysis = Analysis((result("a", "fp16", 9.0), result("loss", "fp16", math.inf, "forward")))
-    failed = trial("fp16", math.inf, failure="step 1: forward loss is Inf")
-    advice, world = ask(Evidence([trial("fp32"), failed], NOISE, analysis), {"fp16": {"loss"}})
-    assert [asked for _, asked, _ in world.asked] == [{"loss": "fp32"}]
-    assert "forward in fp16 is not finite (range)" in advice.rules[0].reason
-    assert "fp16 fails (step 1: forward loss is Inf) without" in advice.rules[0].reason
-
-
-def test_code_of_the_model_itself_gets_a_sentence_and_nothing_curable_gets_fp32() -> None:
-    analysis = Analysis((result("", "fp16", math.inf, "forward"), result("a", "fp16", 0.1)))
-    failed = trial("fp16", math.inf, failure="overflow")
-    advice, _ = ask(Evidence([trial("fp32"), failed], NOISE, analysis), {"fp16": {"code"}})
-    assert (advice.precision, advice.rules, advice.line) == ("fp32", (), "precision=fp32")
-    assert any("dtrain.full_precision()" in reason for reason in advice.reasons)
-    assert "fp32: no format that was tried (fp16) stays below two noise units" in advice.reasons
 
 
 def test_the_search_ends() -> None:

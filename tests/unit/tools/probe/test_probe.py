@@ -14,19 +14,14 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
-from dtrain.cli.resolve import read_suite
-from dtrain.config.commands import PROBE
 from dtrain.config.dump import from_plain
 from dtrain.precision.histogram import Histogram
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.metrics import CONFIG_FILE
 from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
-from dtrain.tools.probe.picture import draw
-from dtrain.tools.probe.records import Advice, Analysis, Noise, ProductResult, Trial
-from dtrain.tools.probe.report import ConstantScale, ProbeReport
-from dtrain.tools.probe.run import _Probe
+from dtrain.tools.probe.records import Analysis, Noise, Trial
+from dtrain.tools.probe.report import ConstantScale
 from dtrain.tools.probe.sections import rank_correlation
-from dtrain.train.setup import torch_settings_restored
 from tests.helpers.probed_models import FACTORY, ODD_NAME
 from tests.unit.tools.probe.tiny import TINY
 
@@ -72,14 +67,6 @@ def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.Captur
     assert error.startswith("dtrain: FP32, the reference, fails: ")
     assert "8 steps have gradients that overflow" in error
     assert "lower optim.lr" in error
-
-
-def test_the_output_layer_is_called_whatever_the_loss_of_training() -> None:
-    config = read_suite([*TINY, "model.loss_chunk=auto"], PROBE)
-    assert config is not None
-    with torch_settings_restored():
-        probe = _Probe(config, ["fp32"], torch.device("cpu"))
-    assert (config.model.loss_chunk, probe.base.model.loss_chunk) == ("auto", "none")
 
 
 CANARY = "canary-5ec2e7"
@@ -166,31 +153,6 @@ def test_constant_scale_with_its_evidence() -> None:
     assert scale.margin == pytest.approx(65504 / 2**12)
     assert "grow 16 times" in str(scale)
     assert ConstantScale.of(Analysis(())) is None
-
-
-def test_a_picture_of_fp8_alone(tmp_path: Path) -> None:
-    """BF16 is examined for FP8's sake, but is no trial."""
-    results = [ProductResult("head", "fprop", name, 20.0, 0.0, 0.0, "precision", 0.1) for name in ("bf16", "fp8")]
-    trials = [Trial(name, {}, [1.0], None, 0, 1.0, 0, 1.0, 0.0, None) for name in ("fp32", "fp8")]
-    report = ProbeReport(
-        command="dtrain probe",
-        date="2026-01-01T00:00:00",
-        device="this CPU",
-        num_parameters=1,
-        config={},
-        batch="",
-        trials=trials,
-        noise=Noise(0.1, 0.1),
-        noise_runs=[],
-        analysis=Analysis(tuple(results)),
-        flips=[],
-        retrained=[],
-        advice=Advice("fp8", (), None, "precision=fp8", (), ()),
-        left_out={},
-        seconds={},
-    )
-    draw(report, tmp_path / PICTURE_FILE)
-    assert (tmp_path / PICTURE_FILE).stat().st_size
 
 
 def test_rank_correlation() -> None:

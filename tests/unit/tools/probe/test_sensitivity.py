@@ -13,12 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.config.model import ModelConfig
-from dtrain.config.precision import Float8
 from dtrain.errors import ModelError
 from dtrain.models.transformer import build as build_transformer
-from dtrain.precision.float8.linear import convert
-from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import QuantizedWeight
 from dtrain.precision.histogram import Histogram
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.records import Analysis, ProductResult
@@ -102,32 +98,6 @@ def test_products_against_a_module_in_the_dtype(name: str) -> None:
     assert not any(r.product == "dgrad" for r in analysis.products)  # the model's input needs no gradient
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_fp8_against_a_float8_linear(recipe: str) -> None:
-    model = seeded(lambda: Net(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))))
-    x = randn(16, 32)
-    analysis = analyze(model, [{"x": x}], ["fp8"], ProbeSettings(float8=Float8(recipe)))
-    assert {r.module for r in analysis.products if r.format == "fp8"} == {"body.1"}  # neither the first nor the last
-    assert {r.module for r in analysis.products if r.format == "bf16"} == {"body.0", "body.1", "body.2"}
-    assert analysis.blocks_float8 == {"body.0": "first product", "body.2": "last product"}
-    hidden = model.body[0](x).detach().requires_grad_()
-    exact = model.body[1]
-    y = exact(hidden)
-    (dy,) = torch.autograd.grad(model.body[2](leaf := y.detach().requires_grad_()).square().sum(), leaf)
-    wanted = torch.autograd.grad(y, (hidden, exact.weight), dy)
-    module = convert(copy.deepcopy(exact), Recipe(rowwise=recipe == "rowwise"))
-    low = hidden.detach().bfloat16().requires_grad_()
-    out = module(low)
-    got = torch.autograd.grad(out, (low, module.weight), dy.bfloat16())
-    if recipe == "rowwise":  # by default with E4M3 gradients
-        module.quantized_weight = QuantizedWeight(Recipe(rowwise=True, grad_dtype=torch.float8_e4m3fn))
-        got = torch.autograd.grad(module(low), (low, module.weight), dy.bfloat16())
-    for product, reference, computed in zip(("fprop", "dgrad", "wgrad"), (y, *wanted), (out, *got), strict=True):
-        result = only(analysis, "body.1", product, "fp8")
-        assert result.sqnr_db == pytest.approx(db(reference, computed.float()), abs=0.3)
-        assert result.cause == "precision"
-
-
 def test_shares_are_those_of_a_direct_count() -> None:
     model = seeded(lambda: Net(nn.Linear(8, 4, bias=False)))
     x = randn(6, 8) * torch.tensor([1.0, 1e-7, 3e-8, 2e-8, 1e-8, 0.0, 7e4, 1.0])
@@ -144,103 +114,11 @@ def test_shares_are_those_of_a_direct_count() -> None:
     assert (result.cause, result.predicted) == ("range", math.inf)
 
 
-# -- range and precision --------------------------------------------------------------------------------------------
-
-
-def test_small_operands_are_a_matter_of_range_in_fp16_only() -> None:
-    model = seeded(lambda: Net(nn.Linear(32, 32, bias=False)))
-    analysis = analyze(model, [{"x": 3e-8 * randn(8, 32)}], ("bf16", "fp16"))
-    assert only(analysis, "body", "fprop", "fp16").cause == "range"
-    assert only(analysis, "body", "fprop", "bf16").cause == ""
-
-
-def test_cancellation_is_a_matter_of_precision() -> None:
-    model = seeded(lambda: Net(nn.Linear(2, 1, bias=False)))
-    with torch.no_grad():
-        model.body.weight[:] = torch.tensor([[1.0, -1.0]])
-    x = 1 + 0.01 * randn(64, 2)
-    analysis = analyze(model, [{"x": x}], ("bf16", "fp16", "tf32"))
-    assert only(analysis, "body", "fprop", "bf16").cause == "precision"
-    tf32, fp16 = (only(analysis, "body", "fprop", name) for name in ("tf32", "fp16"))
-    assert fp16.sqnr_db == pytest.approx(tf32.sqnr_db, abs=1)  # as many bits, and nothing is out of range
-    assert fp16.sqnr_db > only(analysis, "body", "fprop", "bf16").sqnr_db + 12
-
-
-def test_gradients_at_scale_1_and_at_the_scale_of_their_histogram() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(self.up(x)).float().square().mean() * 1e-6
-
-    model = seeded(Small)
-    analysis = analyze(model, [{"x": randn(8, 32)}], ["fp16"])
-    largest = max(h.top_exponent for h in (*analysis.gradients.values(), *analysis.activation_gradients.values()))
-    scale = analysis.loss_scale
-    assert scale is not None
-    assert 65504 / 32 < scale * 2.0**largest * 8 <= 65504
-    unscaled = {(r.module, r.product): r for r in analysis.unscaled}
-    assert unscaled["up", "wgrad"].cause == "range"
-    assert unscaled["up", "wgrad"].underflow > 0.3
-    scaled = only(analysis, "up", "wgrad", "fp16")
-    assert (scaled.cause, scaled.underflow) == ("", pytest.approx(0, abs=0.01))
-    assert scaled.predicted < 0.01 * unscaled["up", "wgrad"].predicted
-
-
 def test_constant_scale() -> None:
     for largest, scale in [(1.0, 4096.0), (0.9, 8192.0), (2.0**-30, 2.0**42), (1e9, 2.0**-17)]:
         assert constant_scale(largest) == scale
         assert scale * largest * 8 <= 65504 < 2 * scale * largest * 8
     assert constant_scale(0.0) is None
-
-
-# -- modules that compute otherwise ---------------------------------------------------------------------------------
-
-
-class Loss(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.exp(x).float().mean()
-
-
-class WithLoss(nn.Module):
-    def __init__(self, height: float) -> None:
-        super().__init__()
-        self.linear, self.norm, self.loss = nn.Linear(8, 8), nn.LayerNorm(8), Loss()
-        with torch.no_grad():
-            self.linear.bias += height
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.loss(self.linear(self.norm(x)))
-
-
-def test_a_loss_with_exp_overflows_in_fp16() -> None:
-    analysis = analyze(seeded(lambda: WithLoss(12.0)), [{"x": randn(8, 8)}], ("bf16", "fp16"))
-    overflow = only(analysis, "loss", "forward", "fp16")
-    assert (overflow.cause, overflow.predicted, overflow.sqnr_db) == ("range", math.inf, -math.inf)
-    assert only(analysis, "loss", "forward", "bf16").cause == ""
-    assert {r.module for r in analysis.products} == {"linear", "loss"}  # norms are FP32 by policy
-
-
-def test_functional_attention_is_charged_with_its_own_work_alone() -> None:
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.first(x)
-            return self.out(torch.softmax(h @ h.transpose(-1, -2), dim=-1).to(h.dtype) @ h)
-
-    model = seeded(lambda: Net(Attention()))
-    micro_batches = [{"x": randn(2, 6, 16, seed=seed)} for seed in range(4)]
-    analysis = analyze(model, micro_batches, ["bf16"])
-    examined = {r.module for r in analysis.products if r.product in ("fprop", "forward")}
-    assert examined >= {"body", "body.first", "body.out"}
-    assert analysis.children["body"] == ("body.first", "body.out")
-    for result in flip(model, micro_batches, analysis, "bf16"):
-        assert result.measured == pytest.approx(result.predicted, rel=0.3, abs=2e-5)
 
 
 def test_what_cannot_be_examined_is_named() -> None:

@@ -91,16 +91,6 @@ def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
     assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_overflow_at_a_constant_scale_is_a_skip(
-    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
-) -> None:
-    training = start(at_scale(config.training("fp16"), mode="static", init=2.0**30), dataset)
-    for micro_batches in steps:
-        training.step(micro_batches)
-    trial = training.trial(0.0, math.nan)
-    assert (trial.skipped, trial.failure, trial.ms_per_step) == (len(steps), None, None)
-
-
 @pytest.mark.parametrize(
     ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
 )
