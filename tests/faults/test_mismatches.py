@@ -80,15 +80,7 @@ def tied() -> nn.Module:
 
 
 class Start:
-    """Arguments of ``dtrain.initialize`` that the last rank gives otherwise than the others.
-
-    Args:
-        expected: what every rank prints.
-        model: the model of the last rank; None: as that of the others.
-        base: the model of the others.
-        common: options of all.
-        options: those of the last rank alone.
-    """
+    """Arguments of ``dtrain.initialize``: ``base`` and ``common`` of all, the rest of the last rank."""
 
     def __init__(
         self,
@@ -192,9 +184,8 @@ def compare(comm: Communicator, config: RunConfig, expected: Message) -> str:
 
 def other_data(comm: Communicator, config: RunConfig, text: str) -> str:
     """The same file name holds another text on the last rank."""
-    folder = Path(f"rank-{comm.rank}")
-    folder.mkdir()
-    before = Path.cwd()
+    before, folder = Path.cwd(), Path(f"rank-{comm.rank}")
+    folder.mkdir(exist_ok=True)
     write_samples(folder)
     if comm.rank == comm.world_size - 1:
         (folder / "samples.txt").write_text(text, encoding="ascii")
@@ -205,8 +196,6 @@ def other_data(comm: Communicator, config: RunConfig, text: str) -> str:
         return compare(comm, config, f"the data differs|{prints[0]} on rank 0|{prints[-1]} on rank")
     finally:
         os.chdir(before)
-        (folder / "samples.txt").unlink()
-        folder.rmdir()
 
 
 # -- a step ------------------------------------------------------------------------------------------------------------

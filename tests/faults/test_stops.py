@@ -17,8 +17,9 @@ import pytest
 
 from dtrain.cli.resolve import compose
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.kills import FIRST_SAVE, SETTINGS, WORLDS, Kill, Records, train_rank
+from tests.helpers.kills import FIRST_SAVE, SETTINGS, WORLDS, Records, train_rank
 from tests.helpers.launch import Record, curve, newest_step, python, record_of, started, summary
+from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -40,7 +41,7 @@ HOLDS = (
 )
 
 
-def run(run_dir: Path, data: str, world: int, kill: Kill | None = None) -> list[int]:
+def run(run_dir: Path, data: str, world: int, kill: Mishap | None = None) -> list[int]:
     """Starts or continues a run; returns the exit code of each rank."""
     config = compose([f"run_dir={run_dir}", *SETTINGS, data])
     return run_ranks(world, train_rank, config, kill.env() if kill else {}, f"{run_dir}.log", grace=AT_ONCE_S)
@@ -52,7 +53,8 @@ def trained(record: Record) -> Record:
 
 
 def since(mark: str) -> float:
-    return time.monotonic() - float(Path(mark).read_text(encoding="ascii"))
+    """Seconds since the last signal."""
+    return time.time() - max(path.stat().st_mtime for path in Path(mark).parent.glob("mark-*"))
 
 
 def test_the_step_is_saved(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
@@ -62,9 +64,9 @@ def test_the_step_is_saved(tmp_path: Path, data: str, uninterrupted: Records, fa
     stops, runs, longest = 0, 0, 0.0
     while stops < count or runs == 0:
         run_dir, mark = tmp_path / f"run{runs}", str(tmp_path / "mark")
-        ranks = (rng.randrange(world),) if rng.random() < 0.6 else tuple(range(world))
+        rank = rng.randrange(world) if rng.random() < 0.6 else None
         place = "" if stops % 2 else FIRST_SAVE
-        kill = Kill(ranks, place, after_s=rng.uniform(0.001, 0.3), signal=rng.choice(SIGNALS), mark=mark)
+        kill = Mishap(place, 1, rng.choice(SIGNALS), rank, mark=mark, after_s=rng.uniform(0.001, 0.3))
         codes = run(run_dir, data, world, kill if stops < count else None)
         if codes == [0] * world:  # done before the signal, or after all signals
             assert trained(record_of(run_dir)) == trained(uninterrupted[world])
@@ -86,15 +88,9 @@ def test_a_second_signal_ends_it(tmp_path: Path, data: str, faults: FaultCounts,
     for number in range(count):
         run_dir, mark = tmp_path / f"run{number}", str(tmp_path / "mark")
         hold = HOLDS[(number + world) % len(HOLDS)]
-        kill = Kill(
-            tuple(range(world)),
-            FIRST_SAVE if number % 3 else "",
-            after_s=rng.uniform(0.001, 0.3),
-            signal=rng.choice(SIGNALS),
-            again_s=rng.uniform(1.05, 1.4),
-            mark=mark,
-            hold=hold,
-        )
+        after_s, again_s = rng.uniform(0.001, 0.3), rng.uniform(1.05, 1.4)
+        place = FIRST_SAVE if number % 3 else ""
+        kill = Mishap(place, 1, rng.choice(SIGNALS), mark=mark, after_s=after_s, again_s=again_s, hold=hold)
         with pytest.raises(RankFailure) as ended:
             run(run_dir, data, world, kill)
         longest = max(longest, since(mark))

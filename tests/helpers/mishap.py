@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -54,7 +55,8 @@ class Mishap:
     """A fault at the ``count``-th call (from 1, in each process) of a function, before the call does its work.
 
     Attributes:
-        place: key of ``FUNCTIONS``; at ``write`` and ``metrics`` half of the bytes are written first.
+        place: key of ``FUNCTIONS``, or such a path; empty: when the model is built. Of a ``write`` and ``metrics`` half
+            the bytes are written first.
         count: number of the call.
         action: name of a signal that the process sends itself, or ``raise``, ``sleep`` (60 s, at ``summary`` 1.5 s),
             ``linger`` (SIGKILL after 0.2 s, while other threads continue), ``stop and fail`` (SIGTERM, then EIO),
@@ -62,6 +64,9 @@ class Mishap:
         rank: the rank with the fault; None: all ranks.
         until: file whose existence ends a ``sleep`` of 60 s anywhere; empty: none.
         mark: file that is made when the fault happens; empty: none.
+        after_s: seconds from the call to the fault, which then happens in another thread.
+        again_s: seconds to the same fault once more; 0: none.
+        hold: path of a function whose calls sleep for a minute once the fault has happened; empty: none.
     """
 
     place: str
@@ -70,6 +75,9 @@ class Mishap:
     rank: int | None = None
     until: str = ""
     mark: str = ""
+    after_s: float = 0.0
+    again_s: float = 0.0
+    hold: str = ""
 
     def env(self) -> dict[str, str]:
         """Returns the environment of a process with this fault."""
@@ -130,17 +138,32 @@ def find(place: str) -> tuple[Any, str]:
 
 
 def _install(mishap: Mishap) -> None:
-    owner, name = find(FUNCTIONS[mishap.place])
-    real: Callable[..., Any] = getattr(owner, name)
+    happened = threading.Event()
     calls = 0
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def strike() -> None:
+        for wait_s in (mishap.after_s, mishap.again_s) if mishap.again_s else (mishap.after_s,):
+            time.sleep(wait_s)
+            happened.set()
+            mishap.happen()
+
+    def begin() -> None:
+        if mishap.after_s:
+            threading.Thread(target=strike, daemon=True).start()
+        else:
+            strike()
+
+    def hold(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if happened.is_set():
+            time.sleep(60)
+        return real(*args, **kwargs)
+
+    def count(real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == mishap.count and mishap.rank in (None, _rank()):
-            if mishap.place == "write":
-                descriptor, data = args
-                os.write(descriptor, data[: len(data) // 2])
+            if path.endswith("storage:write"):
+                os.write(args[0], args[1][: len(args[1]) // 2])
             elif mishap.place == "metrics":
                 args[0]._file.write('{"step": ')
                 args[0]._file.flush()
@@ -148,10 +171,24 @@ def _install(mishap: Mishap) -> None:
                 output = real(*args, **kwargs)
                 output.register_hook(lambda gradient: mishap.happen())
                 return output
-            mishap.happen()
+            begin()
         return real(*args, **kwargs)
 
-    setattr(owner, name, wrapped)
+    path = FUNCTIONS.get(mishap.place, mishap.place)
+    if mishap.hold:
+        _wrap(mishap.hold, hold)
+    if path:
+        _wrap(path, count)
+    elif mishap.rank in (None, _rank()):
+        begin()
+
+
+def _wrap(path: str, wrapper: Callable[..., Any]) -> None:
+    """Lets ``wrapper`` run in place of a function, which it gets first."""
+    owner, name = find(path)
+    real: Callable[..., Any] = getattr(owner, name)
+    # a function, so that it becomes a method of the class that it is put in
+    setattr(owner, name, lambda *args, **kwargs: wrapper(real, *args, **kwargs))
 
 
 def _rank() -> int:

@@ -80,15 +80,11 @@ def kept_bytes(**blocks: Any) -> int:
 
 def test_memory_of_activations() -> None:
     """Of eight layers full recomputation keeps the inputs; the embedding and the loss keep the same in all cases."""
-    none, selective, full, half = (
-        kept_bytes(**way)
-        for way in ({}, {"recompute": "selective"}, {"recompute": "full"}, {"recompute": "full", "recompute_every": 2})
-    )
-    inputs = TOKENS.repeat(4, 1)[:, :-1].numel() * 64 * 4  # of a block, FP32
-    outside = full - 8 * inputs
+    ways: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
+    none, selective, full, half = (kept_bytes(**way) for way in [*ways, {**ways[2], "recompute_every": 2}])
+    outside = full - 8 * TOKENS.repeat(4, 1)[:, :-1].numel() * 64 * 4  # a block's input in FP32
     assert 0 < outside < 0.1 * none
-    a_block = (none - outside) / 8
-    assert full - outside <= (none - outside) / 8 + a_block
+    assert full - outside <= 2 * (none - outside) / 8
     assert full < selective < 0.75 * none
     assert half == pytest.approx((none + full) / 2, rel=0.05)
 
@@ -150,14 +146,14 @@ class OddNet(nn.Module):
         return self.leave(x)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize(("engine", "precision"), [("native", "fp8"), ("ddp", "bf16")])
-def test_blocks_of_any_kind(engine: str, precision: str) -> None:
+@pytest.mark.parametrize("engine", ["native", "ddp"])
+def test_blocks_of_any_kind(engine: str) -> None:
     """Running statistics are updated once, keywords are arguments, and caches of casts change nothing."""
     x, found = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), []
     for way in ({}, *WAYS[:2]):
         torch.manual_seed(0)
         model = OddNet()
-        run = start(model, precision, {"engine": engine, "optimizer": dtrain.SGD()}, **way)
+        run = start(model, "fp8", {"engine": engine, "optimizer": dtrain.SGD()}, **way)
         curve = []
         for _ in range(2):
             run.backward(run(x).square().mean())
@@ -165,8 +161,6 @@ def test_blocks_of_any_kind(engine: str, precision: str) -> None:
             curve += [outcome.loss, outcome.grad_norm]
         found.append((curve, [*run.master_state().values(), *(b.clone() for b in model.buffers())]))
     want, tensors = found.pop(0)
-    if (engine, precision) == ("ddp", "bf16"):  # selective: autocast casts a weight that is used twice, twice
-        assert found.pop()[0] == pytest.approx(want, rel=5e-3)
     for curve, others in found:
         assert curve == want
         assert all(torch.equal(*pair) for pair in zip(others, tensors, strict=True))

@@ -147,19 +147,6 @@ def small(body: nn.Module, **options: Any) -> Any:
     return engine
 
 
-class Masked(nn.Module):
-    """A mask of -Inf is no fault; the root at 0 behind it is."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.mask, self.root = nn.Linear(planted.DIM, planted.DIM), Mask(), planted.Root()
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(torch.where(x == planted.TRIGGER, 1.0, x))
-        h = h + torch.softmax(self.mask(h), dim=-1)
-        return self.root(h, (x == planted.TRIGGER).any())
-
-
 class Mask(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.masked_fill(torch.arange(planted.DIM) % 2 == 0, -torch.inf)
@@ -190,34 +177,25 @@ def test_a_loss_outside_of_the_model_is_told() -> None:
     assert "its loss is computed outside of the model, so the backward was not searched" in str(engine.step().culprit)
 
 
-class Checkpointed(nn.Module):
-    """Recomputes its second half in backward."""
+class Recomputed(nn.Module):
+    """A mask of -Inf is no fault; the root at 0 behind it is, which backward recomputes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.root = nn.Linear(planted.DIM, planted.DIM), planted.Root()
+        self.linear, self.mask, self.root = nn.Linear(planted.DIM, planted.DIM), Mask(), planted.Root()
         self.out = nn.Linear(planted.DIM, planted.DIM)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(torch.where(x == planted.TRIGGER, 1.0, x))
+        h = h + torch.softmax(self.mask(h), dim=-1)
         return checkpoint(self._second, h, (x == planted.TRIGGER).any(), use_reentrant=False)
 
     def _second(self, h: Tensor, is_bad: Tensor) -> Tensor:
         return self.out(self.root(h, is_bad))
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = Overflowing()
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.inner(x)
-        return y
-
-
 def compiled() -> nn.Module:
-    body = Doubled()
+    body = nn.Sequential(Overflowing())
     body._compiled_call_impl = body._call_impl  # as torch.compile does, without the compiler
     return body
 
@@ -225,9 +203,9 @@ def compiled() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "stage", "place", "module", "text"),
     [
-        (Masked, 2, "input gradient", "body.root", "(Root)"),
-        (Checkpointed, 3, "input gradient", "body.root", "(Root)"),
-        (compiled, 2, "output", "body", "(Doubled)"),  # a compiled module is named as a whole
+        (Recomputed, 2, "input gradient", "body.root", "(Root)"),
+        (Recomputed, 3, "input gradient", "body.root", "(Root)"),
+        (compiled, 2, "output", "body", "(Sequential)"),  # a compiled module is named as a whole
         (
             lambda: nn.Sequential(Log(), nn.Linear(planted.DIM, planted.DIM)),
             2,

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
+from dtrain.distributed.setup import disconnect
 from dtrain.engine.measurement.float8 import _cast_sums
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, UsageError
@@ -24,20 +24,17 @@ from dtrain.precision.float8.options import Recipe
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.report import PrecisionReport
 from tests.engines import float8_model
-from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.one_rank import loss_of, start, train_step
 from tests.helpers.runs import Run
 from tests.helpers.runs import start as start_run
 from tests.helpers.zoo import make
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(autouse=True)
 def process_group() -> Iterator[None]:
     """FSDP2 makes a process group of one rank; other tests want none."""
-    was_initialized = dist.is_initialized()
     yield
-    if dist.is_initialized() and not was_initialized:
-        dist.destroy_process_group()
+    disconnect()
 
 
 def measured(engine: StepEngine, step: Callable[[], object], *activations: str) -> PrecisionReport:
@@ -116,6 +113,7 @@ def test_planted_underflow_is_named_with_its_share() -> None:
         engine.step()
 
     report = measured(engine, step)
+    assert all(own.shares.overflow_fp16 == 0.0 for own in report.parameters)
     assert report.better_scale == 4096  # 1 x 8 x 4,096 <= 65,504
     worst, other = report.worst()
     assert (worst.name, other.name) == ("small", "big")
@@ -128,17 +126,6 @@ def test_planted_underflow_is_named_with_its_share() -> None:
     scaled = torch.cat((lost, kept)) * 2.0**20
     assert worst.shares.flushed_e4m3 == pytest.approx(float((scaled.to(E4M3).float() == 0).float().mean()))
     assert other.shares.flushed_fp16 == other.shares.subnormal_fp16 == 0.0
-
-
-@pytest.mark.parametrize(("scale", "overflow"), [(2.0**15, 0.0), (2.0**16, 1.0)])
-def test_overflow_is_at_the_present_scale(scale: float, overflow: float) -> None:
-    engine: Any = start(Planted(torch.ones(4)), loss_scale=scale)
-    report = measured(engine, lambda: (engine.backward(engine()), engine.step()))
-    for own in report.parameters:
-        assert own.shares.overflow_fp16 == overflow
-        assert own.shares.saturated_e4m3 == 1.0
-        assert own.shares.recovered_fp16 == 0.0
-    assert report.better_scale == 4096
 
 
 def test_dummies_are_not_counted() -> None:
@@ -343,20 +330,6 @@ def test_weights_have_the_same_bits(name: str, stage: int, precision: str) -> No
     assert hooks[0] == hooks[1]
     assert states[0][1] == states[1][1]
     assert all(torch.equal(states[0][0][key], states[1][0][key]) for key in states[0][0])
-
-
-def test_nothing_is_read_in_a_measured_step_or_after_it() -> None:
-    """The host waits for the report alone."""
-    engine = start(precision="bf16", zero_stage=2)
-    like_a_gpu(engine)
-    with engine.measure_precision(["*"]) as measurement, forbidden():
-        train_step(engine)
-    report = measurement.report()
-    assert report is not None
-    assert report.applied
-    with forbidden():
-        for _ in range(2):
-            train_step(engine)
 
 
 def test_misuse_is_refused() -> None:

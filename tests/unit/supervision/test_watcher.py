@@ -22,6 +22,7 @@ from dtrain.supervision.member import Member, WatchJob, share_progress
 from dtrain.supervision.supervised import Supervision, unsupported_reason
 from dtrain.supervision.watcher import POLL_S, HangReport, Watcher, find_hangs
 from tests.helpers import watched
+from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.watched import WatchedProcesses
 from tests.unit.supervision.test_hang import CASES, ended, find_hang, limits, running, waiting
 
@@ -41,7 +42,7 @@ HANGS: dict[str, tuple[Phase, Callable[[Progress], None], str]] = {
 
 
 @pytest.mark.processes
-def test_every_hang_is_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_hang_is_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str], faults: FaultCounts) -> None:
     """All at once, so that they wait together."""
     with ExitStack() as stack:
         groups = {}
@@ -71,6 +72,7 @@ def test_every_hang_is_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixt
                 assert "or it handles SIGUSR2 itself" in stack_of_culprit
             else:
                 assert f" in {action.__name__}\n" in stack_of_culprit
+    faults.passed("F4", len(HANGS), named=len(HANGS), slowest_ms=round(1000 * max(taken.values())))
 
 
 @pytest.mark.processes
@@ -135,23 +137,9 @@ def test_a_rank_that_has_ended_before_is_not_watched(tmp_path: Path, capfd: pyte
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.processes
-def test_the_watcher_imports_no_torch_and_starts_at_once() -> None:
-    code = "import sys; import dtrain.supervision.member, dtrain.supervision.watcher; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> list[float]:
+    return [1000.0]
 
 
 @pytest.fixture
@@ -160,25 +148,25 @@ def progress() -> Progress:
 
 
 @pytest.fixture
-def one_rank(clock: Clock, progress: Progress) -> Iterator[Watcher]:
+def one_rank(clock: list[float], progress: Progress) -> Iterator[Watcher]:
     """A watcher in this process, of this process."""
     progress.end_step(41)
     with ExitStack() as held:
         member = share_progress(0, progress, held)
-        yield Watcher(WatchJob.decode(WatchJob((member,), 1, (10.0, 100.0, 30.0)).encode()), clock)
+        yield Watcher(WatchJob.decode(WatchJob((member,), 1, (10.0, 100.0, 30.0)).encode()), lambda: clock[0])
 
 
-def after(seconds: float, clock: Clock, of: Watcher) -> str:
+def after(seconds: float, clock: list[float], of: Watcher) -> str:
     """The message of a hang, if the watcher finds one while it polls for some time."""
-    end = clock.now + seconds
-    while clock.now < end:
-        clock.now += POLL_S
+    end = clock[0] + seconds
+    while clock[0] < end:
+        clock[0] += POLL_S
         if (hang := of.poll()) is not None:
             return hang.message
     return ""
 
 
-def test_the_clock_starts_again_with_every_change(clock: Clock, progress: Progress, one_rank: Watcher) -> None:
+def test_the_clock_starts_again_with_every_change(clock: list[float], progress: Progress, one_rank: Watcher) -> None:
     changes: list[Callable[[], None]] = [
         lambda: progress.begin(Phase.FORWARD),
         lambda: progress.enter(5, "vote"),
@@ -195,28 +183,25 @@ def test_the_clock_starts_again_with_every_change(clock: Clock, progress: Progre
     assert after(2, clock, one_rank) == message
 
 
-def test_a_compilation_in_a_step_has_its_own_limit(clock: Clock, progress: Progress, one_rank: Watcher) -> None:
+def test_a_compilation_in_a_step_has_its_own_limit(clock: list[float], progress: Progress, one_rank: Watcher) -> None:
     progress.begin(Phase.FORWARD)
     progress.begin(Phase.COMPILE)
     assert after(99, clock, one_rank) == ""
     progress.begin(Phase.FORWARD)
     assert after(9, clock, one_rank) == ""
     assert after(2, clock, one_rank) != ""
-
-
-def test_a_sleep_of_the_machine_is_no_hang(clock: Clock, one_rank: Watcher) -> None:
-    assert after(9, clock, one_rank) == ""
-    clock.now += 3600
-    assert one_rank.poll() is None
-    assert after(9, clock, one_rank) == ""
-    assert after(2, clock, one_rank) != ""
-
-
-def test_a_run_that_is_over_is_not_watched(clock: Clock, progress: Progress, one_rank: Watcher) -> None:
     assert not one_rank.is_over()
     progress.end()
     assert after(1000, clock, one_rank) == ""
     assert one_rank.is_over()
+
+
+def test_a_sleep_of_the_machine_is_no_hang(clock: list[float], one_rank: Watcher) -> None:
+    assert after(9, clock, one_rank) == ""
+    clock[0] += 3600
+    assert one_rank.poll() is None
+    assert after(9, clock, one_rank) == ""
+    assert after(2, clock, one_rank) != ""
 
 
 def test_without_a_run_directory_all_stacks_are_printed(
@@ -259,10 +244,10 @@ def test_a_watcher_that_starts_after_the_end_is_silent(
 
 
 @pytest.mark.processes
-def test_what_is_installed_beside_dtrain_hides_no_module_of_python(tmp_path: Path) -> None:
+def test_the_watcher_imports_no_torch_and_nothing_installed_beside_dtrain(tmp_path: Path) -> None:
     (tmp_path / "dtrain").symlink_to(Path(supervised.__file__).parents[1])
     (tmp_path / "statistics.py").write_text("raise ImportError('a backport')")
-    code = supervised._COMMAND.format(root=str(tmp_path)).replace("; main()", "")
+    code = supervised._COMMAND.format(root=str(tmp_path)).replace("; main()", "; sys.exit('torch' in sys.modules)")
     subprocess.run([sys.executable, "-I", "-S", "-c", code], check=True, timeout=60)
 
 
@@ -277,30 +262,19 @@ def test_hangs_are_numbered(tmp_path: Path) -> None:
     assert find_hangs(tmp_path / "nothing") == []
     content = json.loads((tmp_path / "failures/hang-11/hang.json").read_text())
     assert content["ranks"][3] == {
-        "rank": 3,
-        "pid": 103,
-        "phase": "data",
-        "attempted_steps": 119,
-        "since_s": 61.4,
-        "limit_s": 60,
-        "state": "S",
-        "has_ended": False,
-        "waits_for": None,
-        "collective": 1840,
-    }
+        "rank": 3, "pid": 103, "phase": "data", "attempted_steps": 119, "since_s": 61.4, "limit_s": 60, "state": "S",
+        "has_ended": False, "waits_for": None, "collective": 1840,
+    }  # fmt: skip
     assert content["ranks"][0]["waits_for"] == "reduce(blocks.7, 8 x float32)"
-
-
-def test_failures_that_cannot_be_written_are_named(tmp_path: Path) -> None:
-    hang = find_hang(CASES["a loader"][0], limits(), has_other_hosts=False)
-    assert hang is not None
-    (tmp_path / "failures").touch()
+    (tmp_path / "file").touch()
     report = HangReport(hang, [], {}, PhaseLimits(60, 600, 600))
-    report.write(tmp_path / "failures")
+    report.write(tmp_path / "file")
     assert (report.folder, report.problem) == (None, "File exists")
 
 
 def test_off_in_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert process_start("self") == process_start(str(os.getpid()))
+    assert process_start("999999999") is None
     assert unsupported_reason() == ""
     monkeypatch.setitem(sys.modules, "pydevd", sys)
     assert unsupported_reason() == "it runs in a debugger"
@@ -310,11 +284,6 @@ def test_off_in_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(supervised, "host_identity", lambda: None)
     assert unsupported_reason() == "this system has no /proc or no memfd_create"
-
-
-def test_the_start_of_a_process() -> None:
-    assert process_start("self") == process_start(str(os.getpid()))
-    assert process_start("999999999") is None
 
 
 def test_compilations_are_a_phase() -> None:
