@@ -31,6 +31,7 @@ TOLERANCE_S = 2.0
 ENDLESS = ("train.steps=100000", "train.save_every=4", "train.eval_every=6")
 
 
+REPORT = {"hang.json", "rank-0.txt", "rank-1.txt"}
 IN_FORWARD, STOPPED = "rank 1 is in 'forward' of step 7 since", "stopped (SIGSTOP) in 'forward' of step 7"
 # the launcher, the engine, what hangs and on which rank, how the line on the console begins, the command's exit code;
 # the unit tests have the other phases, without training
@@ -43,7 +44,22 @@ HANGS: dict[str, tuple[Callable[..., Job], str, Mishap, str, int]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["stopped", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in [*HANGS][1:])])
+def test_a_hang_of_forked_ranks_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts) -> None:
+    mishap = Mishap("forward", 20, "SIGSTOP", rank=1, mark=str(tmp_path / "mark"))
+    config = compose([*SMALL, data, *ENDLESS, f"supervise.limit_s={LIMIT_S}", f"run_dir={tmp_path}/run"])
+    log = tmp_path / "log"
+    with pytest.raises(RankFailure) as ended:
+        run_ranks(2, train_rank, config, mishap.env(), str(log), grace=10.0)
+    taken = time.time() - (tmp_path / "mark-1").stat().st_mtime
+    assert str(ended.value).count("the process died without a result") == 2
+    assert f"dtrain: rank 1 is {STOPPED} since" in log.read_text()
+    assert {path.name for path in (tmp_path / "run/failures/hang-1").iterdir()} == REPORT
+    assert LIMIT_S <= taken <= LIMIT_S + TOLERANCE_S
+    faults.passed("F4", 1, named=1, slowest_ms=round(1000 * taken))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", HANGS)
 def test_a_hang_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts, name: str) -> None:
     if not faults.full and name not in ("stopped", "endless loader"):
         pytest.skip("with --fault-counts full")
@@ -63,7 +79,7 @@ def test_a_hang_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCount
     assert f"dtrain: {message}" in output, output
     failures = tmp_path / "run/failures/hang-1"
     assert json.loads((failures / "hang.json").read_text())["message"].startswith(message)
-    assert {path.name for path in failures.iterdir()} == {"hang.json", "rank-0.txt", "rank-1.txt"}
+    assert {path.name for path in failures.iterdir()} == REPORT
     assert LIMIT_S <= taken <= LIMIT_S + TOLERANCE_S
     faults.passed("F4", 1, named=1, slowest_ms=round(1000 * taken))
 

@@ -539,7 +539,17 @@ def test_ranks_never_disagree_and_the_culprit_is_right(faults: FaultCounts, shar
     faults.passed("F7", seen.total(), **{reason or "applied": number for reason, number in seen.items()})
 
 
-@pytest.mark.parametrize("name", [name for name in COLUMNS if name != "busy_s"])  # which decides nothing
+EXHAUSTIVE = {*MUST_AGREE} - {"step", "lr"}  # the unit tests have the others too
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else [])
+        for name in COLUMNS
+        if name != "busy_s"  # which decides nothing
+    ],
+)
 def test_every_field_of_the_record_is_needed(name: str) -> None:
     """Without any one field, some trial ends differently than expected."""
     with pytest.raises(AssertionError):

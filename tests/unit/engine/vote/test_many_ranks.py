@@ -20,7 +20,8 @@ _TINY = ("model=tiny", "model.vocab_size=64", "precision=bf16")
 
 def test_a_step_gathers_one_row_of_each_rank() -> None:
     timeline = Timeline(torch.device("cpu"))
-    with planned_run(RANKS, model=_TINY).engine(timeline=timeline) as (engine, batch):
+    ranks = 64
+    with planned_run(ranks, model=_TINY).engine(timeline=timeline) as (engine, batch):
         for _ in range(2):
             timeline.restart()
             for micro in engine.accumulate([batch]):
@@ -28,7 +29,7 @@ def test_a_step_gathers_one_row_of_each_rank() -> None:
             engine.step()
         transfers = timeline.trace().transfers.values()
     received = [transfer.nbytes for transfer in transfers if transfer.op == "gather_rows"]
-    assert received == [(RANKS - 1) * NUM_FIELDS * 8], "176 KiB"
+    assert received == [(ranks - 1) * NUM_FIELDS * 8]
 
 
 @pytest.mark.parametrize("kind", [HostRecord, DeviceRecord])
