@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
@@ -19,20 +18,8 @@ from dtrain.checkpoint import open_newest, storage, verify
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
+from tests.helpers.power_cut import FUNCTIONS
 
-SEAM = (
-    "make_directory",
-    "create",
-    "write",
-    "overwrite",
-    "sync",
-    "close",
-    "sync_directory",
-    "rename",
-    "link",
-    "remove_file",
-    "remove_directory",
-)
 Call = tuple[str, tuple[Any, ...]]
 Saving = Callable[[Path, int], list[Any]]
 
@@ -44,7 +31,7 @@ class Seam:
         self.calls: list[Call] = []
         self._files: dict[int, str] = {}
         self._lock = threading.Lock()
-        for name in SEAM:
+        for name in FUNCTIONS:
             patch.setattr(storage, name, self._wrap(name, getattr(storage, name), act))
 
     def _wrap(self, name: str, real: Callable[..., Any], act: Callable[[int, Call], None]) -> Callable[..., Any]:
@@ -98,40 +85,8 @@ def assert_sound(directory: Path, *, newest: int) -> None:
     assert names == [f"step-{newest:08d}", "step-00000900"]
 
 
-def names_of(calls: list[Call]) -> list[str]:
-    return [f"{name} {' '.join(Path(arg).name for arg in args if isinstance(arg, Path))}" for name, args in calls]
-
-
-@pytest.fixture(scope="module")
-def points(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """Recorded calls of one save by one rank."""
-    directory = tmp_path_factory.mktemp("points")
-    prepare(directory)
-    with pytest.MonkeyPatch.context() as patch:
-        seam = Seam(patch)
-        save_good(directory, 300, 1)
-    return seam.calls
-
-
-def in_child(work: Callable[[], None]) -> int:
-    """Runs ``work`` in a forked child; returns its exit code, or minus the signal that ended it."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-        except BaseException as error:
-            print(f"child: {error!r}", file=sys.__stderr__)
-            os._exit(1)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def save_killed_at(directory: Path, index: int) -> None:
-    """A save whose process is killed before its call ``index``, or in the middle of it if it is a write."""
+    """A save in a fork that is killed before its call ``index``, or in the middle of it if it is a write."""
 
     def act(i: int, call: Call) -> None:
         if i == index:
@@ -140,23 +95,31 @@ def save_killed_at(directory: Path, index: int) -> None:
                 os.write(descriptor, data[: len(data) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    Seam(pytest.MonkeyPatch(), act)
-    save_good(directory, 300, 1)
+    if (pid := os.fork()) == 0:
+        try:
+            Seam(pytest.MonkeyPatch(), act)
+            save_good(directory, 300, 1)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
 
 
 @FEW_AND_MANY
-def test_killed_at_every_point(tmp_path: Path, points: list[Call], many: bool, faults: FaultCounts) -> None:
+def test_killed_at_every_point(tmp_path: Path, many: bool, faults: FaultCounts) -> None:
     """Those of the first save of a run, and of all that runs do, are states of ``test_power_cut``."""
-    names = names_of(points)
-    assert len(names) >= 24
-    commit = next(index for index, name in enumerate(names) if name.endswith(" step-00000300"))
-    chosen = range(len(names)) if many else [*range(0, commit, 8), commit, commit + 1, len(names) - 1]
+    prepare(tmp_path / "whole")
+    with pytest.MonkeyPatch.context() as patch:
+        seam = Seam(patch)
+        save_good(tmp_path / "whole", 300, 1)
+    last = len(seam.calls) - 1
+    (commit,) = (i for i, (name, args) in enumerate(seam.calls) if name == "rename" and args[1].name == "step-00000300")
+    chosen = range(last + 1) if many else [*range(0, commit, 8), commit, commit + 1, last]
     for index in chosen:
         directory = tmp_path / f"at{index}"
         prepare(directory)
-        code = in_child(lambda index=index, directory=directory: save_killed_at(directory, index))  # type: ignore[misc]
-        assert code == -signal.SIGKILL, names[index]
+        save_killed_at(directory, index)
         assert_sound(directory, newest=300 if index > commit else 200)
+    assert last > 24
     faults.passed("F2", len(chosen))
 
 

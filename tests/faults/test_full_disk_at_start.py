@@ -65,7 +65,9 @@ def test_files_of_a_run(
     faults.passed("P11", named)
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS], ids=errno.errorcode.get)
+@pytest.mark.parametrize(
+    "number", [errno.ENOSPC, pytest.param(errno.EROFS, marks=pytest.mark.exhaustive)], ids=errno.errorcode.get
+)
 def test_directories_and_opened_files(
     words: list[str],
     tmp_path: Path,

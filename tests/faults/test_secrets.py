@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,10 @@ from dtrain.tools.bench.records import FailedCase, TrainingResults, run_header
 from dtrain.tools.bench.training import suites
 from dtrain.tools.command import command_text
 from dtrain.tools.parity import run as parity_run
-from dtrain.tools.ranks import run_ranks
+from dtrain.tools.ranks import run_ranks as run_tool_ranks
 from tests.helpers import canaries
 from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.ranks import run_ranks
 from tests.unit.tools.bench.made import result
 
 
@@ -53,6 +53,13 @@ def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+def _train(rank: int, world: int, words: list[str], printed: str) -> int:
+    os.environ.update(canaries.ENVIRONMENT, WANDB_MODE="offline")
+    for stream in (1, 2):
+        os.dup2(os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), stream)
+    return main(["train", *words])
+
+
 @pytest.mark.processes
 def test_no_file_and_no_line_of_a_run_holds_a_secret(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: FaultCounts
@@ -61,12 +68,11 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(
     [job] = read_jobs(words)
     planted = json.dumps(config_to_dict(job.config), ensure_ascii=False)
     assert [kind for kind, secret in canaries.secrets().items() if secret not in planted.replace("\\n", "\n")] == []
-    run = subprocess.run([sys.executable, "-m", "dtrain", "train", *words], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    run_dir = tmp_path / "run"
+    printed, run_dir = tmp_path / "printed", tmp_path / "run"
+    assert run_ranks(1, _train, words, str(printed), fresh=True) == [0], printed.read_text()
     files = {path.relative_to(run_dir).parts[0] for path in run_dir.rglob("*") if path.is_file()}
     assert {"config.yaml", "summary.json", "failures", "precision", "checkpoints", "wandb"} <= files
-    leaked = canaries.leaks(run_dir, run.stdout, run.stderr)
+    leaked = canaries.leaks(run_dir, printed.read_text())
     # the same settings continue the run, whose stored ones are without secrets
     assert main(["train", *words[: len(command)], "train.steps=3", "tracker=tensorboard", words[-1]]) == 0
     leaked += canaries.leaks(run_dir, *capsys.readouterr())
@@ -164,7 +170,7 @@ def test_logs_and_reasons_of_ranks_hold_no_secret(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
     with pytest.raises(RankError) as failure:
-        run_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
+        run_tool_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
     assert_nothing_leaked(tmp_path / "logs", str(failure.value))
 
 

@@ -194,10 +194,7 @@ def test_no_checkpoint_differs_from_none_that_verifies(tmp_path: Path) -> None:
             assert isinstance(error, NoCheckpointError)
     path = save_good(tmp_path, 1)
     (path / "manifest.json").unlink()
-    for text in (
-        "step-00000001: manifest.json: missing",
-        "bad-step-00000001-missing",
-    ):  # the second time it is quarantined
+    for text in ("step-00000001: manifest.json: missing", "bad-step-00000001-missing"):  # then it is quarantined
         with pytest.raises(CheckpointError, match=f"no checkpoint in .* verifies .{text}") as error:
             open_newest(tmp_path, ALONE)
         assert not isinstance(error.value, NoCheckpointError)

@@ -196,13 +196,13 @@ def test_a_blank_equals_any_secret(a: Any, b: Any, equal: bool) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("a-" * 250_000, "://a:" * 100_000, "token=" * 80_000, "eyJ" * 150_000),
-        *(f"token={opening}" * 60_000 for opening in ("{", "<", '"', "{[(", '\\"')),
-        "token=[" + "1, " * 150_000,
-        "key=(" + "{" * 400_000,
+        *("a-" * 60_000, "://a:" * 25_000, "token=" * 20_000, "eyJ" * 40_000),
+        *(f"token={opening}" * 15_000 for opening in ("{", "<", '"', "{[(", '\\"')),
+        "token=[" + "1, " * 40_000,
+        "key=(" + "{" * 100_000,
     ],
 )
 def test_time_is_linear(text: str) -> None:
     begin = time.process_time()
     redact_text(text)
-    assert time.process_time() - begin < 3
+    assert time.process_time() - begin < 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from dtrain.checkpoint.format import hashing
 from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, shards_of
-from tests.helpers.damage import R0, flip, sealed
+from tests.helpers.damage import R0, flip
 
 pytest.importorskip("blake3")
 
@@ -63,17 +62,6 @@ def test_without_the_package_sha256_is_used_in_the_older_format(tmp_path: Path, 
     flip(R0, 0.9)(path)
     with pytest.raises(CheckpointError, match=f"{R0}: sha256 differs"):
         open_newest(tmp_path, ALONE)
-
-
-def test_a_digest_counts_only_under_the_name_of_its_hash(tmp_path: Path) -> None:
-    path = saved(tmp_path)
-
-    def rename(manifest: dict[str, Any]) -> None:
-        manifest["files"][0]["sha256"] = manifest["files"][0].pop("blake3")
-        manifest["version"] = 1
-
-    sealed(rename)(path)
-    assert f"{R0}: sha256 differs" in str(verify(path).checkpoints[0].problem)
 
 
 def test_a_checkpoint_whose_hash_cannot_be_computed_is_neither_used_nor_quarantined(

@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,22 +51,6 @@ def test_report_matches_the_file(tmp_path: Path, numel: int) -> None:
     for item, shard in zip(report["shards"], shards, strict=True):
         assert torch.equal(held[item["key"]], shard.data)
     assert background_threads_have_ended()
-
-
-def test_one_thread_makes_all_file_system_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    callers: set[int] = set()
-
-    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            callers.add(threading.get_ident())
-            return real(*args)
-
-        return call
-
-    for name in ("create", "write", "sync", "close"):
-        monkeypatch.setattr(storage, name, watched(getattr(storage, name)))
-    write_shard_file(tmp_path / "r0000.safetensors", moments(LARGE))
-    assert callers == {threading.get_ident()}
 
 
 @pytest.mark.parametrize(("function", "numel"), [("write", LARGE), ("sync", SMALL)])

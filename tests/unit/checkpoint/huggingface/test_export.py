@@ -226,12 +226,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert main(["export", str(path), str(out)]) == 2
     assert "exists; an export creates a new folder" in capsys.readouterr().err
     assert list(out.iterdir()) == []
-    for arguments in (
-        ["/no/such", "x"],
-        [str(path)],
-        [str(path), "x", "--dtype", "fp8"],
-        [str(path), "x", "--max-shard-size", "5 elephants"],
-    ):
+    for arguments in (["/no/such", "x"], [str(path)], [str(path), "x", "--max-shard-size", "5 elephants"]):
         assert main(["export", *arguments]) == 2
     assert "'5 elephants' is not a size; write 500MB or 5GB" in capsys.readouterr().err
 

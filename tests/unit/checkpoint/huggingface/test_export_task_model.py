@@ -31,7 +31,7 @@ from dtrain.models.images.hf import HFImageModel
 from dtrain.models.task_model import TaskModel
 from dtrain.tasks import Classification, Denoising, Regression
 from dtrain.tasks.denoising import draw, draw_images
-from dtrain.tasks.description import describe_task, read_task
+from dtrain.tasks.description import describe_task
 from dtrain.tools.checkpoint.cli import main
 from dtrain.train.run import run_training
 from dtrain.train.setup import make_engine
@@ -298,11 +298,3 @@ def test_a_resume_on_data_of_another_task_is_refused(runs: dict[str, Path], tmp_
         words = [*keys("convnet", tmp_path / "run", override, f"resume={runs['convnet']}"), "train.steps=4"]
         with pytest.raises(ConfigError, match=r"^the checkpoint at step 3 was trained on other data: " + message):
             run_training(compose(words))
-
-
-def test_a_description_gives_the_task_again() -> None:
-    numbers = Classification(("a", "b"), (3,), 0.1, (0.5, 1 / 3, 0.0), (1.0, 2.0, 3.0))
-    found = read_task(json.loads(json.dumps(describe_task(numbers))), "task")
-    assert found == Classification(("a", "b"), (3,), 0.0, (0.5, 1 / 3, 0.0), (1.0, 2.0, 3.0))
-    for task in (Regression((2, 3), (0.1,), (0.2,), (1.0, 2.0), (3.0, 4.0)), Denoising(("a",), (3, 4, 4), 50)):
-        assert read_task(json.loads(json.dumps(describe_task(task))), "task") == task
