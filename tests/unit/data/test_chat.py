@@ -10,15 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.cli.resolve import compose
 from dtrain.config.data import ChatDataConfig, TextDataConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.data.token_samples import mean_context
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
 from dtrain.tasks import IGNORE_INDEX
-from dtrain.telemetry.metrics import read_metrics
-from dtrain.train.run import run_training
 from tests.helpers.hf_models import block_network
 
 MARKED = (
@@ -45,22 +42,6 @@ SPACED = (  # a space is the last character before the answer
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
-RUN = [
-    "data=chat",
-    "experiment=smoke",
-    "precision=fp32",
-    "schedule=constant",
-    "optim.lr=0.01",
-    "train.steps=6",
-    "train.eval_every=0",
-    "train.save_every=0",
-    "train.global_batch_size=2",
-    "train.sample_tokens=4",
-    "model.hidden_dim=32",
-    "model.max_seq_len=32",
-    "supervise.enabled=false",
-    "launch.threads_per_rank=1",
-]
 TRIMMING = ("add_prefix_space", "trim_offsets", "use_regex")
 
 
@@ -247,18 +228,6 @@ def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path, make_folde
     found = refusal(tmp_path, folder, [{"messages": LONG}] * 3)
     assert "talks.jsonl:1 needs the token '<|im_end|>', which only tokenizer_config.json of" in found
     assert f"add it to tokenizer.json, which has {TokenizerFile(folder).vocab_size} tokens" in found
-
-
-def test_a_run_on_conversations_lowers_the_loss(tmp_path: Path, make_folder: Any) -> None:
-    lines = [{"prompt": "who is there?", "completion": "nobody"}, {"prompt": "two plus two?", "completion": "four"}]
-    text = "\n".join(json.dumps({**line, "id": number}) for number in range(20) for line in lines)
-    (tmp_path / "talks.jsonl").write_text(text)
-    sources = [f"data.files={tmp_path}/*.jsonl", f"data.tokenizer={make_folder(MARKED)}"]
-    overrides = [*RUN, *sources, f"run_dir={tmp_path / 'run'}"]
-    assert run_training(compose(overrides)) == 0
-    losses = [line["loss"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl") if "loss" in line]
-    assert losses[0] > 4  # an untrained model guesses among 281 tokens
-    assert losses[-1] < losses[0] - 0.5
 
 
 def test_both_sides_get_a_conversation_and_each_one_marks_progress(tmp_path: Path, make_folder: Any) -> None:

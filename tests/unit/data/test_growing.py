@@ -63,25 +63,6 @@ def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start:
     assert shapes == {(8, 4), (4, 8), (2, 16)}, "one for each length"
 
 
-@pytest.mark.exhaustive
-@pytest.mark.compile
-def test_a_compiled_model_is_compiled_once_for_each_length() -> None:
-    compiled: list[int] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
-        compiled.append(1)
-        return graph
-
-    config = ModelConfig(num_layers=1, hidden_dim=8, num_heads=2, ffn_dim=8, max_seq_len=LENGTH)
-    torch._dynamo.reset()
-    model = torch.compile(build_model(config, 42 * LENGTH, seed=1), backend=backend, dynamic=False, fullgraph=True)
-    stream = growing(0)
-    for _ in range(12):
-        for micro in next(stream):
-            model(**micro).loss.backward()
-    assert len(compiled) == len({phase.seq_len for phase in GROWTH.phases}) == 3
-
-
 # -- documents ---------------------------------------------------------------------------------------------------------
 
 DOCUMENTS = [5, 21, 2, 9, 16, 1, 11, 30, 3, 7]
