@@ -1,6 +1,6 @@
-"""Stored texts under ``golden/``: resolved configurations, and the messages of mistakes on the command line.
+"""Stored texts under ``golden/``: what experiments change of the default run, and the messages of mistakes.
 
-A changed default or message shows up as a changed line. After a change on purpose, run
+A changed value or message shows up as a changed line. After a change on purpose, run
 ``python -m tests.unit.cli.regenerate_golden`` and read the diff. A new mistake is a line ``$ dtrain ...`` in
 ``messages.txt``. It also rewrites the tables of ``docs/running.md`` and ``README.md`` that are generated from the
 configuration.
@@ -19,23 +19,19 @@ from dtrain.__main__ import main
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict, to_yaml
+from dtrain.config.schema import RunConfig
 from dtrain.tools.doctor.reference import engine_table, key_table
 
 GOLDEN = Path(__file__).parent / "golden"
-MESSAGES = GOLDEN / "messages.txt"
+EXPERIMENTS, MESSAGES = GOLDEN / "experiments.yaml", GOLDEN / "messages.txt"
 ROOT = Path(__file__).parents[3]
 TABLES = {"engines": (ROOT / "README.md", engine_table), "keys": (ROOT / "docs/running.md", key_table)}
 """Tables in documents, by the name between their markers; ``dtrain doctor NAME | cat`` prints each."""
 
 
-def default() -> str:
-    """Returns every key of the default run."""
-    return to_yaml(config_to_dict(compose()))
-
-
 def experiments() -> str:
     """Returns what each experiment and debug option changes of the default run."""
-    plain = dict(_flat(config_to_dict(compose())))
+    plain = dict(_flat(config_to_dict(RunConfig())))
     found = {}
     for group in ("experiment", "debug"):
         for path in sorted((config_folder() / group).glob("*.yaml")):
@@ -52,9 +48,6 @@ def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-YAML = {"default": default, "experiments": experiments}
 
 
 def stored_messages() -> dict[str, str]:
@@ -82,8 +75,7 @@ def table_in(document: Path, name: str) -> re.Match[str]:
 
 
 if __name__ == "__main__":
-    for name, text in YAML.items():
-        (GOLDEN / f"{name}.yaml").write_text(text(), encoding="utf-8")
+    EXPERIMENTS.write_text(experiments(), encoding="utf-8")
     messages = "\n".join(f"$ dtrain {arguments}\n{message(arguments)}\n" for arguments in stored_messages())
     MESSAGES.write_text(messages, encoding="utf-8")
     for name, (document, table) in TABLES.items():

@@ -35,14 +35,8 @@ from dtrain.config.model import (
 )
 from dtrain.config.optim import OPTIM_KEYS, SGD, Adam, AdamW, EmaConfig, OptimConfig, TorchOptimizer
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
-from dtrain.config.schedule import WSD, Constant, Cosine, Linear, Schedule
-from dtrain.config.schema import (
-    CheckpointConfig,
-    LaunchConfig,
-    RunConfig,
-    TelemetryConfig,
-    TrainConfig,
-)
+from dtrain.config.schedule import WSD, Cosine, Linear, Schedule
+from dtrain.config.schema import CheckpointConfig, LaunchConfig, RunConfig, TelemetryConfig, TrainConfig
 from dtrain.errors import ConfigError
 
 RAdam = torch.optim.RAdam
@@ -67,14 +61,11 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     # engines
     (lambda: Native(prefetch=2), "Native.prefetch=2 is used with Native.zero_stage=3 only, and Native.zero_stage=2"),
     (lambda: Native(zero_stage=1, keep_gathered=["a"]), "Native.keep_gathered=['a'] is used with Native.zero_stage=3"),
-    (lambda: Native(reshard_after_forward=False), "Native.reshard_after_forward=False is used with"),
     (lambda: Native(sharding_units=[3]), "Native.sharding_units=[3] is not auto or a list of name patterns"),
-    (lambda: Native(offload="nvme"), "Native.offload=nvme is not one of none, cpu"),
     (lambda: Native(offload="cpu", zero_stage=0), "offload=cpu with Native.zero_stage=0 ... zero_stage=1, 2 or 3"),
     (lambda: Native(offload="cpu", master="remainder"), "offload=cpu with Native.master=remainder ... remove one of"),
     (lambda: Native(offload="cpu", reproducible=True), "offload=cpu with Native.reproducible=true ... remove one of"),
     (lambda: DeepSpeed(offload="cpu", zero_stage=0), "DeepSpeed.offload=cpu with DeepSpeed.zero_stage=0: DeepSpeed"),
-    (lambda: Native(shard_size=0), "Native.shard_size=0 is too small"),
     (lambda: Native(shard_size=1), "Native.shard_size=1 ... every rank would hold all states, which is Native.zero_st"),
     (lambda: Native(shard_size=2, zero_stage=0), "shard_size=2 with Native.zero_stage=0: ... set ... =1, 2 or 3"),
     (lambda: Native(shard_size=2, offload="cpu"), "shard_size=2 with Native.offload=cpu: ... remove one of the two"),
@@ -100,7 +91,6 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: ModelConfig(loss_chunk="aut"), "loss_chunk=aut is not none, auto, or a number of rows ... did you mean"),
     (lambda: ModelConfig(loss_chunk=0), "ModelConfig.loss_chunk=0 is not none, auto, or a number of rows"),
     (lambda: ModelConfig(factory="mine"), "factory=mine must be package.module:function, such as dtrain.models."),
-    (lambda: ModelConfig(factory="mine:Class.build"), "factory=mine:Class.build must be package.module:function"),
     (lambda: ModelConfig(path="/x"), "ModelConfig.path is for model=hf|vit; choose one, or remove the key"),
     (lambda: ModelConfig(lora=Lora(4, targets=["a"])), "ModelConfig.lora is for model=hf; choose it, or remove the"),
     (lambda: ModelConfig(args={"depth": 3}), "ModelConfig.args.depth is for a ModelConfig.factory of your own"),
@@ -109,7 +99,6 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: ModelConfig(num_heads=256), "heads of odd dim 1; rotary position embedding rotates pairs, so make it"),
     (lambda: ModelConfig(num_kv_heads=3), "num_heads=4 does not divide by ModelConfig.num_kv_heads=3"),
     (lambda: ModelConfig(factory=GPT2_FACTORY, num_kv_heads=4), "num_kv_heads=4 is not used with ... learned"),
-    (lambda: ModelConfig(factory=GPT2_FACTORY, rope_theta=500.0), "rope_theta=500.0 is not used with"),
     (lambda: ModelConfig(factory=HF_FACTORY), "model=hf needs ModelConfig.path, a folder with config.json"),
     (lambda: ModelConfig(factory=HF_FACTORY, path="a", num_layers=9), "num_layers=9 is not used with model=hf"),
     (
@@ -146,7 +135,6 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: Tokens(), "data=tokens needs TokensDataConfig.path, a folder of token shards, or"),
     (lambda: Tokens(path="a", mixture={"b": 1.0}), "data=tokens needs ... and not both"),
     (lambda: Tokens(mixture={"a": 0.0}), "mixture gives a the weight 0; expected above 0"),
-    (lambda: Tokens(mixture={"a": math.inf}), "mixture gives a the weight inf; expected above 0"),
     (lambda: Tokens(mixture={"a": 1.0}, validation_path="a"), "validation_path=a is trained on"),
     (
         lambda: Tokens(path="a", pack="best_fit", documents="cross"),
@@ -156,23 +144,16 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: TrainConfig(seq_len={}), "TrainConfig.seq_len={} has no number for step 0 ... such as {0: 1}"),
     (lambda: TrainConfig(seq_len={5: 8}), "seq_len={5: 8} has no number for step 0 ... such as {0: 8,5: 8}"),
     (lambda: TrainConfig(seq_len={0: 8, -1: 8}), "{0: 8,-1: 8}: -1 is not a step; expected a whole number from 0"),
-    (lambda: TrainConfig(seq_len={0: 8, 1.5: 8}), "1.5 is not a step"),
     (lambda: TrainConfig(seq_len={0: 8, True: 8}), "true is not a step"),
     (lambda: TrainConfig(seq_len={0: 0}), "TrainConfig.seq_len=0 from step 0 is too small; it must be at least 1"),
     (lambda: TrainConfig(seq_len={0: 8.0}), "seq_len={0: 8} is not null, a whole number, or a mapping {step: number}"),
-    (lambda: TrainConfig(seq_len=0), "TrainConfig.seq_len=0 is too small; it must be at least 1"),
     (lambda: TrainConfig(global_batch_size="x"), "global_batch_size='x' is not a whole number, or a mapping {step:"),
     # schedules
-    (lambda: Constant(-1), "Constant.warmup_steps=-1 is too small; it must be at least 0"),
-    (lambda: Cosine(0, 0), "Cosine.total_steps=0 is too small; it must be at least 1"),
     (lambda: Linear(11, 10), "Linear.warmup_steps=11 is more than Linear.total_steps=10; set Linear.warmup_steps to"),
-    (lambda: Linear(0, 10, min_ratio=1.5), "Linear.min_ratio=1.5 is too large; it must be at most 1"),
     (lambda: Cosine(0, 10, min_ratio=math.nan), "Cosine.min_ratio=nan is not a finite number"),
     (lambda: WSD(5, 10, 6), "WSD.warmup_steps=5 + WSD.decay_steps=6 is more than WSD.total_steps=10"),
-    (lambda: WSD(5, 10, -1), "WSD.decay_steps=-1 is too small"),
     (lambda: WSD(None, 12, 12), "WSD.warmup_steps=1 + WSD.decay_steps=12 is more"),
     (lambda: Cosine(5).over(), "Cosine.total_steps is null; give the number of steps over which the rate falls"),
-    (lambda: Linear().factor(0), "Linear.total_steps is null"),
     (lambda: Schedule(lambda step: math.inf), "returns inf at step 0; expected a finite number >= 0, the fraction of"),
     (lambda: Schedule(lambda step: math.nan), "returns nan at step 0"),
     (lambda: Schedule(lambda step: 0.5 - step), "returns -0.5 at step 1"),
@@ -180,7 +161,6 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: Schedule([1.0, 0.5, 0.25].__getitem__).factor(3), "function fails at step 3: IndexError: list index out"),
     (lambda: Schedule(lambda: 1.0), "fails at step 0: TypeError"),  # type: ignore[arg-type, misc]
     (lambda: Schedule(0.5), "Schedule(0.5) needs a function of the number of applied steps"),  # type: ignore[arg-type]
-    (lambda: Schedule(Cosine), "needs a function of the number of applied steps"),  # type: ignore[arg-type]
     # optimizers
     (lambda: AdamW(betas=(0.9,)), "AdamW.betas"),  # type: ignore[arg-type]
     (lambda: AdamW(betas=(0.9, 1.0)), "AdamW.betas=[0.9, 1.0] must be two numbers in [0, 1), such as [0.9, 0.95]"),
@@ -190,15 +170,12 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: AdamW(groups={"*": {"momentum": 0.1}}), "AdamW.groups: '*' sets momentum; a group of adamw can set"),
     (lambda: AdamW(groups={"*": {"eps": -1.0}}), "AdamW.groups, '*': AdamW.eps=-1.0 is too small"),
     (lambda: AdamW(groups={"*": {"lr_factor": -1}}), "lr_factor=-1 of '*' must be a finite number >= 0"),
-    (lambda: AdamW(groups={"*": {"lr_factor": math.inf}}), "lr_factor=inf of '*' must be a finite number >= 0"),
     (lambda: AdamW(groups={"*": {"lr_factor": True}}), "lr_factor=true of '*' must be a finite number >= 0"),
-    (lambda: OptimConfig(max_grad_norm=0.0), "OptimConfig.max_grad_norm=0.0 is too small; it must be above 0"),
     (lambda: EmaConfig(decay=1.0), "EmaConfig.decay=1.0 keeps the first weights; it must be below 1"),
     (lambda: TorchOptimizer(nn.Linear), "factory=the class torch.nn.modules.linear.Linear is not a class derived from"),
     (lambda: TorchOptimizer(NoOptimizer()), "TorchOptimizer.factory= ... NoOptimizer ...  is not text"),  # type: ignore[arg-type]
     (lambda: TorchOptimizer("RAdam"), "factory=RAdam must be package.module:Class, such as torch.optim:RAdam"),
     (lambda: TorchOptimizer(RAdam, betas=torch.ones(2)), "options= ...  must be numbers, text, or lists of them"),
-    (lambda: TorchOptimizer(RAdam, -1.0), "TorchOptimizer.lr=-1.0 is too small"),
     (lambda: TorchOptimizer(RAdam, params=[]), "options sets params"),
     (lambda: TorchOptimizer(RAdam, groups={"*": {"lr": 0.1}}), "groups, '*': ... options sets lr; give ... lr_factor"),
     (lambda: TorchOptimizer("torch.optim:RAdamm").load(), "module torch.optim has no RAdamm; did you mean 'RAdam'"),
