@@ -108,15 +108,6 @@ def test_the_driver_describes_the_first_visible_gpu(
     assert given == [["-i", "0"], ["-i", "3"]]
 
 
-@pytest.mark.parametrize("what", ["scaled_mm_blocks", "scaled_mm"])
-def test_the_scales_of_products_have_the_shapes_that_torch_requires(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    """On the meta device torch checks the operands as on a GPU."""
-    monkeypatch.setattr(environment, "_error", lambda got, want: 0.0 if got.shape == want.shape else 1.0)
-    uses = environment._FirstUses(torch.device("meta"))
-    for options in [{"rowwise": False}, {"rowwise": True}] if what == "scaled_mm" else [{}]:
-        assert getattr(uses, what)(**options)
-
-
 # -- one run of a case -------------------------------------------------------------------------------------------------
 
 

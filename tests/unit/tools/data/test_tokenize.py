@@ -265,17 +265,6 @@ def test_a_full_disk_takes_one_line(tmp_path: Path, tokenizer: Path, monkeypatch
     assert not (tmp_path / "00000.bin").exists()
 
 
-def test_text_is_tokenized_in_batches(tmp_path: Path, tokenizer: Path) -> None:
-    """Memory stays bounded, whatever a unit holds."""
-    own_job, loaded = job(tmp_path, tokenizer)
-    sizes: list[int] = []
-    encode = loaded.encode_batch
-    loaded.encode_batch = lambda texts: sizes.append(sum(map(len, texts))) or encode(texts)  # type: ignore[method-assign]
-    tokenize_unit(own_job, loaded, 0, unit_of(tmp_path, *[stdlib_texts()[0][:1000]] * 2000))
-    assert len(sizes) >= 3
-    assert max(sizes) < 600_000
-
-
 def test_an_interrupt_and_a_lock_take_one_line(
     tmp_path: Path, tokenizer: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -143,21 +143,6 @@ def test_unsupported_dtype_is_reported_with_its_error() -> None:
     assert "dtype" in speed.error
 
 
-@pytest.mark.parametrize(("seconds", "sizes"), [(0.0, {256, 512, 1024}), (0.06, {256})])
-def test_slow_matrix_products_stop_at_the_time_budget(seconds: float, sizes: set[int]) -> None:
-    calls = []
-
-    def make(size: int) -> Callable[[], None]:
-        def product() -> None:
-            calls.append(size)
-            time.sleep(seconds)
-
-        return product
-
-    assert _measure("any", make, CPU).size == max(sizes)
-    assert set(calls) == sizes
-
-
 def results(path: Path, *, other_host: bool = True) -> tuple[list[str], bool]:
     table, is_good = check_folder(path, other_host=other_host)
     assert os.listdir(path) == []
@@ -255,25 +240,6 @@ def test_a_second_process_that_ends_at_once_is_named(tmp_path: Path, monkeypatch
     assert time.monotonic() - began < 10
     assert not is_good
     assert found[4:] == ["NO: the other process has ended without an answer; see its message above"] * 3
-
-
-def rename_before_files(source: Path, target: Path) -> None:
-    """As a file system that shows the new name at once, and the files below it later."""
-    os.rename(source, target)
-    if target.name == "ask-folder":
-        (target / "file").rename(target / "late")
-        threading.Timer(0.3, (target / "late").rename, (target / "file",)).start()
-
-
-def test_a_folder_whose_files_are_seen_later_is_looked_at_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(shared_folder, "LIMIT_S", 3.0)
-    monkeypatch.setattr(storage, "rename", rename_before_files)
-    problems: list[Exception] = []
-    found, _ = with_answers(tmp_path, problems)
-    assert not problems
-    assert found[5].startswith("yes")
 
 
 def test_files_of_others_are_read_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,15 @@ def write_lines(path: Path, *lines: dict[str, Any]) -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(item) + "\n" for item in lines))
 
 
+@cache
+def configuration(*overrides: str) -> str:
+    return to_yaml(config_to_dict(compose(["train.steps=50", *overrides])))
+
+
 def write_run(path: Path, *overrides: str, name: str = "config.yaml") -> Path:
     """Writes a run that has come to step 10."""
     path.mkdir(exist_ok=True)
-    (path / name).write_text(to_yaml(config_to_dict(compose(["train.steps=50", *overrides]))))
+    (path / name).write_text(configuration(*overrides))
     write_lines(path, *map(line, range(1, 11)), {"step": 10, "val_loss": 2.0})
     return path
 

@@ -14,7 +14,7 @@ import torch
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config import capabilities
-from dtrain.config.commands import BENCH_BLOCKS, BENCH_ENGINE, BENCH_VOTE
+from dtrain.config.commands import BENCH_BLOCKS, BENCH_ENGINE
 from dtrain.config.dump import config_to_dict
 from dtrain.config.model import ModelConfig
 from dtrain.config.tool_schema import (
@@ -22,7 +22,6 @@ from dtrain.config.tool_schema import (
     EngineSuiteConfig,
     PrecisionBenchConfig,
     SuiteConfig,
-    VoteBenchConfig,
 )
 from dtrain.errors import BenchError, ConfigError
 from dtrain.telemetry import host
@@ -121,22 +120,6 @@ def test_a_peer_that_is_not_installed_is_left_out(
     assert f"Did not run: {failure.reason}." in describe(results).facts
 
 
-def test_vote_cases_differ_in_their_loss_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = read_suite(["bench.zero_stage=3", "bench.ranks=3"], BENCH_VOTE)
-    assert config is not None
-    monkeypatch.setattr(suites, "fast_precisions", lambda _: [])
-    found = suites.vote_cases(config.bench, CPU)
-    assert found == [
-        BenchmarkCase(f"bf16, {mode}", "native", 3, "bf16", 3, loss_scale=mode, times_vote=True)
-        for mode in ("none", "dynamic")
-    ]
-    runs = [run_config(RankJob(case, 0, "store", config_to_dict(config))) for case in found]
-    assert [run.precision.loss_scale.mode for run in runs] == ["none", "dynamic"]
-    monkeypatch.setattr(suites, "fast_precisions", lambda _: ["tf32", "bf16", "fp16"])
-    names = [case.name for case in suites.vote_cases(VoteBenchConfig(), CPU)]
-    assert names == ["bf16, none", "bf16, dynamic", "fp16, none", "fp16, dynamic"]
-
-
 def test_each_case_of_the_blocks_has_its_keys_of_the_model() -> None:
     config = read_suite(["bench.precision=fp32", "model.blocks=[blocks.0]"], BENCH_BLOCKS)
     assert config is not None
@@ -160,14 +143,18 @@ def read() -> EngineSuiteConfig:
 
 
 @pytest.mark.processes
-def test_an_idle_rank_uses_no_processor_time_and_a_killed_one_is_named() -> None:
-    """Its process is not forked: this is the module as the suite starts it."""
+@pytest.mark.parametrize("is_forked", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_an_idle_rank_uses_no_processor_time_and_a_killed_one_is_named(
+    is_forked: bool, request: pytest.FixtureRequest
+) -> None:
+    if is_forked:
+        request.getfixturevalue("warm_ranks")
     with CaseProcesses(BenchmarkCase("plain", "plain", 1, "fp32"), read()) as processes:
         processes.start()
         assert processes.take_steps(0).step_ms == []
         (process,) = processes._processes
         before = _processor_seconds(process.pid)
-        assert before > 0.1
+        assert is_forked or before > 0.1
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.6)
         assert _processor_seconds(process.pid) - before < 0.1
