@@ -76,15 +76,21 @@ def every_pair(case: Case) -> set[Any]:
 
 
 def covering(cases: Sequence[Case], parts: Callable[[Case], set[Any]], chosen: Sequence[Case] = ()) -> list[Case]:
-    """Adds to those that are chosen until they have all parts: the case that adds most, of equals the least used."""
+    """Adds to those that are chosen until they have all parts.
+
+    It is always the case that adds most, of equals that of the rarest values, and on the first number of ranks. How
+    often a stage was used by other checks counts too, so that they alternate over the stages of an engine.
+    """
     chosen = list(chosen)
     parts_of = {case: parts(case) for case in cases}
     missing = set().union(*parts_of.values()).difference(*(parts_of[case] for case in chosen))
-    uses = Counter(value for case in chosen for value in case.values)
+    balanced = {case: [value for value in case.values if value[0] != "ranks"] for case in cases}
+    uses = Counter(value for case in chosen for value in balanced[case])
+    uses.update(case.values[0] for check in CHECKS.values() for case in check.default)
     while missing:
-        best = max(cases, key=lambda case: (len(missing & parts_of[case]), -sum(uses[value] for value in case.values)))
+        best = max(cases, key=lambda case: (len(missing & parts_of[case]), -sum(uses[v] for v in balanced[case])))
         missing -= parts_of[best]
-        uses.update(best.values)
+        uses.update(balanced[best])
         chosen.append(best)
     return chosen
 
@@ -156,7 +162,7 @@ def check(
         engines: those that have the feature.
         stages: those on which it may depend; an engine takes the ones that it has.
         precisions: those on which it may depend.
-        ranks: numbers of ranks.
+        ranks: numbers of ranks, first the one on which most is decided.
         variants: options of ``Trial.start`` by name.
         sources: cases of which each leaves a checkpoint; they get the target's precision and variant.
         source: the function that a source runs.

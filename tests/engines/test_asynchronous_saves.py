@@ -115,16 +115,14 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
     messages = []
     for collect in (engine.wait_for_save, lambda: engine.save(directory), lambda: engine.load(directory)):
         train_step(engine, MICRO_BATCHES)
-        with instead("rename" if rank == 0 else "write", failing(errno.EIO) if rank == 0 else slow(0)):
+        with instead("rename", failing(errno.EIO) if rank == 0 else slow(0)):
             engine.save(directory, asynchronous=True)
             engine._checkpointer._saver._thread.join()  # type: ignore[union-attr]
         messages.append(raised(collect))
         assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
-    state = {"when": object()} if rank == 0 else {}
-    messages.append(raised(lambda: engine.save(directory, asynchronous=True, extra=state)))
-    for wrong in ({"metrics": {"val_loss": "0.5"}}, {"config": {1: 2, "a": 3}}):
-        save = partial(engine.save, directory, asynchronous=True)
-        messages.append(raised(partial(save, **wrong) if rank == 0 else save))
+    wrong = ({"extra": {"when": object()}}, {"metrics": {"val_loss": "0.5"}}, {"config": {1: 2, "a": 3}})
+    for options in wrong:
+        messages.append(raised(partial(engine.save, directory, asynchronous=True, **(options if rank == 0 else {}))))
     extra = {"list": [1]}
     path = engine.save(directory, asynchronous=True, extra=extra)
     extra["list"].append(2)
@@ -136,12 +134,10 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
 def test_failed_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
     results = run_ranks(2, _failures, tmp_path)
     assert results[0] == results[1]
-    *committing, copying, measuring, hashing = results[0]
-    for step, message in zip((2, 4, 6), committing, strict=True):
+    for step, message in zip((2, 4, 6), results[0], strict=False):
         assert f"saving {tmp_path}/step-{step:08d} failed on rank 0: Input/output error (errno 5)" in message
-    assert "copying step 7 to the host failed on rank 0: state['extra']['when'] is <object" in copying
-    assert measuring.startswith("saving step 7 failed on rank 0: engine.save(metrics={'val_loss': '0.5'})")
-    assert hashing.startswith("copying step 7 to the host failed on rank 0: state['config'] has the key 1; ")
+    for message, value in zip(results[0][3:], ("<object", "'0.5'", "the key 1"), strict=True):
+        assert re.search(f"step 7 .*failed on rank 0: .*{value}", message)
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000001", "step-00000007"]
     assert open_newest(tmp_path / "step-00000001", ALONE).state["metrics"] == {"val_loss": 2.0}
 
@@ -175,8 +171,8 @@ def test_failed_save_is_raised_one_step_later_with_lazy_outcomes(tmp_path: Path)
     assert list_checkpoints(tmp_path) == []
 
 
-def train_steps(engine: StepEngine, count: int) -> None:
-    for _ in range(count):
+def train_on(engine: StepEngine) -> None:
+    for _ in range(50):
         train_step(engine, MICRO_BATCHES)
 
 
@@ -189,7 +185,7 @@ def _dies_while_saving(rank: int, world: int, directory: Path) -> None:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(CommunicationError):
-            train_steps(engine, 50)
+            train_on(engine)
         began = time.monotonic()
         engine.leave_save(cancel=True)
         assert time.monotonic() - began < 2, "it writes on in vain"
@@ -221,42 +217,32 @@ def impatient(rank: int, world: int, folder: Path) -> Iterator[None]:
         left.touch()
 
 
-def _hangs_while_saving(rank: int, world: int, folder: Path) -> float:
+def _hangs(rank: int, world: int, folder: Path, connects: bool) -> float:
+    """Rank 1 does not write, or (``connects`` is false) does not connect the thread that would."""
     with impatient(rank, world, folder):
         engine = start("native", 2)
-        train_step(engine, MICRO_BATCHES)
         if rank == 1:
             with held_up("write"):
-                engine.save(folder / "checkpoints", asynchronous=True)
+                if connects:
+                    train_step(engine, MICRO_BATCHES)
+                    engine.save(folder / "checkpoints", asynchronous=True)
                 until((folder / "left").exists)
             return 0.0
-        engine.save(folder / "checkpoints", asynchronous=True)
-        began = time.monotonic()
-        with pytest.raises(CommunicationError):
+        if connects:
             train_step(engine, MICRO_BATCHES)
+            engine.save(folder / "checkpoints", asynchronous=True)
+        began = time.monotonic()
+        message = "" if connects else r"gather_rows\(barrier, 1 x uint8\) in prepare_saves failed"
+        with pytest.raises(CommunicationError, match=message):
+            train_step(engine, MICRO_BATCHES) if connects else engine.prepare_saves()
         engine.leave_save(cancel=True)
         return time.monotonic() - began
 
 
-def test_a_rank_that_hangs_ends_the_save_of_the_others(tmp_path: Path) -> None:
-    waited, _ = run_ranks(2, _hangs_while_saving, tmp_path, timeout=25)
-    assert TIMEOUT_S - 1 < waited < 2 * TIMEOUT_S + 1
-
-
-def _hangs_while_connecting(rank: int, world: int, folder: Path) -> float:
-    with impatient(rank, world, folder):
-        engine = start("native", 2)
-        if rank == 1:
-            return 0.0
-        began = time.monotonic()
-        with pytest.raises(CommunicationError, match=r"gather_rows\(barrier, 1 x uint8\) in prepare_saves failed"):
-            engine.prepare_saves()
-        return time.monotonic() - began
-
-
-def test_a_rank_that_does_not_connect_its_thread_ends_the_others(tmp_path: Path) -> None:
-    waited, _ = run_ranks(2, _hangs_while_connecting, tmp_path, timeout=25)
-    assert waited < TIMEOUT_S + 3
+@pytest.mark.parametrize("connects", [True, False])
+def test_a_rank_that_hangs_ends_the_save_of_the_others(tmp_path: Path, connects: bool) -> None:
+    waited, _ = run_ranks(2, _hangs, tmp_path, connects, timeout=60)
+    assert TIMEOUT_S - 1 < waited < TIMEOUT_S + 10
 
 
 def _cannot_start_a_thread(rank: int, world: int, directory: Path) -> str:
@@ -282,31 +268,21 @@ def test_a_thread_that_does_not_start_is_named_by_all(tmp_path: Path) -> None:
     assert "failed on rank 1: RuntimeError: can't start new thread" in failures[0]
 
 
-def _engine_after_engine(rank: int, world: int, folder: Path) -> None:
+def _two_engines_save_at_once(rank: int, world: int, folder: Path) -> None:
+    """Each leaves no process group behind."""
     held: list[int] = []
     for number in range(3):
-        engine = start("native", 2)
-        train_step(engine, MICRO_BATCHES)
-        engine.save(folder / str(number), asynchronous=True)
-        engine.wait_for_save()
-        del engine
+        engines = [start("native", 2) for _ in range(2)]
+        with held_up() if rank == 0 else instead("write", slow(0)):
+            for name, engine in enumerate(engines):
+                train_step(engine, MICRO_BATCHES)
+                engine.save(folder / f"{number}-{name}", asynchronous=True)
+        for name in (1, 0):
+            assert engines[name].wait_for_save() == folder / f"{number}-{name}" / "step-00000001"
+        del engine, engines
         gc.collect()
         held.append(sum(len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")))
     assert held[2] < held[0] + 5, held  # a process group has eight
-
-
-def test_engines_leave_no_process_group_behind(tmp_path: Path) -> None:
-    run_ranks(2, _engine_after_engine, tmp_path)
-
-
-def _two_engines_save_at_once(rank: int, world: int, folder: Path) -> None:
-    engines = [start("native", 2) for _ in range(2)]
-    with held_up() if rank == 0 else instead("write", slow(0)):
-        for number, engine in enumerate(engines):
-            train_step(engine, MICRO_BATCHES)
-            engine.save(folder / str(number), asynchronous=True)
-    for number in (1, 0):
-        assert engines[number].wait_for_save() == folder / str(number) / "step-00000001"
 
 
 def test_saves_of_two_engines_do_not_mix(tmp_path: Path) -> None:

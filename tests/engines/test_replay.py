@@ -169,20 +169,6 @@ def test_a_damaged_checkpoint_is_left_and_the_one_before_used(run_dir: Path, tmp
     assert "13 logged steps: equal bit for bit" in output
 
 
-def test_a_difference_is_told(run_dir: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "copied"
-    shutil.copytree(run_dir, copied)
-    metrics = copied / "metrics.jsonl"
-    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-    lines[7]["loss"] += 1e-6
-    assert lines[7]["step"] == 8
-    metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    code, output = replay(tmp_path / "at", str(copied), "step=9")
-    assert code == 1, output
-    assert "1 losses of 3 logged steps differ; first: loss of step 8 is " in output
-    assert "step 9: applied" in output
-
-
 def test_changed_data_is_refused(run_dir: Path, tmp_path: Path) -> None:
     file = run_dir.parent / "text.txt"
     text = file.read_text()

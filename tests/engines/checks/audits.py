@@ -101,7 +101,6 @@ def audit_legal_acts(engine: StepEngine, folder: Path, micro_batches: int) -> No
         "muon": {"optimizer": dtrain.Muon(lr=3e-3)},
         "adamw-bf16": {"optimizer": dtrain.AdamWBF16(lr=3e-3)},
         "torch": {"optimizer": dtrain.TorchOptimizer(torch.optim.SGD, lr=1e-2, momentum=0.9)},
-        "remainder": {"master": "remainder"},
     },
     unless=lambda case: (
         (case.variant == "muon" and case.engine == "deepspeed")

@@ -99,7 +99,7 @@ def train_and_save(trial: Trial) -> tuple[dict[str, str], list[float]]:
 @check(
     engines=ENGINES,
     precisions=("fp8",),
-    ranks=(1, 2),
+    ranks=(2, 1),
     variants={"from-fp8": {}, "from-bf16": {}, "to-bf16": {}},
     sources=(Case("native", 3), Case("ddp", 0), Case("fsdp2", 3)),
     source=train_and_save,

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.distributed.progress import Phase
+from dtrain.distributed.setup import make_communicator
 from dtrain.engine.step import StepEngine
+from dtrain.errors import ConfigError
 from dtrain.models import build_model
-from tests.engines.helpers import batch, state_digests
+from tests.engines import float8_model
+from tests.engines.helpers import batch, state_digests, train_step
 from tests.engines.matrix import Case, Trial, check
 from tests.helpers.oracle import normwise_error
 from tests.helpers.runs import Run, forward_backward
@@ -63,7 +67,7 @@ def train_through(engine: StepEngine, loop: Callable[[StepEngine], Iterator[int]
 
 @check(
     precisions=("bf16", "fp32"),
-    ranks=(1, 2),
+    ranks=(2, 1),
     variants={"": {}, "reproducible": {"reproducible": True}},
     unless=lambda case: bool(case.variant) and case.engine != "native",
 )
@@ -95,9 +99,11 @@ def weights_of_any_magnitude_change_no_bit(trial: Trial) -> None:
 # -- a language model: recomputed blocks, the loss head ----------------------------------------------------------------
 
 
-def start_language_model(case: Case, *, chunk: Any = "auto", dropout: float = 0.0, **options: Any) -> StepEngine:
-    config = ModelConfig(num_layers=4, hidden_dim=32, num_heads=2, max_seq_len=16, dropout=dropout, loss_chunk=chunk)
-    model = build_model(replace(config, tie_embeddings=case.stage % 2 == 0), 64, seed=0)
+def language_model(**config: Any) -> nn.Module:
+    return build_model(ModelConfig(num_layers=4, hidden_dim=32, num_heads=2, max_seq_len=16, **config), 64, seed=0)
+
+
+def start_language_model(case: Case, model: nn.Module, **options: Any) -> StepEngine:
     built = dtrain.initialize(
         model, engine=case.engine, zero_stage=case.stage, precision=case.precision, seed=3, audit=0, **options
     )
@@ -128,7 +134,7 @@ def train_language_model(engine: StepEngine, steps: int = 2) -> list[float]:
 def recomputed_blocks_have_the_bits_of_stored_ones(trial: Trial) -> None:
     runs = []
     for options in ({}, trial.options):
-        engine = start_language_model(trial.case, dropout=0.2, **options)
+        engine = start_language_model(trial.case, language_model(dropout=0.2), **options)
         runs.append((train_language_model(engine), state_digests(engine)))
     assert runs[0] == runs[1]
 
@@ -138,7 +144,8 @@ def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
     """With and without a tied head."""
     found = []
     for chunk in (5, "none"):
-        engine = start_language_model(trial.case, chunk=chunk)
+        model = language_model(dropout=0.0, loss_chunk=chunk, tie_embeddings=trial.case.stage % 2 == 0)
+        engine = start_language_model(trial.case, model)
         losses, tokens = train_language_model(engine), tokens_of(9, 0)
         found.append((losses, engine.master_state()))
         output: Any = engine(tokens[:, :-1], targets=tokens[:, 1:])
@@ -149,6 +156,29 @@ def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
     exact = trial.case.precision == "fp32"
     assert chunked == pytest.approx(full, rel=1e-5 if exact else 2e-3)
     assert trial.rank or normwise_error(weights, others) < (1e-5 if exact else 2e-3)
+
+
+@check(engines=("native",), stages=(3,))
+def refuses_a_chunked_loss_if_the_head_is_a_unit_of_sharding(trial: Trial) -> None:
+    units, tokens = {"sharding_units": ["blocks.*", "head"]}, tokens_of(0, trial.rank)
+    with pytest.raises(ConfigError, match=r"model.loss_chunk=5: the output layer 'head' .* use model.loss_chunk=none"):
+        start_language_model(trial.case, language_model(tie_embeddings=False, loss_chunk=5), **units)
+    engine = start_language_model(trial.case, language_model(tie_embeddings=False), **units)
+    output: Any = engine(tokens[:, :-1], targets=tokens[:, 1:])
+    assert output.logits is not None, "auto falls back"
+
+
+@check()
+def only_native_trains_with_a_subset_of_the_ranks(trial: Trial) -> None:
+    """The libraries reduce over the whole process group, so two parts would add up each other's gradients."""
+    groups = [dist.new_group([other]) for other in range(trial.ranks)]
+    comm = make_communicator(groups[trial.rank], torch.device("cpu"))
+    if trial.case.engine == "native":
+        assert train_step(trial.start(comm=comm), 1).applied
+        return
+    message = "trains with all ranks of the process group, 2, and got a communicator of 1"
+    with pytest.raises(ConfigError, match=message):
+        trial.start(comm=comm)
 
 
 # -- what is measured --------------------------------------------------------------------------------------------------
@@ -175,6 +205,31 @@ def a_measured_step_is_reported_alike_by_all_ranks(trial: Trial) -> str:
     (block,) = report.activations
     assert block.output.total == block.gradient.total > 0
     return repr(report)
+
+
+def without_last_bits(value: Any) -> Any:
+    """Rounds means, and leaves out norms of updates, whose last bits depend on the sharding."""
+    if isinstance(value, dict):
+        return {key: without_last_bits(item) for key, item in value.items() if key != "ratio"}
+    if isinstance(value, list | tuple):
+        return [without_last_bits(item) for item in value]
+    return f"{value:.6g}" if isinstance(value, float) else value
+
+
+@check(
+    engines=("native",),
+    precisions=("bf16", "fp8"),
+    ranks=(2, 1),
+    equals=lambda case: Case("native", 0, case.precision, 1),
+)
+def what_is_measured_depends_on_no_rank_and_stage(trial: Trial) -> Any:
+    """Counts, and the operands of FP8, which are measured once over all ranks."""
+    engine = float8_model.start("native", trial.case.stage, trial.case.precision, reproducible=True)
+    with engine.measure_precision(["blocks.0"]) as measurement:
+        float8_model.train_step(engine)
+    report: Any = measurement.report()
+    assert bool(report.float8) == (trial.case.precision == "fp8")
+    return without_last_bits([asdict(own) for own in (*report.parameters, *report.activations, *report.float8)])
 
 
 class Slow(torch.autograd.Function):

@@ -175,7 +175,7 @@ def refuses_a_backward_and_clipping_by_hand(engine: StepEngine) -> None:
         engine(data(0, 0, 1)[0]).mean().backward()
 
 
-@check(engines=("native", "ddp", "fsdp2"), precisions=("fp32", "bf16"), ranks=(1, 2), variants=KINDS)
+@check(engines=("native", "ddp", "fsdp2"), precisions=("fp32", "bf16"), ranks=(2, 1), variants=KINDS)
 def two_engines_train_as_plain_pytorch(trial: Trial) -> None:
     require_close(trial, under_engines(trial, freezes=False), plain(trial.case.variant))
     if trial.ranks == 1:
