@@ -39,7 +39,6 @@ class Arena:
         record: hyper-parameters, with ``compile`` decided.
         classes: the update class of each chunk.
         dtype: of the replica.
-        first: number of the first chunk in what the arena is a shard of.
         device: of all tensors; the values are the same on any.
     """
 
@@ -49,12 +48,11 @@ class Arena:
         classes: Sequence[UpdateClass],
         seed: int = 0,
         dtype: torch.dtype = torch.bfloat16,
-        first: int = 0,
         device: torch.device = CPU,
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.rule = rule_of(record)
-        self.classes, self.first = list(classes), first
+        self.classes = list(classes)
         self.master = torch.randn(len(classes) * CHUNK, generator=self._generator).to(device)
         self.main_grad = torch.zeros_like(self.master)
         self.states = {spec.name: spec.like(self.master) for spec in self.rule.states}
@@ -68,7 +66,7 @@ class Arena:
         return [
             UpdateSlice(
                 self.classes[part.start // CHUNK],
-                (7, self.first * CHUNK + part.start),
+                (7, part.start),
                 self.master[part],
                 self.main_grad[part],
                 tuple(state[part] for state in self.states.values()),

@@ -134,6 +134,7 @@ def test_a_skip_is_explained_beside_frozen_float8_weights(folders: dict[str, Pat
     assert outcome.culprit.origin.module == "hf.model.layers.1.mlp.down_proj"
 
 
+@pytest.mark.exhaustive
 def test_a_run_trains_resumes_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = save_hf(tmp_path / "base", "llama", vocab_size=300)
     (tmp_path / "text.txt").write_text("import this\n" * 200)

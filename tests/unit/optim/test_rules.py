@@ -89,6 +89,7 @@ def test_masters_may_be_updated_without_a_cast(record: Any) -> None:
     assert torch.equal(arena.replica, before)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compile
 def test_a_compiled_pass_may_join_and_split_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU."""
@@ -196,28 +197,6 @@ def test_any_cut_at_chunks_gives_the_same_bits(
     classes, cuts = case
     whole, cut = Arena(record, classes, seed), Arena(record, classes, seed)
     assert same_bits(cut.steps(cut.optimizer(sorted(cuts)), divisor=divisor), whole.steps(divisor=divisor))
-
-
-@settings(max_examples=4)
-@given(st.integers(1, 8), st.integers(0, 2**31))
-@kernels()
-def test_shards_in_separate_memory_give_the_same_bits(record: Any, size: int, seed: int) -> None:
-    """Each shard is a separate tensor of ``size`` chunks, as on ranks."""
-    classes = [DECAYED] * 4 + [SLOWER] + [PLAIN] * 3
-    whole = Arena(record, classes, seed)
-    shards = [Arena(record, classes[first : first + size], first=first) for first in range(0, 8, size)]
-    for shard, master in zip(shards, whole.master.split(size * CHUNK), strict=True):
-        shard.master.copy_(master)
-    optimizers = [(shard, shard.optimizer()) for shard in shards]
-    optimizer = whole.optimizer()
-    for step in (1, 2, 3):
-        gradient = whole.new_gradient()
-        optimizer.update([0], scalars(step, 0.01, 3.0))
-        for (shard, shard_optimizer), own in zip(optimizers, gradient.split(size * CHUNK), strict=True):
-            shard.main_grad.copy_(own)
-            shard_optimizer.update([0], scalars(step, 0.01, 3.0))
-    together = {name: torch.cat([shard.written()[name] for shard in shards]) for name in whole.written()}
-    assert same_bits(together, whole.bits())
 
 
 @pytest.mark.parametrize("record", [AdamW(compile=False), Adam(compile=False), Lion(compile=False)], ids=repr)
