@@ -106,6 +106,7 @@ def test_stopped_during_a_save(tmp_path: Path, data: str, whole: Record) -> None
     assert record_of(run_dir) == whole
 
 
+@pytest.mark.exhaustive
 def test_stopped_during_a_failing_save(tmp_path: Path, data: str, whole: Record) -> None:
     """The signal arrives while a thread saves step 4, which then fails: the current step is saved."""
     run_dir = tmp_path / "run"
