@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-WORLD, STEPS, LR = 2, 8, 1e-3
+WORLD, STEPS, LR = 2, 5, 1e-3
 LORAS = {
     "llama": Lora(r=4, alpha=8, targets=["q_proj", "v_proj", "down_proj"]),
     "gpt2": Lora(r=4, alpha=6, targets=["c_attn", "mlp.c_proj"]),  # its weights are transposed
@@ -90,7 +89,7 @@ def on_two_ranks(rank: int, world: int, folder: Path) -> dict[str, Any]:
         with first.full_model() as model:
             assert torch.equal(model(TOKENS).logits, logits)
         found[f"never-stopped-{precision}"] = losses + train(first, range(2, 4)), first.master_state()
-    for name, stage in OTHERS if find_spec("deepspeed") else OTHERS[:2]:
+    for name, stage in OTHERS.items():
         engine = start(folder, "llama", stage, "bf16", engine=name)
         found[name] = train(engine, range(2))
         save(engine, folder, f"llama-{name}")
@@ -115,7 +114,7 @@ def faults(folder: Path) -> list[str]:
 
 
 PATH = "hf.model.layers.1.self_attn.v_proj"
-OTHERS = (("ddp", 0), ("fsdp2", 3), ("deepspeed", 3))
+OTHERS = {"ddp": 0, "fsdp2": 3}
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +193,7 @@ def test_every_engine_trains_adapters_over_a_bf16_base(folder: Path, ranks: dict
     """FP32 masters beside BF16 frozen weights, in checkpoints without these, which any engine loads."""
     losses, _ = ranks["never-stopped-bf16"]
     engine = start(folder, "llama", 2, "bf16")
-    for name in ranks.keys() & dict(OTHERS).keys():
+    for name in OTHERS:
         assert ranks[name] == pytest.approx(losses[:2], rel=5e-3)
         engine.load(folder / f"llama-{name}")
         assert train(engine, range(2, 3)) == pytest.approx(losses[2:3], rel=5e-3)

@@ -18,13 +18,15 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
-from dtrain.errors import CheckpointError, DtrainError
+from dtrain.distributed.single_rank import SingleRank
+from dtrain.errors import CheckpointError, ConfigError, DtrainError
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.tasks import language
 from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train import run
 from dtrain.train.run import run_training
 from dtrain.train.run_dir import RunDir
+from dtrain.train.setup import make_engine
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.ranks import run_ranks
 
@@ -176,8 +178,9 @@ def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None
         ("optim.lr=1RANK",): "optim: 'lr' is 10.0 on rank 0 and 11.0 on rank 1",
     }
     head, tail = "the ranks were started with different configs: ", "; start every rank with the same configuration"
-    for found in run_ranks(2, _refused, str(tmp_path / "run"), *cases):
-        assert found == [("ConfigError", f"{head}{difference}{tail}") for difference in cases.values()]
+    for words, difference in cases.items():  # a refusal ends the process group
+        found = run_ranks(2, _refused, str(tmp_path / "run"), words)
+        assert found == [[("ConfigError", f"{head}{difference}{tail}")]] * 2
     assert not (tmp_path / "run").exists()
 
 
@@ -206,7 +209,6 @@ REFUSALS = {
     "telemetry.activations=[zzz]": "telemetry.activations: 'zzz' matches no module of the model; valid: blocks, ",
     "telemetry.advice=none.json": "none.json: no such file; expected the JSON that `dtrain probe` writes",
     "telemetry.advice=pyproject.toml": "pyproject.toml: expected the JSON that `dtrain probe` writes",
-    "optim=torch optim.factory=torch.optim:RAdamm": "optim.factory=torch.optim:RAdamm: ",
     # the last one, because it sets a variable
     "SLURM_NTASKS=2": (
         "SLURM_NTASKS=2, but this process is not one of several tasks that srun has started; start the ranks with srun"
@@ -221,6 +223,12 @@ def test_refusals_of_model_and_device_leave_no_folder(tmp_path: Path) -> None:
         assert name == "ConfigError", words
         assert message in text
     assert not (tmp_path / "run").exists()
+
+
+def test_an_optimizer_that_does_not_exist_is_named_by_its_key() -> None:
+    config = compose(["optim=torch", "optim.factory=torch.optim:RAdamm", "precision=fp32"])
+    with pytest.raises(ConfigError, match=r"^optim\.factory=torch\.optim:RAdamm: .*; did you mean 'RAdam'"):
+        make_engine(config, torch.nn.Linear(2, 2), SingleRank(torch.device("cpu")))
 
 
 # -- around a run ------------------------------------------------------------------------------------------------------
