@@ -539,17 +539,11 @@ def test_ranks_never_disagree_and_the_culprit_is_right(faults: FaultCounts, shar
     faults.passed("F7", seen.total(), **{reason or "applied": number for reason, number in seen.items()})
 
 
-EXHAUSTIVE = {*MUST_AGREE} - {"step", "lr"}  # the unit tests have the others too
+DECIDING = [name for name in COLUMNS if name != "busy_s"]
+REST = {*MUST_AGREE} - {"step", "lr"}  # the unit tests have them too
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name in EXHAUSTIVE else [])
-        for name in COLUMNS
-        if name != "busy_s"  # which decides nothing
-    ],
-)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.exhaustive) if n in REST else n for n in DECIDING])
 def test_every_field_of_the_record_is_needed(name: str) -> None:
     """Without any one field, some trial ends differently than expected."""
     with pytest.raises(AssertionError):

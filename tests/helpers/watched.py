@@ -50,7 +50,7 @@ def stop_in_a_wait(progress: Progress) -> None:
 def ignore_signals(progress: Progress) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    loop(progress)
+    time.sleep(600)
 
 
 def debug(progress: Progress) -> None:

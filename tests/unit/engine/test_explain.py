@@ -58,9 +58,9 @@ def origin_of(culprit: Culprit) -> Origin:
 @pytest.mark.parametrize(
     ("engine", "case"),
     [
-        pytest.param(engine, case, marks=[] if number == place else pytest.mark.exhaustive)
+        pytest.param(engine, case, marks=[] if number % 3 == place else pytest.mark.exhaustive)
         for number, engine in enumerate(ENGINES)
-        for place, case in enumerate([*FORWARD, FORWARD[0]])
+        for place, case in enumerate(FORWARD)
     ],
     ids=str,
 )
