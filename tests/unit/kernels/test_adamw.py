@@ -28,13 +28,12 @@ def moved(parts: list[UpdateSlice], device: torch.device) -> list[UpdateSlice]:
         return tensor.to(device, copy=True)
 
     return [
-        UpdateSlice(
-            part.update_class,
-            part.origin,
-            copy(part.master),
-            copy(part.main_grad),
-            tuple(map(copy, part.states)),
-            None if part.replica is None else copy(part.replica),
+        replace(
+            part,
+            master=copy(part.master),
+            main_grad=copy(part.main_grad),
+            states=tuple(map(copy, part.states)),
+            replica=None if part.replica is None else copy(part.replica),
         )
         for part in parts
     ]
@@ -119,7 +118,7 @@ def test_main_grads_may_be_bf16(device: torch.device) -> None:
     assert same_bits(states(parts), got)
 
 
-@pytest.mark.parametrize("exponent", [-126, -101, -99, 100, 101, 120])
+@pytest.mark.parametrize("exponent", [-126, -99, 101])
 def test_gradient_and_divisor_may_have_any_magnitude(exponent: int, device: torch.device) -> None:
     arena = Arena(RULE, [DECAYED])
     gradient = (arena.new_gradient() * 8).round().clamp(-16, 16) / 8  # few bits: a subnormal loses none
@@ -141,6 +140,10 @@ def test_any_cut_and_any_grouping_of_segments_give_the_same_bits(cuts: list[int]
     assert same_bits(train(cut, device, [numbers[1:], numbers[:1]]), want)
     again = moved(arena.slices(cuts), device)
     assert same_bits(train(again, device, [[number] for number in numbers]), want)
+    before = states(again[1:2])
+    tiled.TiledAdamW(RULE, [[part] for part in again]).update([0], scalars(4, 0.01, 1.0, device))
+    assert same_bits(states(again[1:2]), before), "segments left out stay as they are"
+    tiled.TiledAdamW(RULE, [[], []]).update([0, 1], scalars(1, 0.01, 1.0, device))
 
 
 def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: torch.device) -> None:
@@ -153,7 +156,7 @@ def test_a_part_that_is_no_multiple_of_a_tile_leaves_what_follows_alone(device: 
     assert (memory[0, :numel] != 7.0).all()
 
 
-@pytest.mark.parametrize("gradient", [1.0, math.inf, math.nan])
+@pytest.mark.parametrize("gradient", [1.0, math.inf])
 def test_a_skipped_update_keeps_all_bits(gradient: float, device: torch.device) -> None:
     parts = moved(Arena(RULE, [DECAYED, PLAIN]).slices(), device)
     train(parts, device, [[0, 1]])
@@ -165,19 +168,6 @@ def test_a_skipped_update_keeps_all_bits(gradient: float, device: torch.device) 
     assert same_bits(states(parts), before)
     optimizer.update([0], scalars(4, 0.01, 1.0, device))
     assert not same_bits(states(parts), before)
-
-
-def test_segments_left_out_stay_as_they_are(device: torch.device) -> None:
-    parts = moved(Arena(RULE, [DECAYED, PLAIN, DECAYED]).slices(), device)
-    before = [part.master.clone() for part in parts]
-    for part in parts:
-        part.main_grad.fill_(1.0)
-    tiled.TiledAdamW(RULE, [[part] for part in parts]).update([0, 2], scalars(1, 0.01, 1.0, device))
-    assert [torch.equal(part.master, old) for part, old in zip(parts, before, strict=True)] == [False, True, False]
-
-
-def test_a_rank_without_segments_updates_nothing(device: torch.device) -> None:
-    tiled.TiledAdamW(RULE, [[], []]).update([0, 1], scalars(1, 0.01, 1.0, device))
 
 
 def test_an_unaligned_slice_is_refused(device: torch.device) -> None:

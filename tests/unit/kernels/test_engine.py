@@ -57,9 +57,7 @@ def batch(step: int, micro_batches: int) -> torch.Tensor:
     return torch.randint(VOCAB, (micro_batches, 2, CONFIG.max_seq_len + 1), generator=generator)
 
 
-@pytest.mark.parametrize(
-    ("precision", "reproducible", "micro_batches"), [("bf16", False, 1), ("bf16", False, 2), ("fp32", True, 2)]
-)
+@pytest.mark.parametrize(("precision", "reproducible", "micro_batches"), [("bf16", False, 2), ("fp32", True, 2)])
 def test_trains_as_with_tensor_code(precision: str, reproducible: bool, micro_batches: int) -> None:
     bad = (2, micro_batches - 1)
     engines = [make_engine(precision, kernels=kernels, reproducible=reproducible) for kernels in (True, False)]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain.__main__ import main
+from dtrain.config.dump import from_plain
 from dtrain.tools.experiment import cli
 from dtrain.tools.experiment.accumulation import run
-from dtrain.tools.experiment.records import Experiment
+from dtrain.tools.experiment.records import Experiment, read_record
 
 
 def test_without_a_name_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,3 +69,22 @@ def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert capsys.readouterr().out.partition("results in")[0] == shown.partition("results in")[0]
     assert main(["experiment", "formats", "--from", str(file), "--out", str(again)]) == 2
     assert "is a result of 'accumulation'" in capsys.readouterr().err
+
+
+# -- docs/experiments.md -----------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[4] / "docs"
+PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", cli.EXPERIMENTS)
+def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str) -> None:
+    assert f"```bash\ndtrain experiment {name}\n```" in PAGE
+    assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
+    assert f"](pictures/experiment-{name}.png)" in PAGE
+    assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
+    record = read_record(DOCS / "results" / "experiments" / f"experiment-{name}.json")
+    assert record.experiment == name
+    experiment: Experiment[Any] = cli.load(name)
+    for table in experiment.tables(from_plain(experiment.result, record.result)):
+        assert table.markdown() in PAGE

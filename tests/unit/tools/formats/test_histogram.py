@@ -13,7 +13,6 @@ from dtrain.precision.report import GradientShares, ParameterPrecision, Precisio
 from dtrain.telemetry.precision import PrecisionFindings
 from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.tools.formats.cli import main
-from dtrain.tools.formats.histogram_picture import _layers, _median_exponent
 
 
 def report(step: int, num_small: int) -> PrecisionReport:
@@ -69,17 +68,3 @@ def test_picture_is_drawn_of_the_chosen_parameters(run: Path, capsys: pytest.Cap
 def test_mistakes_are_named(run: Path, words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
         main(["histogram", *(word.replace("RUN", str(run)) for word in words)])
-
-
-def test_many_parameters_become_rows_by_module() -> None:
-    few = [f"blocks.{number}.up.weight" for number in range(20)]
-    assert _layers(few) == {name: [name] for name in few}
-    many = [f"blocks.{number}.{name}.weight" for number in range(12) for name in ("up", "gate", "down")]
-    assert _layers(many) == {f"blocks.{number}": many[3 * number : 3 * number + 3] for number in range(12)}
-
-
-def test_median_exponent() -> None:
-    half = Histogram.of(torch.tensor([2.0**-9, 2.0**-9, 1.0, 2.0, 0.0]))
-    assert _median_exponent([half]) == -9
-    assert _median_exponent([half, Histogram.of(torch.tensor([1.0]))]) == 0
-    assert _median_exponent([Histogram.of(torch.zeros(2))]) != _median_exponent([Histogram.of(torch.zeros(2))])  # NaN
