@@ -23,7 +23,14 @@ pytestmark = pytest.mark.processes
 
 WORLD = 2
 STEPS = 4
-COMMAND = (*CORE, "schedule=constant", "precision=fp32", "train.save_every=2", f"train.eval_every={STEPS}")
+COMMAND = (
+    *CORE,
+    "schedule=constant",
+    "schedule.warmup_steps=1",
+    "precision=fp32",
+    "train.save_every=2",
+    f"train.eval_every={STEPS}",
+)
 TOLERANCE = 1e-5  # relative; promise P5
 
 

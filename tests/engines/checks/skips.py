@@ -202,12 +202,10 @@ class Normalized(nn.Module):
         return self.norm(x) * self.table
 
 
-def start_normalized(
-    engine: str = "native", zero_stage: int = 0, model: nn.Module | None = None, **options: Any
-) -> Any:
+def start_normalized(make_norm: Callable[..., nn.Module] = nn.BatchNorm1d, **options: Any) -> Any:
     torch.manual_seed(0)
-    defaults = {"optimizer": dtrain.AdamW(lr=1e-2, compile=False), "precision": "fp32"}
-    return dtrain.initialize(model or Normalized(), engine=engine, zero_stage=zero_stage, **{**defaults, **options})
+    defaults = {"optimizer": dtrain.AdamW(lr=1e-2, compile=False), "precision": "fp32", "zero_stage": 0}
+    return dtrain.initialize(Normalized(make_norm), **{**defaults, **options})
 
 
 def inputs(engine: StepEngine, index: int, factor: float = 1.0) -> Tensor:

@@ -161,10 +161,13 @@ def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
 @check(engines=("native",), stages=(3,))
 def refuses_a_chunked_loss_if_the_head_is_a_unit_of_sharding(trial: Trial) -> None:
     units, tokens = {"sharding_units": ["blocks.*", "head"]}, tokens_of(0, trial.rank)
+    chunked, automatic = (
+        start_language_model(trial.case, language_model(tie_embeddings=False, loss_chunk=chunk), **units)
+        for chunk in (5, "auto")
+    )
     with pytest.raises(ConfigError, match=r"model.loss_chunk=5: the output layer 'head' .* use model.loss_chunk=none"):
-        start_language_model(trial.case, language_model(tie_embeddings=False, loss_chunk=5), **units)
-    engine = start_language_model(trial.case, language_model(tie_embeddings=False), **units)
-    output: Any = engine(tokens[:, :-1], targets=tokens[:, 1:])
+        chunked(tokens[:, :-1], targets=tokens[:, 1:])
+    output: Any = automatic(tokens[:, :-1], targets=tokens[:, 1:])
     assert output.logits is not None, "auto falls back"
 
 
