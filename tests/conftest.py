@@ -69,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     expression = config.getoption("markexpr")
     named = set(re.findall(r"\w+", expression))
     unnamed = ({"exhaustive", "gpu"} if expression else {"exhaustive"}) - named
+    if config.getoption("fault_counts") == "full":
+        unnamed.discard("exhaustive")
     deselected = [item for item in items if any(item.get_closest_marker(name) for name in unnamed)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)

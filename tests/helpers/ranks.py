@@ -35,6 +35,11 @@ _context.set_forkserver_preload(
 )
 _POOL = 4
 """Number of ranks that stay between jobs."""
+_PATCHED = (
+    *("builtins", "io", "os", "shutil", "socket", "subprocess", "threading", "time"),
+    *("torch", "torch.autograd", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional"),
+)
+"""Modules of others whose functions a job may replace."""
 
 
 class RankFailure(AssertionError):
@@ -63,16 +68,22 @@ class _State:
     def _attributes_now() -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] in ("dtrain", "tests", "deepspeed") and isinstance(module, ModuleType):
-                own = vars(module)
-                found[name] = {key: id(value) for key, value in own.items() if not isinstance(value, ModuleType)}
-                for key, value in list(own.items()):
-                    if isinstance(value, type) and value.__module__ == name:
-                        found[f"{name}:{key}"] = {
-                            attribute: id(held)
-                            for attribute, held in vars(value).items()
-                            if isinstance(held, FunctionType | property | staticmethod | classmethod | int | str)
-                        }
+            if not isinstance(module, ModuleType):
+                continue
+            if name.partition(".")[0] in ("dtrain", "tests", "deepspeed"):
+                own = {key: value for key, value in vars(module).items() if not isinstance(value, ModuleType)}
+            elif name in _PATCHED:
+                own = {key: value for key, value in vars(module).items() if callable(value)}
+            else:
+                continue
+            found[name] = {key: id(value) for key, value in own.items()}
+            for key, value in own.items():
+                if isinstance(value, type) and value.__module__ == name:
+                    found[f"{name}:{key}"] = {
+                        attribute: id(held)
+                        for attribute, held in vars(value).items()
+                        if isinstance(held, FunctionType | property | staticmethod | classmethod | int | str)
+                    }
         return found
 
     def is_restored(self) -> bool:

@@ -52,6 +52,10 @@ def replace_a_method(rank: int, world: int) -> None:
     Communicator.barrier = lambda self: None  # type: ignore[method-assign]
 
 
+def replace_a_function_of_os(rank: int, world: int) -> None:
+    os.fsync = lambda descriptor: None
+
+
 def leave_a_thread(rank: int, world: int) -> None:
     threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
 
@@ -68,7 +72,9 @@ def fail(rank: int, world: int) -> None:
     raise ValueError("planted")
 
 
-@pytest.mark.parametrize("job", [replace_a_method, leave_a_thread, leave_a_handler, die, fail])
+@pytest.mark.parametrize(
+    "job", [replace_a_method, replace_a_function_of_os, leave_a_thread, leave_a_handler, die, fail]
+)
 def test_a_damaged_rank_is_replaced(job: Callable[..., Any]) -> None:
     before = {pid for pid, *_ in run_ranks(2, who)}
     try:
