@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,16 @@ def test_a_sweep_is_stopped_after_a_save(
     assert record_of(folder / "1") == forked
     files = ("config.yaml", "environment.json", "metrics.jsonl", "precision.json", "summary.json")
     assert listing(folder / "1") == ["checkpoints/step-00000004/manifest.json", *files]
+
+
+def test_the_script_of_slurm_takes_the_first_of_several_nodes(tmp_path: Path) -> None:
+    for name, line in (("scontrol", 'printf "%s\\n" node7 node8'), ("srun", 'echo "$MASTER_ADDR $MASTER_PORT $@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    job = {"SLURM_JOB_ID": "20007", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[7-8]"}
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", **job}
+    output = subprocess.check_output(["bash", str(ROOT / "launch/slurm.sbatch"), "seed=3"], env=env, text=True)
+    assert output == "node7 10007 --kill-on-bad-exit=1 python3 -m dtrain train seed=3\n"
 
 
 @pytest.mark.exhaustive

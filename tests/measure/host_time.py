@@ -3,22 +3,17 @@
 ``python -m tests.measure.host_time OUT.json`` takes some two minutes. The model has 24 blocks and is so
 narrow that nearly all time is the host's: Python, and torch's way to a kernel. The plain loop of the same model and the
 engine's step run in turn in one process; times are of the processor, for one thread, so that other processes and waits
-for other ranks count little. Calls and operations do not depend on the machine.
+for other ranks count little. Operations do not depend on the machine.
 
 The added milliseconds hold everything that the engine does: on a CPU also an update and a copy per buffer or parameter.
 """
 
 from __future__ import annotations
 
-import cProfile
 import gc
-import pstats
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -38,26 +33,10 @@ CASES = [(precision, stage, 1) for precision in ("fp32", "bf16") for stage in ra
 CASES += [(precision, stage, 2) for precision in ("fp32", "bf16") for stage in (2, 3)]
 PHASES = ("forward", "backward", "step")
 _WARMUP = 24  # steps; by then every buffer that is used in turn has been used
-_ROUNDS, _STEPS, _PROFILED = 10, 4, 16  # fewer steps in all than the 100 after which the first audit is due
-_TOP = 16  # functions that are listed
+_ROUNDS, _STEPS = 10, 4  # fewer steps in all than the 100 after which the first audit is due
 
 Step = Callable[[], list[float]]
 """Runs one step; returns the processor's milliseconds of each phase. A plain loop has no third one."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What a step does.
-
-    Attributes:
-        calls: of Python functions.
-        own_ms: their own milliseconds under a profile, with the operations of torch that they call.
-        operations: of torch.
-    """
-
-    calls: Counter[str]
-    own_ms: Counter[str]
-    operations: int
 
 
 def plain_step(
@@ -93,34 +72,12 @@ def engine_step(engine: Any, tokens: Tensor) -> Step:
     return step
 
 
-def work_of(step: Step) -> Work:
-    profile = cProfile.Profile(time.thread_time, builtins=False)
-    profile.enable()
-    for _ in range(_PROFILED):
-        step()
-    profile.disable()
-    calls: Counter[str] = Counter()
-    own_ms: Counter[str] = Counter()
-    for (path, _, name), (_, count, own, _, _) in pstats.Stats(profile).stats.items():  # type: ignore[attr-defined]
-        function = f"{_short(path)}:{name}"
-        calls[function] += count
-        own_ms[function] += own * 1e3 / _PROFILED
-    return Work(Counter({name: round(count / _PROFILED) for name, count in calls.items()}), own_ms, operations_of(step))
-
-
 def operations_of(step: Step) -> int:
     """Returns the number of torch's operations in a step, below autograd, views and allocations too."""
     counted = _Operations()
     with counted:
         step()
     return counted.number
-
-
-def _short(path: str) -> str:
-    """Returns the path of a file inside its package, as ``dtrain/engine/step.py``."""
-    parts = Path(path).parts
-    package = next((name for name in ("dtrain", "torch", "tests") if name in parts), None)
-    return "/".join(parts[len(parts) - parts[::-1].index(package) - 1 :]) if package else Path(path).name
 
 
 class _Operations(TorchDispatchMode):
@@ -157,7 +114,7 @@ def measure(rank: int, world: int, precision: str, stage: int) -> dict[str, Any]
         for name, step in steps.items():
             engine.comm.barrier()
             taken[name] += [step() for _ in range(_STEPS)]
-    work = {name: work_of(step) for name, step in steps.items()}
+    operations = [operations_of(step) for step in steps.values()]
     plain, own = (dict(zip(PHASES, map(median, zip(*taken[name], strict=True)), strict=False)) for name in steps)
     return {
         "precision": precision,
@@ -166,7 +123,7 @@ def measure(rank: int, world: int, precision: str, stage: int) -> dict[str, Any]
         "plain_ms": _rounded(plain),
         "engine_ms": _rounded(own),
         "added_ms": round(median(map(sum, taken["engine"])) - median(map(sum, taken["plain"])), 2),
-        **_added(work["plain"], work["engine"]),
+        "added_operations": operations[1] - operations[0],
     }
 
 
@@ -174,29 +131,11 @@ def _rounded(values: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in values.items()}
 
 
-def _added(plain: Work, engine: Work) -> dict[str, Any]:
-    """Returns what the engine adds; the functions are the most expensive ones, with calls and own milliseconds.
-
-    A function's own time includes the operations of torch that it calls.
-    """
-    calls, own_ms = engine.calls.copy(), engine.own_ms.copy()
-    calls.subtract(plain.calls)
-    own_ms.subtract(plain.own_ms)
-    most = [name for name, _ in own_ms.most_common() if calls[name]][:_TOP]  # without the noise of equal work
-    of_dtrain = sum(count for name, count in calls.items() if name.startswith("dtrain/"))
-    return {
-        "added_operations": engine.operations - plain.operations,
-        "added_calls": sum(calls.values()),
-        "added_calls_of_dtrain": of_dtrain,
-        "profile": {name: [calls[name], round(own_ms[name], 3)] for name in most},
-    }
-
-
 def main() -> None:
     load = load_now()
     measured = (run_ranks(ranks, measure, precision, stage)[0] for precision, stage, ranks in CASES)
     model = {"num_layers": CONFIG.num_layers, "hidden_dim": CONFIG.hidden_dim, "tokens": CONFIG.max_seq_len}
-    write(load, model=model, cases=printed(measured, without="profile"))
+    write(load, model=model, cases=printed(measured))
 
 
 if __name__ == "__main__":

@@ -13,12 +13,12 @@ from typing import Any
 from dtrain.telemetry.host import describe_host
 
 
-def printed(cases: Iterable[dict[str, Any]], *, without: str = "") -> list[dict[str, Any]]:
-    """Returns the cases, each of which is printed once it is measured, but for its value ``without``."""
+def printed(cases: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the cases, each of which is printed once it is measured."""
     found = []
     for case in cases:
         found.append(case)
-        print({name: value for name, value in case.items() if name != without}, flush=True)
+        print(case, flush=True)
     return found
 
 
