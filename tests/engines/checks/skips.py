@@ -60,8 +60,8 @@ def skips_a_bad_number_on_all_ranks_and_nothing_of_it_is_left(trial: Trial) -> N
         outcome = attempt(engine, step, *fault)
         assert not outcome.applied, fault
         assert outcome.loss_scale == expected_scale
-        counts = {"num_inf": int(not math.isnan(value)), "num_nan": int(math.isnan(value))}
-        where = {"tensor": location, "start": element, "stop": element + 1}
+        counts: dict[str, Any] = {"num_inf": int(not math.isnan(value)), "num_nan": int(math.isnan(value))}
+        where: dict[str, Any] = {"tensor": location, "start": element, "stop": element + 1}
         assert outcome.culprit is not None, fault
         if rank is None:
             want = Culprit(outcome.culprit.rank, 2 * step, "reduced gradient", None, **where, **counts)
