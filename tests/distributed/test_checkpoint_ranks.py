@@ -38,12 +38,6 @@ def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
     return reader.step, reader.state["world_size"]
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [(1, 3), (3, 2)])
-def test_resharding_over_real_ranks(tmp_path: Path, saved: int, loaded: int) -> None:
-    assert run_ranks(saved, _save, tmp_path, 10) == ["step-00000010"] * saved
-    assert run_ranks(loaded, _load_and_check, tmp_path) == [(10, saved)] * loaded
-
-
 def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> None:
     for step in (10, 20):
         run_ranks(2, _save, tmp_path, step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from tests.engines.helpers import fingerprints, start, state_digests, train_step
 from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.ranks import RankFailure, run_ranks
+from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
@@ -215,9 +213,6 @@ def test_gathered_weights_are_judged_by_the_owner_in_their_replica() -> None:
     assert run_ranks(WORLD, flip_gathered) == [[((2,), COMPUTE)]] * WORLD
 
 
-# -- loads and crashes ------------------------------------------------------------------------------------------------
-
-
 def load_wrongly(rank: int, world: int, folder: Path) -> str:
     engine = started(HYBRID)
     train_step(engine, world)
@@ -242,46 +237,3 @@ def test_every_replica_proves_what_it_loaded(tmp_path: Path) -> None:
     assert messages == [messages[0]] * WORLD
     assert "failed on rank 2 (and on 1 more): " in messages[0]
     assert "differs from what was saved" in messages[0]
-
-
-def dies_in_a_save(rank: int, world: int, instant: int, folder: Path) -> None:
-    engine = started(("native", 3, SHARD_SIZE))
-    train_step(engine, world)
-    engine.save(folder)
-    train_step(engine, world)
-    real, calls = engine.comm.exchange_text, 0
-
-    def exchange_text(text: str) -> list[str]:
-        nonlocal calls
-        calls += 1
-        if rank == 3 and calls == instant:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(text)
-
-    engine.comm.exchange_text = exchange_text  # type: ignore[method-assign]
-    engine.save(folder)
-
-
-def load_newest(rank: int, world: int, folder: Path) -> int:
-    engine = started(("native", 3, SHARD_SIZE), seed=7)
-    engine.load(folder)
-    step = engine.attempted_steps
-    train_step(engine, world)
-    engine.save(folder)
-    return step
-
-
-# the snapshots, the directory, the files, the commit
-@pytest.mark.parametrize("instant", [2, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3))])
-def test_rank_of_another_replica_killed_in_a_save(tmp_path: Path, instant: int) -> None:
-    with pytest.raises(RankFailure) as failure:
-        run_ranks(WORLD, dies_in_a_save, instant, tmp_path)
-    assert "--- rank 3:\nthe process died without a result" in str(failure.value)
-    assert verify(tmp_path).ok
-    # rank 0 may have committed before it learns of the death
-    newest = {1} if instant < 4 else {1, 2}
-    found = run_ranks(WORLD, load_newest, tmp_path)
-    assert found == [found[0]] * WORLD
-    assert found[0] in newest
-    assert verify(tmp_path).ok
-    assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]

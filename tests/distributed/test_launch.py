@@ -24,15 +24,10 @@ from dtrain.errors import DtrainError, LaunchError
 from dtrain.train import launcher
 from dtrain.train.launcher import exit_code
 from tests.helpers.launch import (
-    CORE,
     SMALL,
     command_line,
-    curve,
     fork_command,
-    give_up_override,
-    losses,
     summary,
-    train,
     write_samples,
 )
 from tests.helpers.ranks import run_ranks
@@ -191,27 +186,6 @@ def test_a_mistake_is_one_line_and_starts_nothing(tmp_path: Path, data: str, mis
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
 
 
-def _without_privilege(rank: int, world: int, argv: list[str], log: str) -> int:
-    give_up_override()
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    return main(["train", *argv])
-
-
-@pytest.mark.parametrize("inside", ["", "/run"])
-def test_read_only_run_directory(tmp_path: Path, data: str, inside: str) -> None:
-    closed = tmp_path / "closed"
-    closed.mkdir(mode=0o555)
-    argv = [*SMALL, data, f"run_dir={closed}{inside}"]
-    assert run_ranks(1, _without_privilege, argv, f"{tmp_path}/log", fresh=True) == [2]
-    log = (tmp_path / "log").read_text()
-    last = log.splitlines()[-1]
-    assert last.startswith("dtrain: ")
-    assert str(closed) in last
-    assert "Permission denied" in last
-    assert "Traceback" not in log
-    assert list(closed.iterdir()) == []
-
-
 def _signal_before_the_error_is_printed(rank: int, world: int, argv: list[str]) -> int:
     real = dtrain.__main__._fail
 
@@ -277,25 +251,3 @@ def test_no_thread_outlives_the_process_group() -> None:
     for before, after in run_ranks(2, _threads_of_gloo):
         assert before > 0
         assert after == 0
-
-
-# -- the record of skipped steps ---------------------------------------------------------------------------------------
-
-
-def test_fp16_with_zero_2(tmp_path: Path, data: str) -> None:
-    """The first scale is too large: steps are skipped until it is not. Then it grows until it is too large again."""
-    run_dir, scale = tmp_path / "run", 2.0**18
-    given = [f"precision.loss_scale.init={scale}", "precision.loss_scale.growth_interval=3"]
-    assert train(run_dir, *CORE, data, "precision=fp16", "engine.zero_stage=2", *given, world=2) == [0, 0]
-    clean = skipped = 0
-    for line in curve(run_dir):
-        if "loss" in line:
-            assert line["loss_scale"] == scale
-            assert line.get("reason") == (None if line["applied"] else "overflow")
-            clean = clean + 1 if line["applied"] else 0
-            skipped += not line["applied"]
-            assert line["skipped_steps"] == skipped
-            scale *= 0.5 if not line["applied"] else 2.0 if clean % 3 == 0 else 1.0
-    assert 0 < skipped < 9
-    assert losses(run_dir)[-1] < losses(run_dir)[0]
-    assert (summary(run_dir)["skipped_steps"], summary(run_dir)["precision"]) == (skipped, "fp16")

@@ -24,7 +24,6 @@ from dtrain.distributed.host_memory import HostMemory, RingExchange
 from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Run, train
 
 pytestmark = pytest.mark.processes
 
@@ -71,14 +70,7 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     for dtype in DTYPES:
         flat, shard = fill(comm, world * NUMEL, dtype, 1), fill(comm, NUMEL, dtype, 2)
         assert is_shared(comm, flat) == is_shared(comm, shard[5:]) == shared
-        exchange = comm.gradient_exchange([GradientSend("s", flat.numel(), dtype, ((0, flat.numel()),))], 0)
         for repeat in range(2):
-            exchange.begin(torch.tensor(1.5 + rank))
-            exchange.open(0).view(world, -1)[:, :NUMEL].copy_(flat.view(world, -1))  # through sockets there are gaps
-            handle = exchange.send(0)
-            shards, weights = handle.wait()
-            got[f"slices {dtype} {repeat}"] = torch.cat([*shards, weights])
-            handle.release()
             output = torch.empty(world * NUMEL, dtype=dtype)
             comm.all_gather(output, shard, label="g").wait()
             got[f"gather {dtype} {repeat}"] = output
@@ -289,34 +281,3 @@ def test_other_collectives_on_another_rank_are_an_error(what: str, at: str) -> N
     first, second = run_ranks(2, differ, what)
     assert first == second
     assert re.match(f"the ranks have diverged: {at}", first), first
-
-
-OPTIONS: tuple[dict[str, Any], ...] = (
-    {"precision": "bf16", "zero_stage": 0, "reduce_dtype": "bf16"},
-    {"precision": "fp32", "zero_stage": 0, "reproducible": True},
-    {"precision": "fp32", "zero_stage": 1},
-    {"precision": "bf16", "zero_stage": 2},
-    {"precision": "fp32", "zero_stage": 3},
-)
-
-
-def train_with_and_without(rank: int, world: int) -> list[list[dict[str, Tensor]]]:
-    runs = []
-    for options in OPTIONS:
-        masters = []
-        for shared in (False, True):
-            comm = communicator(shared=shared)
-            run = Run("transformer", steps=2, accumulation=2, unequal_weights=True, options={**options, "comm": comm})
-            masters.append(train(rank, world, run).masters)
-            assert isinstance(comm, HostMemory) == shared
-            if isinstance(comm, HostMemory):
-                assert not comm.memory.unsupported_reason, "no silent fallback"
-        runs.append(masters)
-    return runs
-
-
-def test_training_has_the_same_bits() -> None:
-    for options, (through_sockets, in_place) in zip(OPTIONS, run_ranks(2, train_with_and_without)[0], strict=True):
-        assert through_sockets
-        for key, tensor in through_sockets.items():
-            assert torch.equal(in_place[key], tensor), f"{options}: {key}"

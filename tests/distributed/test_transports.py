@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
 from typing import Any
-from weakref import ref
 
 import pytest
 import torch
@@ -165,35 +163,6 @@ def test_collectives_over_two_axes_of_a_mesh(shared: bool) -> None:
             assert found["max"].item() == second
             assert found["text"] == [f"rank {first}", f"rank {second}"]
             assert found["first"] == first
-
-
-def memory_after_waits(rank: int, world: int, shared: bool) -> list[str]:
-    """Collectives whose handles, which are kept, keep their output alive after the wait."""
-    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
-    short, long = comm.allocate(4, torch.float32), comm.allocate(4 * world, torch.float32)
-    starts: dict[str, tuple[int, Callable[[Tensor], Any]]] = {
-        "gather": (4 * world, lambda output: comm.all_gather(output, short, label="gather")),
-        "sum": (4, lambda output: comm.reduce_scatter_sum(output, long, label="sum")),
-        "maximum": (4, lambda output: comm.all_reduce_max(output.zero_(), label="maximum")),
-    }
-    kept, found = [], []
-    for name, (numel, start) in starts.items():
-        output = torch.empty(numel)
-        kept.append(start(output))
-        kept[-1].wait()
-        kept[-1].wait()
-        reference = ref(output)
-        del output
-        deadline = time.monotonic() + 5
-        while reference() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)  # a thread of gloo drops the last reference to what went through a socket
-        found += [name] if reference() is not None else []
-    return found
-
-
-@both
-def test_a_handle_that_was_waited_for_keeps_no_memory(shared: bool) -> None:
-    assert run_ranks(2, memory_after_waits, shared) == [[], []]
 
 
 def published_shards(rank: int, world: int, shared: bool) -> tuple[list[list[float]], list[int]]:

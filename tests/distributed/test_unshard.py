@@ -7,7 +7,6 @@ import gc
 import itertools
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,9 +64,7 @@ def differences_from_stage_2(rank: int, world: int, precision: str, variants: di
             engine = start(build(name), **common, **variant)
             losses, masters = train(engine), engine.master_state()
             where = f"{name} {precision} {variant}"
-            # torch's fast path for the evaluation of an encoder layer is not taken where modules have hooks
-            tolerance = 1e-2 if name == "encoder_layers" else 0.0
-            if losses != pytest.approx(want[0], rel=tolerance, abs=0.0):
+            if losses != want[0]:
                 wrong.append(f"{where}: losses {losses} against {want[0]}")
             wrong += [f"{where}: '{key}' differs" for key in masters if not torch.equal(masters[key], want[1][key])]
             if engine.memory()["unsharded"]:
@@ -268,32 +265,3 @@ def aliases_and_copies(rank: int, world: int) -> dict[str, bool]:
 def test_aliases_and_copies_of_sharded_parameters() -> None:
     for found in run_ranks(2, aliases_and_copies):
         assert all(found.values()), found
-
-
-def save(rank: int, world: int, folder: str) -> dict[str, Tensor]:
-    engine = start(build("plain"), reproducible=True)
-    train(engine, 2)
-    engine.save(folder, extra={"from": 3})
-    return engine.master_state()
-
-
-def load(rank: int, world: int, folder: str) -> list[tuple[dict[str, Tensor], float]]:
-    found = []
-    for stage in range(4):
-        engine = start(build("plain"), zero_stage=stage, reproducible=True)
-        assert engine.load(folder) == {"from": 3}
-        with engine.eval():
-            found.append((engine.master_state(), float(engine(batch(0, 0)))))
-    return found
-
-
-def test_saved_at_stage_3_loaded_at_every_stage(tmp_path: Path) -> None:
-    want = run_ranks(2, save, str(tmp_path))[0]
-    model = build("plain")
-    model.load_state_dict(want)
-    with torch.no_grad():
-        want_loss = float(model.eval()(batch(0, 0)))
-    for masters, loss in run_ranks(3, load, str(tmp_path))[0]:
-        assert masters.keys() == want.keys()
-        assert all(torch.equal(masters[name], tensor) for name, tensor in want.items())
-        assert loss == want_loss

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import re
@@ -203,16 +202,6 @@ def command_line(log: Path, *argv: str, env: Mapping[str, str] | None = None) ->
 def fork_command(log: Path, *argv: str, env: Mapping[str, str]) -> ForkServerProcess:
     """Starts ``dtrain train ARGV`` in a forked process, whose standard error is appended to ``log``."""
     return fork(_in_fork, 0, 1, list(argv), dict(env), str(log), 0.0)
-
-
-def give_up_override() -> None:
-    """Makes permissions bind this process even where it is root's: without CAP_DAC_OVERRIDE (capabilities(7))."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # _LINUX_CAPABILITY_VERSION_3, this process
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; twice
-    assert libc.capget(header, sets) == 0
-    sets[0] &= ~(1 << 1)
-    assert libc.capset(header, sets) == 0
 
 
 def log_of(run_dir: Path) -> str:

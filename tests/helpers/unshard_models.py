@@ -136,10 +136,6 @@ class Penalty(Stack):
         return loss + slope.square().sum()
 
 
-def encoder_layers() -> list[nn.Module]:
-    return [nn.TransformerEncoderLayer(DIM, 2, 2 * DIM, dropout=0.1, batch_first=True) for _ in range(3)]
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: Stack(*(Block() for _ in range(5))),
     "checkpointed_blocks": lambda: Checkpointed(*(Block() for _ in range(3))),
@@ -150,7 +146,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dicts": lambda: DictStack(*(DictBlock() for _ in range(3))),
     "gru": lambda: Stack(GruBlock(False), GruBlock(True), GruBlock(False)),
     "attention": lambda: Stack(AttentionBlock(), AttentionBlock()),
-    "encoder_layers": lambda: Stack(*encoder_layers()),
     "detached": lambda: Stack(DetachedBlock(), DetachedBlock()),
     "penalty": lambda: Penalty(Block(), Block()),
     "weight_norm": lambda: Stack(*(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)) for _ in range(2))),

@@ -72,7 +72,7 @@ def engine_step(engine: Any, tokens: Tensor) -> Step:
     return step
 
 
-def operations_of(step: Step) -> int:
+def operations_of(step: Callable[[], Any]) -> int:
     """Returns the number of torch's operations in a step, below autograd, views and allocations too."""
     counted = _Operations()
     with counted:

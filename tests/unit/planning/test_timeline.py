@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.planning.replay import replay
-from dtrain.planning.timeline import (
-    REPLICATE,
-    SHARD,
-    Communication,
-    Moment,
-    RankTrace,
-    Timeline,
-    Transfer,
-    communicate,
-)
+from dtrain.planning.timeline import REPLICATE, SHARD, Communication, Moment, RankTrace, Timeline, Transfer, communicate
 
 GATHER = Transfer("all_gather", 10, 8, "blocks.0/bfloat16", SHARD)
 ACROSS = Transfer("all_gather", 10, 8, "blocks.0/bfloat16 across replicas", REPLICATE)

@@ -18,7 +18,6 @@ from dtrain.sharding.layout import (
     ParameterSlot,
     ParamSpec,
     flat_layouts,
-    round_up,
 )
 from dtrain.sharding.placement import Placement
 
@@ -176,17 +175,6 @@ def test_layout_by_hand() -> None:
     ]
     assert ArenaSegment(reduced, 1024, 3072).class_ranges() == ((0, 0, 1024), (1, 1024, 2048))
     assert flat_layouts("", specs[-1:], 1)[0].name == "root/float32"
-
-
-def test_no_parameters_make_no_buffer() -> None:
-    assert flat_layouts("g", [], 4) == ()
-
-
-@given(st.integers(0, 10**9), st.integers(1, 4096))
-def test_round_up_is_the_smallest_multiple(value: int, multiple: int) -> None:
-    up = round_up(value, multiple)
-    assert up % multiple == 0
-    assert value <= up < value + multiple
 
 
 def test_an_inconsistent_layout_is_refused() -> None:

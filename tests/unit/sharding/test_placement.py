@@ -50,14 +50,7 @@ ONE = {"numel": 1, "state_bytes": 8, "replica_bytes": 0, "fp32_numel": 1, "froze
     ],
 )
 def test_memory_formula_by_hand(
-    sizes: Sizes,
-    ranks: int,
-    stage: int,
-    compute: float,
-    main_grad: float,
-    master: float,
-    moments: float,
-    frozen: float,
+    sizes: Sizes, ranks: int, stage: int, compute: float, main_grad: float, master: float, moments: float, frozen: float
 ) -> None:
     unit = 1e9 if sizes is ZERO else 1
     got = memory_formula(STAGES[stage], **{name: round(size * unit) for name, size in sizes.items()}, num_ranks=ranks)

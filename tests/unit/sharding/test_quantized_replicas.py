@@ -66,13 +66,7 @@ class Shards:
     """The shards of all ranks in one process."""
 
     def __init__(
-        self,
-        weights: list[Tensor],
-        world: int,
-        rowwise: bool,
-        *,
-        compiled: bool = False,
-        device: torch.device = CPU,
+        self, weights: list[Tensor], world: int, rowwise: bool, *, compiled: bool = False, device: torch.device = CPU
     ) -> None:
         specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, 0) for n, w in enumerate(weights)]
         (self.layout,) = flat_layouts("g", specs, world)
