@@ -92,8 +92,6 @@ def test_precision_and_weights_of_micro_batches_are_the_engines_own(precision: s
 
 
 def test_backwards_before_a_step_add_up_without_accumulate() -> None:
-    """A later one than before is refused unless it is marked."""
-
     def losses(model: Any) -> list[torch.Tensor]:
         return [loss_of(model), 0.5 * model(torch.ones(2, 6)).square().mean()]
 
@@ -114,13 +112,18 @@ def test_backwards_before_a_step_add_up_without_accumulate() -> None:
         optimizer.step()
     for name, value in reference.named_parameters():
         torch.testing.assert_close(accelerator.get_state_dict(model)[name], value.detach())
+
+
+def test_a_later_backward_than_before_is_refused_unless_marked() -> None:
+    accelerator, model, optimizer = prepared()
+    for _ in range(2):
+        accelerator.backward(loss_of(model))
+        optimizer.step()
     with accelerator.no_sync(model):
         accelerator.backward(loss_of(model))
-    for loss in losses(model):
-        accelerator.backward(loss)
+    accelerator.backward(loss_of(model))
     optimizer.step()
-    for loss in losses(model):
-        accelerator.backward(loss)
+    accelerator.backward(loss_of(model))
     with pytest.raises(UsageError, match=re.escape("of a step but the last into 'with accelerator.no_sync(model):'")):
         accelerator.backward(loss_of(model))
 

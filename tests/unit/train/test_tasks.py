@@ -158,11 +158,11 @@ _PHOTOS = (
     *("model=convnet", "model.num_layers=1", "model.hidden_dim=8"),
     *("data=images", "data.size=8", "data.augment=crop_flip", "data.validation_percent=20", "data.workers=1"),
     *("train.micro_batch_size=4", "train.global_batch_size=8", "train.eval_every=3", "report=false"),
-    "train.steps=9",  # of 29 images or so: more than two epochs
+    "train.steps=6",  # of 29 images or so: more than an epoch
 )
 _NOISE = (
     *("model=denoiser", "model.hidden_dim=8", "data=glyphs", "data.task=denoising", _DIGITS[0], "data.size=8"),
-    *("train.micro_batch_size=2", "train.global_batch_size=4", "train.steps=5", "train.eval_batches=3"),
+    *("train.micro_batch_size=2", "train.global_batch_size=4", "train.steps=3", "train.eval_batches=2"),
     *("train.sample_tokens=0", "report=false", "engine.reproducible=true"),
 )
 
@@ -187,7 +187,7 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
     """Among them running statistics, and how images are changed at random. Other classes are refused."""
     photos = (*_PHOTOS, _write_photos(tmp_path / "photos"))
     _train(tmp_path / "whole", *photos)
-    for steps in (4, 9):
+    for steps in (4, 6):
         _train(tmp_path / "parts", *photos, f"train.steps={steps}")
     assert _without_validation_at(curve(tmp_path / "parts"), 4) == curve(tmp_path / "whole")
     whole = _tensors(tmp_path / "whole")
@@ -196,11 +196,11 @@ def test_a_resumed_run_has_the_bits_of_the_whole_one(tmp_path: Path) -> None:
 
     # also if the head, which is padded, has a row for each of the classes
     os.rename(tmp_path / "photos" / "red", tmp_path / "photos" / "violet")
-    cases = {"parts": (*photos, "train.steps=10")}
+    cases = {"parts": (*photos, "train.steps=7")}
     name, message = run_ranks(1, _outcomes, str(tmp_path), cases)[0]["parts"]
     assert name == "ConfigError"
     assert "was trained on other data: class 2 'red' (now 'violet'); set the data back, or choose" in message
-    assert summary(tmp_path / "parts")["steps"] == 9
+    assert summary(tmp_path / "parts")["steps"] == 6
 
 
 def test_noise_has_the_same_bits_on_two_ranks_and_resumed(tmp_path: Path) -> None:
@@ -218,7 +218,8 @@ def test_models_and_data_of_a_user(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(60, 2, 6, 5, generator=generator), torch.randint(3, (60,), generator=generator)
     save_file({"x": x, "y": y}, tmp_path / "train.safetensors")
-    short = ("train.steps=2", "train.eval_batches=2", "report=false")
+    short = ("train.steps=2", "train.micro_batch_size=4", "train.global_batch_size=8", "train.eval_batches=1")
+    short += ("report=false",)
     arrays = ("data=arrays", f"data.path={tmp_path}/train.safetensors", *short)
     own = "model.factory=tests.helpers.own_models:"
     cases = {
@@ -235,7 +236,7 @@ def test_models_and_data_of_a_user(tmp_path: Path) -> None:
     for name in ("plain", "with_logits"):
         assert found[name] == ("", ""), name
         assert 0 <= summary(tmp_path / name)["val_metrics"]["val_accuracy"] <= 1
-    shapes = "prediction of shape (16, 4); expected (16, 3), a number for each sample and class of the data"
+    shapes = "prediction of shape (4, 4); expected (4, 3), a number for each sample and class of the data"
     assert found["wide"] == ("ModelError", f"the model returned a {shapes}")
     assert found["pair"][0] == "ModelError"
     assert found["pair"][1].startswith(
