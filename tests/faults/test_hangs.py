@@ -1,17 +1,15 @@
 """Ranks that hang, crash again and again, or are killed with their launcher: all end, named, and nothing stays behind.
 
-F4: hangs under each launcher. F14: restarts without progress. P9: kills of ranks and launchers.
+F4: a hang. F14: restarts without progress. P9: kills of ranks and launchers.
 ``tests.unit.supervision`` has the watcher itself, and hangs in each phase.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -22,26 +20,13 @@ from dtrain.cli.resolve import compose
 from dtrain.config.schema import SuperviseConfig
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.kills import WORLDS, train_rank
-from tests.helpers.launch import SMALL, Job, checkpoints, deepspeed_sh, newest_step, python, sbatch, started, torchrun
+from tests.helpers.launch import SMALL, checkpoints, newest_step, python, started, torchrun
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
 
 LIMIT_S = 4.0
 TOLERANCE_S = 2.0
 ENDLESS = ("train.steps=100000", "train.save_every=4", "train.eval_every=6")
-
-
-REPORT = {"hang.json", "rank-0.txt", "rank-1.txt"}
-IN_FORWARD, STOPPED = "rank 1 is in 'forward' of step 7 since", "stopped (SIGSTOP) in 'forward' of step 7"
-# the launcher, the engine, what hangs and on which rank, how the line on the console begins, the command's exit code;
-# the unit tests have the other phases, without training
-HANGS: dict[str, tuple[Callable[..., Job], str, Mishap, str, int]] = {
-    "stopped": (started, "native", Mishap("forward", 20, "SIGSTOP", rank=1), f"rank 1 is {STOPPED} since", 1),
-    "endless loader": (torchrun, "native", Mishap("data", 9, "loop", rank=0), "rank 0 is in 'data' of step 9 since", 1),
-    "blocked in C": (sbatch, "native", Mishap("forward", 20, "block", rank=1), IN_FORWARD, 137),
-    "both stopped": (deepspeed_sh, "native", Mishap("forward", 20, "SIGSTOP"), f"ranks 0-1 are {STOPPED}", 247),
-    "collective of a library": (torchrun, "ddp", Mishap("forward", 20, "block", rank=1), IN_FORWARD, 1),
-}
 
 
 def test_a_hang_of_forked_ranks_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts) -> None:
@@ -52,43 +37,11 @@ def test_a_hang_of_forked_ranks_is_named_and_ended(tmp_path: Path, data: str, fa
         run_ranks(2, train_rank, config, mishap.env(), str(log), grace=10.0)
     taken = time.time() - (tmp_path / "mark-1").stat().st_mtime
     assert str(ended.value).count("the process died without a result") == 2
-    assert f"dtrain: rank 1 is {STOPPED} since" in log.read_text()
-    assert {path.name for path in (tmp_path / "run/failures/hang-1").iterdir()} == REPORT
+    assert "dtrain: rank 1 is stopped (SIGSTOP) in 'forward' of step 7 since" in log.read_text()
+    report = sorted(path.name for path in (tmp_path / "run/failures/hang-1").iterdir())
+    assert report == ["hang.json", "rank-0.txt", "rank-1.txt"]
     assert LIMIT_S <= taken <= LIMIT_S + TOLERANCE_S
     faults.passed("F4", 1, named=1, slowest_ms=round(1000 * taken))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", HANGS)
-def test_a_hang_is_named_and_ended(tmp_path: Path, data: str, faults: FaultCounts, name: str) -> None:
-    if not faults.full and name not in ("stopped", "endless loader"):
-        pytest.skip("with --fault-counts full")
-    start, engine, mishap, message, code = HANGS[name]
-    mishap = replace(mishap, mark=str(tmp_path / "mark"))
-    argv = (*SMALL, data, *ENDLESS, f"engine={engine}", f"supervise.limit_s={LIMIT_S}", f"run_dir={tmp_path}/run")
-    with start(tmp_path, *argv, env=mishap.env()) as job:
-        job.wait_until(lambda: any(tmp_path.glob("mark-*")))
-        ranks = job.ranks()
-        assert len(ranks) == 2
-        while any(map(_is_alive, ranks.values())):
-            time.sleep(0.01)
-        taken = time.time() - max(path.stat().st_mtime for path in tmp_path.glob("mark-*"))
-        assert job.wait() == code, job.output
-        assert job.gone(TOLERANCE_S), [env for _, env in job.processes()]
-        output = job.output
-    assert f"dtrain: {message}" in output, output
-    failures = tmp_path / "run/failures/hang-1"
-    assert json.loads((failures / "hang.json").read_text())["message"].startswith(message)
-    assert {path.name for path in failures.iterdir()} == REPORT
-    assert LIMIT_S <= taken <= LIMIT_S + TOLERANCE_S
-    faults.passed("F4", 1, named=1, slowest_ms=round(1000 * taken))
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 # -- restarts ----------------------------------------------------------------------------------------------------------

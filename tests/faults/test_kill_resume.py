@@ -9,16 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.launch import (
-    SMALL,
-    Record,
-    checkpoints,
-    curve,
-    log_of,
-    newest_step,
-    record_of,
-    train,
-)
+from tests.helpers.launch import SMALL, Record, checkpoints, curve, log_of, newest_step, record_of, train
 from tests.helpers.mishap import Mishap, recording
 
 STEPS = 12
@@ -44,32 +35,12 @@ def _train_to_the_end(run_dir: Path, data: str, world: int) -> Record:
     return record
 
 
-def _last_reported_save(run_dir: Path) -> int:
-    """Returns the step of the last checkpoint that the log reports as saved."""
-    steps = re.findall(r"saved \S+step-(\d+) ", log_of(run_dir))
-    return int(steps[-1]) if steps else 0
-
-
-@pytest.mark.exhaustive
-def test_dropout_changes_the_result(tmp_path: Path, data: str, whole: Record) -> None:
-    """The control of this file: without dropout the bits differ."""
-    assert train(tmp_path / "run", *SMALL, data, "model.dropout=0") == [0]
-    assert record_of(tmp_path / "run").tensors != whole.tensors
-
-
-# number of the call at which the process is killed; a step has 6 micro-batches
-INSTANTS = {"forward": 39, "backward": 63, "metrics": 5, "validation": 1, "summary": 1}
-
-
-@pytest.mark.parametrize(
-    "place",
-    [pytest.param(place, marks=() if place == "metrics" else pytest.mark.exhaustive) for place in INSTANTS],
-)
-def test_killed_at_a_call(tmp_path: Path, data: str, whole: Record, place: str) -> None:
+def test_killed_in_a_write_of_the_metrics(tmp_path: Path, data: str, whole: Record) -> None:
     """``test_kills`` has the other calls, of saves too."""
     run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, env=Mishap(place, INSTANTS[place]).env()) is None
-    assert newest_step(run_dir) >= _last_reported_save(run_dir)
+    assert train(run_dir, *SMALL, data, env=Mishap("metrics", 5).env()) is None
+    steps = re.findall(r"saved \S+step-(\d+) ", log_of(run_dir))
+    assert newest_step(run_dir) >= int(steps[-1] if steps else 0)
     assert train(run_dir, *SMALL, data) == [0]
     assert record_of(run_dir) == whole
     assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
@@ -92,18 +63,6 @@ def test_stopped_in_a_step(
     assert "stopped at step 7" in log_of(run_dir)
     assert train(run_dir, *SMALL, data, world=world) == [0] * world
     assert record_of(run_dir) == (whole if world == 1 else whole_on_two)
-
-
-@pytest.mark.exhaustive
-def test_stopped_during_a_save(tmp_path: Path, data: str, whole: Record) -> None:
-    """The signal arrives while a thread saves step 4: that save is committed, then the current step."""
-    run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, env=Mishap("create", 2, "SIGTERM").env()) == [75]
-    steps = [int(name.removeprefix("step-")) for name in checkpoints(run_dir)]
-    assert steps == [4, curve(run_dir)[-1]["step"]]
-    assert steps[1] > 4
-    assert train(run_dir, *SMALL, data) == [0]
-    assert record_of(run_dir) == whole
 
 
 @pytest.mark.exhaustive
@@ -132,11 +91,7 @@ def _samples(file: Path) -> dict[int, Counter[str]]:
 
 def test_each_sample_is_used_once_an_epoch_despite_kills(tmp_path: Path, data: str, faults: FaultCounts) -> None:
     """Two ranks, one is killed; then one, which is killed; then three: the same samples in the same steps."""
-    starts = [
-        (2, Mishap("vote", 6, rank=1), None),
-        (1, Mishap("update", 5), None),
-        (3, None, [0, 0, 0]),
-    ]
+    starts = [(2, Mishap("vote", 6, rank=1), None), (1, Mishap("update", 5), None), (3, None, [0, 0, 0])]
     steps: dict[int, Counter[str]] = {}
     for number, (world, mishap, expected) in enumerate(starts):
         file = tmp_path / f"samples-{number}"

@@ -113,16 +113,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
         job.process.join()
 
 
-def test_second_job_is_refused_while_the_first_runs(tmp_path: Path, start: Callable[..., Job]) -> None:
-    first = start(100, 200)
-    first.wait_until_saved()
-    code, error = start(300).end()
-    assert code == 1
-    assert re.search(rf"is in use by process {first.pid} on ", error)
-    assert first.end() == (0, "")
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000100", "step-00000200"]
-
-
 # where the first job is stopped in its second save: while it writes, before the check of the lease, and between that
 # check and the rename
 STOPS = [

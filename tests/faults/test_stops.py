@@ -5,10 +5,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import signal
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +16,7 @@ import pytest
 from dtrain.cli.resolve import compose
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.kills import FIRST_SAVE, SETTINGS, WORLDS, Records, train_rank
-from tests.helpers.launch import Record, curve, newest_step, python, record_of, started, summary
+from tests.helpers.launch import Record, curve, newest_step, record_of, summary
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -100,32 +98,3 @@ def test_a_second_signal_ends_it(tmp_path: Path, data: str, faults: FaultCounts,
         assert newest_step(run_dir) >= int(reported[-1] if reported else 0)
     assert longest < AT_ONCE_S
     faults.passed("F3", count, seed=seed, with_a_commit=commits, longest_ms=round(1000 * longest))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(1200)  # for the full counts
-def test_the_command_is_stopped(tmp_path: Path, data: str, faults: FaultCounts, world: int) -> None:
-    """``dtrain train`` itself, from its first instant on; before its handlers are there a signal ends it plainly."""
-    count, seed = faults.count(ci=1, full=10), 500 + world
-    rng = random.Random(seed)
-    saved, early, longest = 0, 0, 0.0
-    while saved < count:
-        run_dir, number = tmp_path / f"run{saved + early}", signal.Signals[rng.choice(SIGNALS[:2])]
-        words = (*SETTINGS, data, "train.steps=100000", f"run_dir={run_dir}")
-        start = python(tmp_path, *words) if world == 1 else started(tmp_path, *words, ranks=world)
-        with start as job:
-            time.sleep(rng.uniform(0.1, 12.0))
-            sent = time.monotonic()
-            os.kill(job.pid, number)
-            code = job.wait()
-            took = time.monotonic() - sent
-            assert job.gone(), "no process is left"
-        if code == 75:
-            assert newest_step(run_dir) == curve(run_dir)[-1]["step"] == summary(run_dir)["steps"], job.output
-            saved, longest = saved + 1, max(longest, took)
-        else:
-            assert code in (1, -number), job.output
-            assert not (run_dir / "metrics.jsonl").exists(), f"it had begun to train: {job.output}"
-            early += 1
-    assert longest < LIMIT_S
-    faults.passed("F3", saved, seed=seed, before_handlers=early, longest_ms=round(1000 * longest))

@@ -1,4 +1,4 @@
-"""A shared folder as one host sees it: every call is slow, and names that other hosts change are seen late.
+"""A shared folder as one host sees it: names that other hosts change are seen late.
 
 Each process is a host. It records its changes in a journal that all share, and hides those of others for a while:
 a name that another host has created does not exist yet, one that another host has removed is still listed. A change of
@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,18 +35,14 @@ class CachingFolder:
 
     Args:
         stale_s: seconds for which the changes of other hosts are not seen.
-        delay_s: seconds by which each call takes longer.
         harsh: neither a change of its own nor opening a folder shows what others have changed.
     """
 
-    def __init__(
-        self, root: Path, journal: Path, host: str, stale_s: float, delay_s: float = 0.0, *, harsh: bool = False
-    ) -> None:
+    def __init__(self, root: Path, journal: Path, host: str, stale_s: float, *, harsh: bool) -> None:
         self._root = os.path.realpath(root)
         self._journal = journal
         self._host = host
         self._stale_s = stale_s
-        self._delay_s = delay_s
         self._harsh = harsh
         self._refreshed: dict[str, float] = {}
         self._real = {name: getattr(os, name) for name in ("lstat", "stat", "open", "listdir", *_ONE_PATH, *_TWO_PATHS)}
@@ -54,6 +51,8 @@ class CachingFolder:
     def install(self) -> None:
         for name in self._real:
             setattr(os, name, getattr(self, f"_{name}", None) or self._changing(name))
+        for name in ("stat", "lstat"):
+            setattr(os, name, partial(self._stats, name))
         io.open = self._io_open  # type: ignore[assignment]
 
     def uninstall(self) -> None:
@@ -70,12 +69,14 @@ class CachingFolder:
         text = os.path.abspath(os.fspath(path))
         return text if isinstance(text, str) and f"{text}/".startswith(f"{self._root}/") else None
 
-    def _events(self) -> list[_Event]:
+    def _latest(self) -> dict[str, _Event]:
+        """Returns the last event of each path."""
         try:
             with self._real_io(self._journal) as file:
-                return [_Event(*json.loads(line)) for line in file if line.endswith("\n")]
+                events = [_Event(*json.loads(line)) for line in file if line.endswith("\n")]
         except FileNotFoundError:
-            return []
+            return {}
+        return {event.path: event for event in events}
 
     def _record(self, path: str, *, exists: bool, is_dir: bool) -> None:
         line = json.dumps([self._host, time.monotonic(), path, exists, is_dir]) + "\n"
@@ -88,9 +89,6 @@ class CachingFolder:
     def _unseen(self, event: _Event) -> bool:
         since = max(time.monotonic() - self._stale_s, self._refreshed.get(os.path.dirname(event.path), 0.0))
         return event.host != self._host and event.time > since
-
-    def _latest(self) -> dict[str, _Event]:
-        return {event.path: event for event in self._events()}
 
     def _look(self, path: str) -> _Event | None:
         """Raises as a lookup on this host does; returns the removal if the name is gone and still seen."""
@@ -106,32 +104,19 @@ class CachingFolder:
             return event
         return None
 
-    def _wait(self) -> None:
-        if self._delay_s:
-            time.sleep(self._delay_s)
-
     # -- the functions of os -----------------------------------------------------------------------------------------
 
-    def _stats(self, name: str, path: Any, options: dict[str, Any]) -> os.stat_result:
+    def _stats(self, name: str, path: Any, **options: Any) -> os.stat_result:
         inside = self._inside(path)
-        if inside is not None:
-            self._wait()
-            if (gone := self._look(inside)) is not None:
-                result: os.stat_result = self._real["stat"](self._root if gone.is_dir else self._journal)
-                return result
+        if inside is not None and (gone := self._look(inside)) is not None:
+            result: os.stat_result = self._real["stat"](self._root if gone.is_dir else self._journal)
+            return result
         return self._real[name](path, **options)  # type: ignore[no-any-return]
-
-    def _lstat(self, path: Any, **options: Any) -> os.stat_result:
-        return self._stats("lstat", path, options)
-
-    def _stat(self, path: Any, **options: Any) -> os.stat_result:
-        return self._stats("stat", path, options)
 
     def _listdir(self, path: Any = ".") -> list[str]:
         inside = self._inside(path)
         if inside is None:
             return self._real["listdir"](path)  # type: ignore[no-any-return]
-        self._wait()
         self._reopen(inside)
         names = set(self._real["listdir"](path))
         for event in self._latest().values():
@@ -149,7 +134,6 @@ class CachingFolder:
         inside = self._inside(path)
         if inside is None:
             return self._real["open"](path, flags, mode, **options)  # type: ignore[no-any-return]
-        self._wait()
         if flags & os.O_CREAT:
             self._look(os.path.dirname(inside))
         elif self._real_is_dir(inside):
@@ -170,7 +154,6 @@ class CachingFolder:
     def _io_open(self, file: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
         inside = self._inside(file)
         if inside is not None:
-            self._wait()
             self._look(os.path.dirname(inside) if set(mode) & set("wax") else inside)
         opened = self._real_io(file, mode, *arguments, **options)
         if inside is not None and set(mode) & set("wax"):
@@ -183,7 +166,6 @@ class CachingFolder:
             if inside is None:
                 self._real[name](path, *arguments, **options)
                 return
-            self._wait()
             is_dir = name == "mkdir" or self._real_is_dir(inside)
             self._look(os.path.dirname(inside))
             if name in _TWO_PATHS:

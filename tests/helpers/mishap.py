@@ -32,21 +32,10 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 
 FUNCTIONS = {
     "forward": "dtrain.models.transformer:Attention.forward",
-    "backward": "dtrain.models.transformer:Attention.forward",  # when the gradient reaches its output
-    "reduction": "dtrain.distributed.ring_exchange:RingExchange.send",
     "vote": "dtrain.engine.native:NativeEngine._vote",
     "update": "dtrain.optim.flat:FlatUpdate.update",
-    "gather": "dtrain.sharding.replicas:Replica.start_gather",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
-    "validation": "dtrain.train.trainer:validate",
-    "data": "dtrain.data.loader:BatchLoader.__next__",
-    "model": "dtrain.models.transformer:build",
-    "create": "dtrain.checkpoint.storage:create",
     "write": "dtrain.checkpoint.storage:write",
-    "sync": "dtrain.checkpoint.storage:sync",
-    "rename": "dtrain.checkpoint.storage:rename",
-    "sync_directory": "dtrain.checkpoint.storage:sync_directory",
-    "summary": "dtrain.train.run:write_summary",
 }
 
 
@@ -58,11 +47,8 @@ class Mishap:
         place: key of ``FUNCTIONS``, or such a path; empty: when the model is built. Of a ``write`` and ``metrics`` half
             the bytes are written first.
         count: number of the call.
-        action: name of a signal that the process sends itself, or ``raise``, ``sleep`` (60 s, at ``summary`` 1.5 s),
-            ``linger`` (SIGKILL after 0.2 s, while other threads continue), ``stop and fail`` (SIGTERM, then EIO),
-            ``loop`` (in Python, for good), ``block`` (in a C call, for good).
+        action: name of a signal that the process sends itself, or ``raise``, or ``stop and fail`` (SIGTERM, then EIO).
         rank: the rank with the fault; None: all ranks.
-        until: file whose existence ends a ``sleep`` of 60 s anywhere; empty: none.
         mark: file that is made when the fault happens; empty: none.
         after_s: seconds from the call to the fault, which then happens in another thread.
         again_s: seconds to the same fault once more; 0: none.
@@ -73,7 +59,6 @@ class Mishap:
     count: int
     action: str = "SIGKILL"
     rank: int | None = None
-    until: str = ""
     mark: str = ""
     after_s: float = 0.0
     again_s: float = 0.0
@@ -88,24 +73,11 @@ class Mishap:
             Path(f"{self.mark}-{_rank()}").touch()
         if self.action == "raise":
             raise RuntimeError("the model broke")
-        if self.action == "sleep":
-            deadline = time.monotonic() + (1.5 if self.place == "summary" and not self.until else 60)
-            while time.monotonic() < deadline and not (self.until and os.path.exists(self.until)):
-                time.sleep(0.02)
-        elif self.action == "loop":
-            while True:
-                pass
-        elif self.action == "block":
-            os.read(os.pipe()[0], 1)
-        elif self.action == "linger":
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.action == "stop and fail":
+        if self.action == "stop and fail":
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.2)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        else:
-            os.kill(os.getpid(), signal.Signals[self.action])
+        os.kill(os.getpid(), signal.Signals[self.action])
 
 
 def recording(file: Path) -> dict[str, str]:
@@ -125,16 +97,6 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     if _SAMPLES in os.environ:
         _record(Path(os.environ[_SAMPLES]))
     return transformer.build(config, vocab_size)
-
-
-def find(place: str) -> tuple[Any, str]:
-    """Returns the owner of a function given as ``module:path.to.it``, and its name there."""
-    module, path = place.split(":")
-    owner: Any = importlib.import_module(module)
-    *outer, name = path.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    return owner, name
 
 
 def _install(mishap: Mishap) -> None:
@@ -167,10 +129,6 @@ def _install(mishap: Mishap) -> None:
             elif mishap.place == "metrics":
                 args[0]._file.write('{"step": ')
                 args[0]._file.flush()
-            elif mishap.place == "backward":
-                output = real(*args, **kwargs)
-                output.register_hook(lambda gradient: mishap.happen())
-                return output
             begin()
         return real(*args, **kwargs)
 
@@ -184,8 +142,12 @@ def _install(mishap: Mishap) -> None:
 
 
 def _wrap(path: str, wrapper: Callable[..., Any]) -> None:
-    """Lets ``wrapper`` run in place of a function, which it gets first."""
-    owner, name = find(path)
+    """Lets ``wrapper`` run in place of the function ``module:path.to.it``, which it gets first."""
+    module, _, inside = path.partition(":")
+    owner: Any = importlib.import_module(module)
+    *outer, name = inside.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
     real: Callable[..., Any] = getattr(owner, name)
     # a function, so that it becomes a method of the class that it is put in
     setattr(owner, name, lambda *args, **kwargs: wrapper(real, *args, **kwargs))

@@ -66,7 +66,6 @@ PROMISES = (
         "A step is applied by all ranks, skipped by all, or the run stops before anything durable shows it.",
         (
             "faults/test_vote_processes.py",
-            "faults/test_vote_trials.py",
             "faults/test_mismatches.py",
             "faults/test_divergence_matrix.py",
         ),

@@ -1,6 +1,6 @@
 """The culprit of a failed step: the search in the main grads, the gradient monitor, and the culprit as text.
 
-``tests/faults/test_vote_trials.py`` has the choice among findings, in random steps.
+``tests/faults/test_vote_processes.py`` has the choice among findings.
 """
 
 from __future__ import annotations
@@ -43,6 +43,18 @@ def test_a_tensor_on_two_ranks_counts_in_its_own_elements_and_padding_is_nobodys
 # -- the gradient monitor ----------------------------------------------------------------------------------------------
 
 
+def test_monitor_keeps_numbers_and_sums_together_over_dtypes() -> None:
+    monitor = GradientMonitor(2)
+    good, bad = torch.ones(4), torch.tensor([1.0, math.nan])
+    for micro_batch, number, grad in ((0, 0, good.bfloat16()), (0, 1, bad), (1, 0, bad.bfloat16()), (1, 1, good)):
+        monitor.record_finiteness(micro_batch, number, grad)
+    numbers, marks = monitor.finiteness()
+    assert marks is not None
+    assert dict(zip(numbers, marks.tolist(), strict=True)) == {0: False, 1: True, 2: True, 3: False}
+    monitor.clear()
+    assert monitor.finiteness() == ([], None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
 def test_monitor_finds_one_bad_element(dtype: torch.dtype, value: float) -> None:
@@ -57,18 +69,6 @@ def test_monitor_finds_one_bad_element(dtype: torch.dtype, value: float) -> None
     assert list(numbers) == [2, 3, 4, 5]
     assert bad is not None
     assert bad.tolist() == [False, False, True, False]
-    monitor.clear()
-    assert monitor.finiteness() == ([], None)
-
-
-def test_monitor_keeps_numbers_and_sums_together_over_dtypes() -> None:
-    monitor = GradientMonitor(2)
-    good, bad = torch.ones(4), torch.tensor([1.0, math.nan])
-    for micro_batch, number, grad in ((0, 0, good.bfloat16()), (0, 1, bad), (1, 0, bad.bfloat16()), (1, 1, good)):
-        monitor.record_finiteness(micro_batch, number, grad)
-    numbers, marks = monitor.finiteness()
-    assert marks is not None
-    assert dict(zip(numbers, marks.tolist(), strict=True)) == {0: False, 1: True, 2: True, 3: False}
 
 
 # -- the culprit -------------------------------------------------------------------------------------------------------

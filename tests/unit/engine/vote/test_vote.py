@@ -16,15 +16,7 @@ from hypothesis import strategies as st
 
 from dtrain.engine.vote.decide import DecodedDecision, decide
 from dtrain.engine.vote.divergence import find_disagreement
-from dtrain.engine.vote.record import (
-    COLUMNS,
-    MUST_AGREE,
-    NUM_FIELDS,
-    NUM_HOST,
-    DeviceRecord,
-    HostRecord,
-    upload,
-)
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord, upload
 from tests.helpers.vote_records import DEVICE_FIELDS, FLOATS, HOST_FIELDS, RankRecords, decoded, ranks_of, table
 from tests.helpers.vote_records import rank_records as record
 
@@ -33,6 +25,15 @@ any_int = st.integers(-1, 2**63 - 1)
 FIELDS = (*HOST_FIELDS, *DEVICE_FIELDS)
 any_record = st.builds(record, **{name: any_float if name in FLOATS else any_int for name in FIELDS})
 ODD_NAN = struct.unpack("<d", struct.pack("<Q", 0xFFF8000000ABCDEF))[0]
+
+
+def bits(value: float) -> bytes:
+    return struct.pack("<d", value)
+
+
+def assert_same_bits(got: RankRecords, sent: RankRecords) -> None:
+    for name in FIELDS:
+        assert bits(got[name]) == bits(sent[name]) if name in FLOATS else got[name] == sent[name], name
 
 
 def decode(records: list[RankRecords], **options: Any) -> DecodedDecision:
@@ -45,19 +46,6 @@ def disagreement(records: list[RankRecords]) -> tuple[str, int] | None:
     return find_disagreement([one.host for one in records])
 
 
-def bits(value: float) -> bytes:
-    return struct.pack("<d", value)
-
-
-def assert_same_bits(got: RankRecords, sent: RankRecords) -> None:
-    for name in FIELDS:
-        assert bits(got[name]) == bits(sent[name]) if name in FLOATS else got[name] == sent[name], name
-
-
-def from_row(row: list[int]) -> RankRecords:
-    return RankRecords(HostRecord.from_row(row[:NUM_HOST]), DeviceRecord.from_row(row[NUM_HOST:]))
-
-
 # -- records -----------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +55,8 @@ def test_records_keep_every_bit_on_their_way_to_the_host(records: list[RankRecor
     for sent, arrived in zip(records, ranks_of(decode(records)), strict=True):
         row = sent.to_row()
         assert len(row) == NUM_FIELDS == len(FIELDS)
-        assert_same_bits(from_row(torch.tensor(row, dtype=torch.int64).tolist()), sent)
+        host, device = HostRecord.from_row(row[:NUM_HOST]), DeviceRecord.from_row(row[NUM_HOST:])
+        assert_same_bits(RankRecords(host, device), sent)
         assert_same_bits(arrived, sent)
 
 
