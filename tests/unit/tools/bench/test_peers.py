@@ -121,6 +121,7 @@ def train_on_two_ranks(cases: list[BenchmarkCase]) -> dict[str, Trained]:
     return ranks[0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_peers_and_engines_train_alike_and_count_their_state() -> None:
     engines = [

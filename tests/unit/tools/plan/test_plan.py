@@ -97,8 +97,8 @@ def test_a_model_that_needs_values_gets_them(
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["experiment=smoke", "precision=bf16", "engine.zero_stage=3", "ranks=6", "device=a100-80gb"]
-    text = output(capsys, "memory", *keys)
+    keys = ["experiment=smoke", "model.num_layers=1", "precision=bf16", "engine.zero_stage=3", "device=a100-80gb"]
+    text = output(capsys, "memory", *keys, "ranks=6")
     assert "planned with train.global_batch_size=12: 6 ranks cannot share 8 in equal parts" in text
     assert "rank 0 of 6 on a100-80gb" in text
     assert re.search(r"\| unsharded +\| [0-9.]+ MiB +\| full weights", text)
@@ -109,7 +109,9 @@ def test_memory(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_batch_that_grows_is_planned_at_its_largest(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ("train.global_batch_size={0:8,5:32}", "train.seq_len={0:16,5:32}")
-    text = output(capsys, "memory", "experiment=smoke", "precision=fp32", "device=l4-24gb", *sizes)
+    text = output(
+        capsys, "memory", "experiment=smoke", "precision=fp32", "device=l4-24gb", "model.num_layers=1", *sizes
+    )
     assert text.startswith("planned at the largest batch: train.global_batch_size=32 train.seq_len=32\n")
     grown = PlannedRun.of(compose(["experiment=smoke", *sizes]), find_device("l4-24gb", 1), 1)
     assert grown.config == compose(["experiment=smoke", "train.global_batch_size=32", "train.seq_len=32"])
@@ -118,7 +120,7 @@ def test_a_batch_that_grows_is_planned_at_its_largest(capsys: pytest.CaptureFixt
 
 
 def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["train.micro_batch_size=256", "train.global_batch_size=256", "model.num_layers=2", "device=t4-16gb"]
+    sizes = ["train.micro_batch_size=256", "train.global_batch_size=256", "model.num_layers=1", "device=t4-16gb"]
     text = output(capsys, "memory", "precision=fp32", "model=gpt2-124m", *sizes)
     assert "does not fit on t4-16gb (15.00 GiB for a rank); the largest micro-batch that fits is" in text
     assert re.search(r"with train.micro_batch_size=\d+: .*, fits; costs: \d+ times as many forwards", text)

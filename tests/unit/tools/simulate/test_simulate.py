@@ -63,6 +63,7 @@ def point_of(*keys: str, ranks: int) -> tuple[PlannedRun, ScalingPoint]:
     return run, point
 
 
+@pytest.mark.usefixtures("one_memory_plan")
 def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "scaling.png"
     assert main(["simulate", *TINY, "ranks=1,64", STAGE_3, f"json={out}", f"picture={picture}"]) == 0
@@ -115,6 +116,7 @@ def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
     assert 0 <= weight_gaps <= micro_batches * (shard - 1) * 64 * 4
 
 
+@exhaustive
 @pytest.mark.usefixtures("one_memory_plan")
 def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run = tiny(STAGE_3, "optim=sgd", ranks=2)
@@ -148,6 +150,7 @@ def test_many_micro_batches_take_what_the_last_of_a_few_takes() -> None:
     assert weights[1] == 2 * weights[0]
 
 
+@exhaustive
 @pytest.mark.usefixtures("one_memory_plan")
 def test_measured_computation_rescales_the_step() -> None:
     run = tiny(STAGE_2, ranks=8)
@@ -169,6 +172,7 @@ def test_memory_that_does_not_fit_is_named() -> None:
         assert line.endswith("; dtrain plan memory proposes changes")
 
 
+@exhaustive
 @pytest.mark.usefixtures("one_memory_plan")
 def test_replicas() -> None:
     run = tiny(STAGE_3, "engine.shard_size=16", ranks=8)

@@ -73,6 +73,7 @@ def test_engine_suite(starts: int, tmp_path: Path, capsys: pytest.CaptureFixture
     assert os.uname().nodename not in astuple(results.host)
 
 
+@pytest.mark.exhaustive
 def test_precision_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = bench(capsys, tmp_path / "r.json", "precision", *TINY, *SHORT, "bench.precisions=[bf16]")
     fp32, bf16 = cases_of(results).values()
@@ -110,6 +111,7 @@ def test_vote_suite_times_parts_inside_each_step(tmp_path: Path, capsys: pytest.
     assert final_loss(dynamic) == pytest.approx(final_loss(none), rel=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_telemetry_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("telemetry", *TINY, *SHORT, "bench.precisions=[fp32]", "bench.ranks=1")
     off, sampled = cases_of(bench(capsys, tmp_path / "r.json", *words)).values()
