@@ -24,30 +24,17 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Ran:
-    """One kernel.
-
-    Attributes:
-        op: its name in ``torch.ops.aten``.
-        module: the innermost one whose forward it ran in, empty for the model itself; None outside, as in backward.
-        inputs: dtypes of its tensors, each once, sorted.
-        outputs: likewise.
-    """
+    """A kernel of ``torch.ops.aten`` with the dtypes of its tensors, each once, sorted."""
 
     op: str
     module: str | None
+    """The innermost one whose forward it ran in, empty for the model itself; None outside, as in backward."""
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
 
 
 class OpDtypes(TorchDispatchMode):
-    """Records every kernel that runs inside, by module.
-
-    Args:
-        model: the model whose modules are distinguished.
-
-    Attributes:
-        ran: the kernels, in order.
-    """
+    """Records every kernel that runs inside, by module of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -23,8 +23,20 @@ _ROWS, _WIDTH, _HIDDEN = 32, 16, 32
 _MEASURED = 3  # last steps, whose mean is the final loss
 
 
-class Regression(nn.Module):
-    """An MLP whose loss is the squared error, times a factor."""
+class Fitted(nn.Module):
+    """Its loss is the squared error, times a factor."""
+
+    factor = 1.0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.predict(x).float() - y).square().mean() * self.factor
+
+    def predict(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Regression(Fitted):
+    """An MLP."""
 
     def __init__(self, middle: nn.Module, factor: float = 1.0) -> None:
         super().__init__()
@@ -33,14 +45,11 @@ class Regression(nn.Module):
         self.last = nn.Linear(_HIDDEN, 4)
         self.factor = factor
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.predict(x).float() - y).square().mean() * self.factor
-
     def predict(self, x: Tensor) -> Tensor:
         return self.last(F.gelu(self.middle(F.gelu(self.first(x)))))
 
 
-class OutlierChannel(nn.Module):
+class OutlierChannel(Fitted):
     """One input of `mix` is 300 and a signal of 15, which a bias makes up for: FP8 rounds it to multiples of 32."""
 
     def __init__(self) -> None:
@@ -52,9 +61,6 @@ class OutlierChannel(nn.Module):
         with torch.no_grad():
             self.mix.weight[:, 0] = 0.06 * self.mix.weight[:, 0].sign()
             self.mix.bias -= 300 * self.mix.weight[:, 0]
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.predict(x).float() - y).square().mean()
 
     def predict(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.first(x))
@@ -104,15 +110,12 @@ class LargeLogits(nn.Module):
         return weights.to(x.dtype) @ x
 
 
-class Attending(nn.Module):
+class Attending(Fitted):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(_WIDTH)
         self.attn = LargeLogits()
         self.last = nn.Linear(_WIDTH, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.predict(x).float() - y).square().mean()
 
     def predict(self, x: Tensor) -> Tensor:
         groups = self.norm(x).unflatten(0, (-1, 8))
@@ -152,17 +155,15 @@ def narrow() -> nn.Module:
     return nn.Sequential(nn.Linear(_HIDDEN, 8), nn.Linear(8, _HIDDEN))
 
 
-_TENSOR_CORES = {"fp32": 40.0, "fp8": 15.0}
+_FAST = {"fp32": 40.0, "fp8": 15.0}
 
 MODELS = {
     "healthy": Planted(lambda: Regression(linear()), ("bf16", "fp16"), "bf16"),
     "tiny gradients": Planted(lambda: Regression(linear(), 1e-7), ("fp16",), "fp16", loss_scale="none", eps=1e-15),
-    "outlier channel": Planted(
-        OutlierChannel, ("fp8",), "fp8", {"mix": "bf16"}, _TENSOR_CORES, lr=1e-4, distance=0.025
-    ),
+    "outlier channel": Planted(OutlierChannel, ("fp8",), "fp8", {"mix": "bf16"}, _FAST, lr=1e-4, distance=0.025),
     "exp in a loss": Planted(Counts, ("fp16",), "fp16", {"loss": "fp32"}),
     "large-norm softmax": Planted(Attending, ("bf16",), "bf16", {"attn": "fp32"}, lr=1e-4, distance=0.02),
-    "narrow matrix": Planted(lambda: Regression(narrow()), ("fp8",), "fp8", {}, _TENSOR_CORES),
+    "narrow matrix": Planted(lambda: Regression(narrow()), ("fp8",), "fp8", {}, _FAST),
 }
 
 

@@ -124,7 +124,6 @@ _ENTRIES = [
     _entry("conv_batch_norm", functools.partial(models.ConvNet, nn.BatchNorm2d), image_batch, writes_buffers=True),
     _entry("buffers", models.Buffers, vector_batch, writes_buffers=True),
     _entry("mixed_arguments", models.MixedArguments, mixed_batch),
-    _entry("dict_output", models.DictOutput, labelled_batch),
     _entry("object_output", models.ObjectOutput, labelled_batch),
     _entry("odd_sizes", models.OddSizes, functools.partial(vector_batch, in_dim=7, out_dim=5)),
     _entry("nested", models.Nested, vector_batch),

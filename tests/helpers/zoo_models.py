@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -141,14 +140,8 @@ class ConvNet(nn.Module):
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
         super().__init__()
-        self.features = nn.Sequential(
-            nn.Conv2d(3, 4, 3, padding=1, bias=False),
-            norm(4),
-            nn.ReLU(),
-            nn.Conv2d(4, 8, 3, stride=2),
-            norm(8),
-            nn.ReLU(),
-        )
+        first, second = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 8, 3, stride=2)
+        self.features = nn.Sequential(first, norm(4), nn.ReLU(), second, norm(8), nn.ReLU())
         self.head = nn.Linear(8, 2)
 
     def forward(self, images: Tensor, labels: Tensor) -> Tensor:
@@ -195,22 +188,6 @@ class MixedArguments(nn.Module):
         return F.mse_loss(at_least_fp32(prediction), target)
 
 
-class DictOutput(nn.Module):
-    """Returns a dict with the loss among other things."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Any]:
-        prediction = self.layer(x)
-        return {
-            "prediction": prediction,
-            "aux": [prediction.detach()],
-            "loss": F.mse_loss(at_least_fp32(prediction), y),
-        }
-
-
 @dataclass
 class Output:
     """Output of ObjectOutput, an object as model libraries return it."""
@@ -219,12 +196,16 @@ class Output:
     prediction: Tensor
 
 
-class ObjectOutput(DictOutput):
+class ObjectOutput(nn.Module):
     """Returns a record with the loss as an attribute."""
 
-    def forward(self, x: Tensor, y: Tensor) -> Output:  # type: ignore[override]
-        output = super().forward(x, y)
-        return Output(output["loss"], output["prediction"])
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Output:
+        prediction = self.layer(x)
+        return Output(F.mse_loss(at_least_fp32(prediction), y), prediction)
 
 
 class OddSizes(nn.Module):

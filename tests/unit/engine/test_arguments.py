@@ -23,46 +23,35 @@ from tests.helpers.one_rank import X, loss_of, masters, start, train_step, uncha
 Call = Callable[[Any], Any]
 
 
-def told(last: Any) -> Call:
-    return lambda engine: engine.micro_batch(last=last).__enter__()
-
-
-def batch(items: Any) -> Call:
-    return lambda engine: engine.accumulate(items)
-
-
-def loss(value: Any) -> Call:
-    return lambda engine: engine.backward(value)
+LAST = r"engine\.micro_batch\(last=.*\): expected True or False"
+WEIGHT = r"the weight of micro-batch 0 is .*; expected .* such as its token count"
+LOSS = "expected a 0-dim loss tensor.*got one "
 
 
 def weight(value: Any) -> Call:
     return lambda engine: engine.backward(loss_of(engine), weight=value)
 
 
-def saved(**options: Any) -> Call:
-    return lambda engine: engine.save("nowhere", **options)
-
-
-LAST = r"engine\.micro_batch\(last=.*\): expected True or False"
-WEIGHT = r"the weight of micro-batch 0 is .*; expected .* such as its token count"
-LOSS = "expected a 0-dim loss tensor.*got one "
 CALLS: list[tuple[Call, str]] = [
-    *((told(last), LAST) for last in (1, None, torch.tensor(True))),
+    *((lambda e, last=last: e.micro_batch(last=last).__enter__(), LAST) for last in (1, torch.tensor(True))),
     *(
-        (batch(items), rf"engine\.accumulate got a {type(items).__name__}; expected a list")
+        (
+            lambda e, items=items: e.accumulate(items),
+            rf"engine\.accumulate got a {type(items).__name__}; expected a list",
+        )
         for items in (5, torch.tensor(1.0), {"tokens": X}, "batch")
     ),
     *((weight(value), WEIGHT) for value in ("1", None, torch.ones(2), torch.tensor(1j))),
     *((weight(value), "expected a finite number >= 0") for value in (-1.0, math.nan, math.inf)),
-    (loss(torch.ones(2, 3)), LOSS + r"of shape \[2, 3\]"),
-    (loss(1.5), LOSS + "a float"),
-    (loss({"lost": torch.tensor(1.0)}), LOSS + "a dict"),
+    (lambda engine: engine.backward(torch.ones(2, 3)), LOSS + r"of shape \[2, 3\]"),
+    (lambda engine: engine.backward(1.5), LOSS + "a float"),
+    (lambda engine: engine.backward({"lost": torch.tensor(1.0)}), LOSS + "a dict"),
     *((lambda e, path=path: e.save(path), r"engine\.save\(.*\): expected a directory") for path in (None, b"run")),
     (lambda engine: engine.load(["run"]), r"engine\.load\(.*\): expected a directory as a string or a Path"),
-    (saved(extra=5), r"engine\.save\(extra=5\): expected a mapping"),
-    (saved(metrics=[1.0]), r"engine\.save\(metrics=.*\): expected a mapping"),
-    (saved(retention=3), r"expected a dtrain\.checkpoint\.Retention"),
-    (saved(asynchronous=1), r"engine\.save\(asynchronous=1\): expected True or False"),
+    (lambda engine: engine.save("nowhere", extra=5), r"engine\.save\(extra=5\): expected a mapping"),
+    (lambda engine: engine.save("nowhere", metrics=[1.0]), r"engine\.save\(metrics=.*\): expected a mapping"),
+    (lambda engine: engine.save("nowhere", retention=3), r"expected a dtrain\.checkpoint\.Retention"),
+    (lambda engine: engine.save("nowhere", asynchronous=1), r"engine\.save\(asynchronous=1\): expected True or False"),
 ]
 
 
@@ -99,10 +88,9 @@ def test_a_wrong_argument_of_step(option: str, values: list[Any], message: str) 
 
 def test_metrics_of_a_save(tmp_path: Path) -> None:
     """One rank may compute a wrong value; the ranks agree on the failure instead of waiting for that rank."""
-    engine = start()
     with pytest.raises(CheckpointError, match=r"val_loss.*expected a number or None"):
-        engine.save(tmp_path, metrics={"val_loss": "x"})
-    assert engine.save(tmp_path, metrics={"val_loss": torch.tensor(1.0), "train_loss": None}).is_dir()
+        start().save(tmp_path, metrics={"val_loss": "x"})
+    assert start().save(tmp_path, metrics={"val_loss": torch.tensor(1.0), "train_loss": None}).is_dir()
 
 
 def test_an_invalid_weight_tensor_is_refused_by_step() -> None:
@@ -118,20 +106,12 @@ def test_an_invalid_weight_tensor_is_refused_by_step() -> None:
 def test_loss_that_is_not_fp32_is_refused_with_the_fix() -> None:
     engine = start(nn.Linear(4, 1), precision="bf16")
     value = engine.module(X.bfloat16()).square().mean()
-    with pytest.raises(
-        ContractError, match=r"the loss is torch\.bfloat16; .* F\.cross_entropy\(logits\.float\(\), tar"
-    ):
+    with pytest.raises(ContractError, match=r"the loss is torch\.bfloat16; .* F\.cross_entropy\(logits\.float\(\),"):
         engine.backward(value)
     assert train_step(engine).applied
 
 
 # -- what initialize refuses -------------------------------------------------------------------------------------------
-
-
-def two_over_one_storage() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[1].weight = nn.Parameter(model[0].weight.detach())
-    return model
 
 
 def overlapping() -> nn.Module:
@@ -156,11 +136,7 @@ def expanded(kind: str) -> Callable[[], nn.Module]:
 EXPANDED = r"'mask' is an expanded tensor .* \.contiguous\(\)"
 MODELS: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
-    (lambda: nn.LazyLinear(2), "'weight' is a lazy parameter"),
-    (lambda: nn.Linear(2, 2).double(), "'weight' is torch.float64"),
-    (lambda: nn.Linear(2, 2).requires_grad_(False), "nothing to train"),
     (nn.ReLU, "nothing to train"),
-    (two_over_one_storage, r"'0\.weight' and '1\.weight' are two parameters over one storage"),
     (overlapping, "two parameters over one storage"),
     *((expanded(kind), EXPANDED) for kind in ("buffer", "frozen", "trainable")),
     (lambda: nn.Linear, "model=the class torch.nn.modules.linear.Linear is not a torch.nn.Module; call it"),
@@ -191,16 +167,16 @@ class Opaque:
 
 
 schedulers = torch.optim.lr_scheduler
+CONSTANT = dtrain.TorchSchedule(schedulers.ConstantLR)
+BY_NAME = dtrain.AdamW(groups={"0": {"schedule": "cosine"}})
 TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda step: 1.0)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "tf32"}, "needs an NVIDIA GPU"),
         ({"precision": torch.float64}, "precision=torch.float64 is not one of torch.float32, torch.bfloat16, torch.fl"),
         ({"precision": 16}, "precision=16 is not a name such as bf16, a torch dtype, or a dtrain.PrecisionPolicy"),
-        ({"engine": "nativ"}, "engine 'nativ' is not one of .*; did you mean 'native'"),
         ({"engine": dtrain.Native}, "engine=the class dtrain.config.engines.Native is not one of native, .* or a rec"),
         ({"zero_stage": True}, "^zero_stage=true is not a whole number"),
         ({"engine": dtrain.Native(zero_stage=3), "zero_stage": 2}, r"^zero_stage=2 beside engine=Native\(zero_stage=3"),
@@ -210,25 +186,16 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
         ({"optimizer": torch.optim.SGD}, r"=the class torch.optim.* is not an optimizer of dtrain .*AdamW\(lr=3e-4"),
         ({"schedule": lambda step: 1.0}, r"schedule is a function; write schedule=dtrain.Schedule\(function\), if"),
         ({"schedule": TORCH_SCHEDULE}, r"of torch, .*; write schedule=dtrain.TorchSchedule\(.*\.LambdaLR, ...\)"),
-        ({"schedule": dtrain.Cosine}, "schedule=the class .*Cosine is not a schedule of dtrain"),
         ({"schedule": Slowing()}, "the schedule is Slowing, .* make it a frozen dataclass"),
         ({"schedule": Opaque(curve=object())}, "must be numbers, strings, or lists"),
-        (
-            {"schedule": dtrain.TorchSchedule(schedulers.ConstantLR), "optimizer": dtrain.AdamW(lr=0.0)},
-            "TorchSchedule needs an optimizer with lr above 0, and got lr=0",
-        ),
-        (
-            {"optimizer": dtrain.AdamW(groups={"0": {"schedule": "cosine"}})},
-            r"^AdamW\.groups, '0': schedule=cosine is not a schedule of dtrain",
-        ),
+        ({"schedule": CONSTANT, "optimizer": dtrain.AdamW(lr=0.0)}, "TorchSchedule needs an optimizer with lr above 0"),
+        ({"optimizer": BY_NAME}, r"^AdamW\.groups, '0': schedule=cosine is not a schedule of dtrain"),
         ({"groups": {"0": {"lr_factor": 0.1}}}, r"^groups belong to the optimizer: .*AdamW\(groups=.* sharding_units"),
         ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=a torch.amp.* is not a mode .* needs no GradScaler"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' is not a number or null"),
         ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
         ({"comm": "gloo"}, "comm=gloo is not a dtrain communicator; omit it"),
-        ({"keep_gathered": ["1.wieght"], "zero_stage": 3}, "matches no parameter .*; did you mean '1.weight'"),
         ({"engine": "ddp", "offload": "cpu"}, "engine=ddp has no offload; .* engine=native and deepspeed"),
-        ({"sharding_units": ["block.*"]}, "sharding_units pattern 'block.*' matches no module"),
         ({"reproducible": 1}, "^reproducible=1 is not true or false"),
         ({"reduce_dtype": torch.bfloat16}, "^reduce_dtype=torch.bfloat16 is not one of auto, fp32, bf16, fp16"),
     ],

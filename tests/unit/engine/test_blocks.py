@@ -47,27 +47,31 @@ def train(engine: Any, steps: int = 2) -> list[float]:
     return curve
 
 
-WAYS: list[dict[str, Any]] = [
-    {"recompute": "full"},
-    {"recompute": "selective"},
-    {"recompute": "full", "recompute_every": 2},
-    {"recompute": "full", "blocks": ["blocks.*.attn", "blocks.*.ffn"]},
-]
+WAYS: list[dict[str, Any]] = [{"recompute": "full"}, {"recompute": "selective"}]
 
 
-@pytest.mark.parametrize(("precision", "ways"), [("fp32", WAYS), ("fp8", WAYS[:2])], ids=["fp32", "fp8"])
-def test_gradients_have_the_bits_of_a_run_without_recomputation(precision: str, ways: list[dict[str, Any]]) -> None:
+def test_other_blocks_and_inputs_on_the_host_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, whose random numbers are drawn again."""
-    plain = start(language_model(), precision)
-    want = train(plain), plain.master_state()
-    for way in ways:
-        engine = start(language_model(), precision, **way)
-        assert train(engine) == want[0], way
-        assert all(torch.equal(values, want[1][name]) for name, values in engine.master_state().items()), way
+    moved: list[int] = []
+    real = recompute.to_host
+
+    def to_host(tensor: Tensor) -> Tensor:
+        moved.append(tensor.numel())
+        return real(tensor)
+
+    want = train(start(language_model()))
+    for way in ({"recompute_every": 2}, {"blocks": ["blocks.*.attn", "blocks.*.ffn"]}):
+        assert train(start(language_model(), recompute="full", **way)) == want, way
+    monkeypatch.setattr(recompute, "to_host", to_host)
+    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
+    assert not moved, "on a CPU they are there already"
+    monkeypatch.setattr(recompute, "is_on_gpu", lambda tensor: tensor.dim() > 0)
+    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
+    num_blocks, num_batches = 3, 2 * 2
+    assert moved.count(TOKENS[:, :-1].numel() * 32) == num_blocks * num_batches, "the input of each block, no weight"
 
 
 def kept_bytes(**blocks: Any) -> int:
-    """Returns the bytes of distinct storages that a forward leaves for its backward."""
     engine = start(language_model(num_layers=8, hidden_dim=64, dropout=0.0), **blocks)
     tokens = TOKENS.repeat(4, 1)
     with StorageTracker() as tracker:
@@ -80,8 +84,7 @@ def kept_bytes(**blocks: Any) -> int:
 
 def test_memory_of_activations() -> None:
     """Of eight layers full recomputation keeps the inputs; the embedding and the loss keep the same in all cases."""
-    ways: list[dict[str, Any]] = [{}, {"recompute": "selective"}, {"recompute": "full"}]
-    none, selective, full, half = (kept_bytes(**way) for way in [*ways, {**ways[2], "recompute_every": 2}])
+    full, selective, none, half = (kept_bytes(**way) for way in [*WAYS, {}, {**WAYS[0], "recompute_every": 2}])
     outside = full - 8 * TOKENS.repeat(4, 1)[:, :-1].numel() * 64 * 4  # a block's input in FP32
     assert 0 < outside < 0.1 * none
     assert full - outside <= 2 * (none - outside) / 8
@@ -99,24 +102,6 @@ def test_a_recomputed_forward_runs_once_without_gradients_and_twice_with() -> No
     assert (len(calls), logits.requires_grad) == (1, False)
     train(engine, steps=1)
     assert len(calls) == 1 + 2 * 2, "two micro-batches"
-
-
-def test_inputs_on_the_host_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    moved: list[int] = []
-    real = recompute.to_host
-
-    def to_host(tensor: Tensor) -> Tensor:
-        moved.append(tensor.numel())
-        return real(tensor)
-
-    want = train(start(language_model()))
-    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
-    assert not moved, "on a CPU they are there already"
-    monkeypatch.setattr(recompute, "to_host", to_host)
-    monkeypatch.setattr(recompute, "is_on_gpu", lambda tensor: tensor.dim() > 0)
-    assert train(start(language_model(), recompute="full", offload_activations=True)) == want
-    num_blocks, num_batches = 3, 2 * 2
-    assert moved.count(TOKENS[:, :-1].numel() * 32) == num_blocks * num_batches, "the input of each block, no weight"
 
 
 class Odd(nn.Module):
@@ -150,7 +135,7 @@ class OddNet(nn.Module):
 def test_blocks_of_any_kind(engine: str) -> None:
     """Running statistics are updated once, keywords are arguments, and caches of casts change nothing."""
     x, found = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), []
-    for way in ({}, *WAYS[:2]):
+    for way in ({}, *WAYS):
         torch.manual_seed(0)
         model = OddNet()
         run = start(model, "fp8", {"engine": engine, "optimizer": dtrain.SGD()}, **way)
@@ -198,11 +183,6 @@ class Own(nn.Module):
         (language_model, {"recompute": "full", "blocks": ["block.*"]}, "'block.*' matches no module; did you mean"),
         (Own, {"recompute": "selective"}, "Own has no ModuleList or Sequential"),
         (lambda: nn.Sequential(Own()), {"recompute": "full"}, "'0' recomputes its activations itself"),
-        (Own, {"recompute": "selectiv"}, "did you mean 'selective'"),
-        (Own, {"recompute_every": 2}, "Blocks.recompute_every=2 with Blocks.recompute=none recomputes nothing"),
-        (Own, {"recompute": "selective", "offload_activations": True}, "needs Blocks.recompute=full"),
-        (Own, {"recompute": "full", "offload_activations": True, "compile": "auto"}, "set Blocks.compile=none"),
-        (Own, {"blocks": "layers.*"}, "Blocks.blocks=layers.* must be auto or a list of name patterns"),
     ],
 )
 def test_mistakes(model: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
@@ -338,14 +318,12 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0], pytest.param(None, marks=pytest.mark.exhaustive)])
-def test_auto_measures_the_first_block(
-    times: list[float] | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0]])
+def test_auto_compiles_what_is_faster(
+    times: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And changes nothing: no gradient and no random number of the measurement reaches the run."""
     monkeypatch.setattr("dtrain.engine.initialize.resolve_compile", lambda mode, device: mode)
-    if times is not None:
-        monkeypatch.setattr(compiled_blocks, "measure", lambda *_: times)
+    monkeypatch.setattr(compiled_blocks, "measure", lambda *_: times)
     curves = []
     for mode in ("none", "auto"):
         engine = start(language_model(dropout=0.0), compile=mode)
@@ -353,10 +331,9 @@ def test_auto_measures_the_first_block(
             curves.append(train(engine, steps=2))
     assert curves[1] == pytest.approx(curves[0], rel=1e-5)
     assert re.search(r"a block takes \S+ ms compiled and \S+ ms eager \(.*x\), so blocks are", caplog.text)
-    if times is not None:
-        is_faster = times[1] < times[0]
-        assert (engine.compiled_graphs is not None) is is_faster
-        assert ("so blocks are not compiled" in caplog.text) is not is_faster
+    is_faster = times[1] < times[0]
+    assert (engine.compiled_graphs is not None) is is_faster
+    assert ("so blocks are not compiled" in caplog.text) is not is_faster
 
 
 class Regional(nn.Module):
@@ -376,15 +353,14 @@ class Regional(nn.Module):
 
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("precision", ["fp8", pytest.param("bf16", marks=pytest.mark.exhaustive)])
-def test_a_compiled_block_contains_its_regions(precision: str) -> None:
+def test_a_compiled_block_contains_its_regions() -> None:
     curves = []
     x = torch.linspace(-1, 1, 4 * 32).view(4, 32)
     for mode in ("none", "blocks"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Regional() for _ in range(2)]), nn.Linear(32, 32))
         model.forward = lambda x, model=model: model[2](model[1][1](model[1][0](model[0](x))))  # type: ignore[method-assign]
-        engine = start(model, precision, compile=mode, blocks=["1.*"])
+        engine = start(model, "fp8", compile=mode, blocks=["1.*"])
         for _ in range(2):
             engine.backward(engine(x).square().mean())
             outcome = engine.step()

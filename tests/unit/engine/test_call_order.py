@@ -206,16 +206,6 @@ def test_what_is_refused_has_no_effect(name: str, tmp_path: Path) -> None:
     assert unchanged(played.engine, masters(other.engine))
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_without_a_last_micro_batch_is_reduced_by_step(stage: int, tmp_path: Path) -> None:
-    early, told = (
-        Player(tmp_path, zero_stage=stage).play(f"{word} backward end step last backward end step")
-        for word in ("more", "last")
-    )
-    assert early.outcomes == told.outcomes
-    assert unchanged(early.engine, masters(told.engine))
-
-
 def test_a_message_says_how_to_continue(tmp_path: Path) -> None:
     player = Player(tmp_path).play("batch2 backward drop")
     for word in ("last", "batch2"):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -27,22 +27,34 @@ def policy(name: str) -> PrecisionPolicy:
     return PrecisionPolicy.named(name).reducing("auto", reduces_every_micro_batch=True)
 
 
-def all_in(contract: Contract, dtype: torch.dtype) -> Contract:
-    """The contract of engines that hold every weight in one dtype."""
-    return replace(contract, replica_dtypes=dict.fromkeys(contract.replica_dtypes, dtype))
+def ruled(name: str, **rules: str) -> PrecisionPolicy:
+    policy = PrecisionPolicy.named(name, rules={key.strip("_"): value for key, value in rules.items()})
+    return policy.reducing("auto", reduces_every_micro_batch=True)
 
 
-def prepared(
-    model: nn.Module,
-    precision: str | PrecisionPolicy = "bf16",
-    change: Callable[[Contract], Contract] = lambda contract: contract,
-) -> tuple[nn.Module, Contract, Autocast]:
+FLOAT8 = PrecisionPolicy.named("fp8").on(torch.device("cpu"))
+RULES = {"_0": "fp16", "_1": "fp32", "_3": "bf16"}
+IN_FP32 = "bf16, with every weight in FP32"
+
+
+def prepared(model: nn.Module, precision: str | PrecisionPolicy = "bf16") -> tuple[nn.Module, Contract, Any]:
     """``model`` as an engine leaves it after set-up."""
-    contract = change(resolve(policy(precision) if isinstance(precision, str) else precision, model))
+    named = policy(precision.partition(",")[0]) if isinstance(precision, str) else precision
+    contract = resolve(named, model)
+    if precision == IN_FP32:  # as engines hold it that have one dtype for all weights
+        contract = replace(contract, replica_dtypes=dict.fromkeys(contract.replica_dtypes, torch.float32))
     autocast = Autocast(contract, model, torch.device("cpu"))
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(contract.parameter_dtype(name))
     return model, contract, autocast
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
 
 
 def run(model: nn.Module, contract: Contract, autocast: Any, x: Tensor = X) -> Tensor:
@@ -59,12 +71,8 @@ def num_hooks(model: nn.Module) -> int:
 def test_odd_models_keep_the_contract(name: str) -> None:
     entry = make(name)
     own_hooks = num_hooks(entry.build(0))
-    for precision, change in [
-        ("fp32", lambda contract: contract),
-        ("bf16", lambda contract: contract),
-        ("bf16", lambda contract: all_in(contract, torch.float32)),
-    ]:
-        model, contract, autocast = prepared(entry.build(0), precision, change)
+    for precision in ("fp32", "bf16", IN_FP32):
+        model, contract, autocast = prepared(entry.build(0), precision)
 
         def forward(*args: Any, _autocast: Any = autocast, _model: Any = model, **kwargs: Any) -> Any:
             return _autocast.cast_output(_model(*args, **kwargs))
@@ -79,103 +87,62 @@ def test_odd_models_keep_the_contract(name: str) -> None:
 # -- what breaks it ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def low_precision() -> Iterator[None]:
-    with torch.autocast("cpu", dtype=BF16):
-        yield
-
-
-def ruled(name: str, **rules: str) -> PrecisionPolicy:
-    policy = PrecisionPolicy.named(name, rules={key.strip("_"): value for key, value in rules.items()})
-    return policy.reducing("auto", reduces_every_micro_batch=True)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 1))
-
-
-def wide() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 1))
-
-
-FLOAT8 = PrecisionPolicy.named("fp8").on(torch.device("cpu"))
-RULES = {"_0": "fp16", "_1": "fp32", "_3": "bf16"}
-IN_FP32 = "bf16, with every weight in FP32"
+def low_precision() -> torch.autocast:
+    return torch.autocast("cpu", dtype=BF16)
 
 
 def late_cast(module: nn.Module, _: Any) -> None:
     module.weight.data = module.weight.data.float()
 
 
-# the model, its policy, what an engine then changes in it (or a context that replaces autocast), and the error
-BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, str]] = [
-    (
-        mlp,
-        "bf16",
-        lambda m: m[2].register_forward_pre_hook(late_cast),
-        "'2.weight' is torch.float32; .* torch.bfloat16",
-    ),
-    (mlp, IN_FP32, nullcontext, r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"),
-    (mlp, "fp32", low_precision, r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"),
-    (
-        mlp,
-        ruled("bf16", _1="bf16"),
-        lambda m: delattr(m[1], "forward"),
-        "'1' .* is called with another forward than the",
-    ),
-    (
-        wide,
-        FLOAT8,
-        lambda m: setattr(m[1], "__class__", nn.Linear),
-        "'1' is called as Linear; the contract says that its",
-    ),
-    (
-        wide,
-        FLOAT8,
-        lambda m: setattr(m[1].quantized_weight, "recipe", replace(m[1].recipe, rowwise=True)),
-        r"module '1' multiplies by Recipe\(rowwise=True.* the contract",
-    ),
-    (
-        wide,
-        FLOAT8,
-        lambda m: setattr(m[1], "forward", lambda x: type(m[1]).forward(m[1], x).float()),
-        r"module '1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16",
-    ),
-    (wide, ruled("fp32", **RULES), lambda m: delattr(m[0], "forward"), r"'0' .* called with another .* torch.float16"),
+def with_another_recipe(model: nn.Sequential) -> None:
+    model[1].quantized_weight.recipe = replace(model[1].recipe, rowwise=True)
+
+
+def with_a_cast_in_its_forward(model: nn.Sequential) -> None:
+    model[1].forward = lambda x: type(model[1]).forward(model[1], x).float()
+
+
+def in_low_precision(model: nn.Sequential) -> None:
+    del model[1].forward  # what casts its inputs
+    model[1].float()
+
+
+# the model, its policy, what an engine then changes in it, what replaces autocast, and the error
+BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, Any, str]] = [
+    (mlp, "bf16", lambda m: m[2].register_forward_pre_hook(late_cast), None, "'2.weight' is torch.float32; .* torch.b"),
+    (mlp, "bf16", in_low_precision, low_precision, r"module '1' \(LayerNorm\) computed torch.bfloat16"),
+    (mlp, IN_FP32, None, nullcontext, r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"),
+    (mlp, "fp32", None, low_precision, r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"),
+    (mlp, ruled("bf16", _1="bf16"), lambda m: delattr(m[1], "forward"), None, "'1' .* is called with another forward"),
+    (wide, FLOAT8, lambda m: setattr(m[1], "__class__", nn.Linear), None, "'1' is called as Linear; the contract says"),
+    (wide, FLOAT8, with_another_recipe, None, r"module '1' multiplies by Recipe\(rowwise=True.* the contract"),
+    (wide, FLOAT8, with_a_cast_in_its_forward, None, r"'1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16"),
+    (wide, ruled("fp32", **RULES), lambda m: delattr(m[0], "forward"), None, r"'0' .* called with another .* torch.fl"),
 ]
 
 
-@pytest.mark.parametrize(("build", "precision", "wrong", "message"), BREACHES)
-def test_a_breach_is_an_error(build: Callable[[], nn.Module], precision: Any, wrong: Any, message: str) -> None:
-    if precision == IN_FP32:
-        model, contract, autocast = prepared(build(), "bf16", lambda contract: all_in(contract, torch.float32))
-    else:
-        model, contract, autocast = prepared(build(), precision)
-    if wrong in (nullcontext, low_precision):
-        autocast = wrong
-    else:
+@pytest.mark.parametrize(("build", "precision", "change", "instead", "message"), BREACHES)
+def test_a_breach_is_an_error(
+    build: Callable[[], nn.Module], precision: Any, change: Any, instead: Any, message: str
+) -> None:
+    model, contract, autocast = prepared(build(), precision)
+    if change is not None:
         run(model, contract, autocast).float().sum().backward()  # it keeps the contract before
-        wrong(model)
+        change(model)
     hooks = num_hooks(model)
     with pytest.raises(ContractError, match=message):
-        run(model, contract, autocast)
+        run(model, contract, instead or autocast)
     assert num_hooks(model) == hooks
 
 
-def test_norm_in_low_precision_is_an_error() -> None:
-    model, contract, _ = prepared(mlp())
-    del model[1].forward  # what casts its inputs
-    model[1].float()
-    with pytest.raises(ContractError, match=r"module '1' \(LayerNorm\) computed torch.bfloat16"):
-        run(model, contract, low_precision)
+# the model, its policy, what an engine then changes in it (or a context that replaces autocast), and the error
 
 
 def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> None:
     model, contract, autocast = prepared(mlp())
     model[0].weight.grad_dtype = torch.float32
-    with pytest.raises(
-        ContractError, match=r"gradient of '0.weight' leaves backward as torch.float32; .* torch.bfloat16"
-    ):
+    with pytest.raises(ContractError, match=r"'0.weight' leaves backward as torch.float32; .* torch.bfloat16"):
         run(model, contract, autocast).float().sum().backward()
     model.zero_grad()
     with autocast():
@@ -197,33 +164,30 @@ def test_what_a_user_adds_is_not_checked() -> None:
     run(model, contract, autocast).sum().backward()
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_models_run_and_compile_once(whole: bool) -> None:
+def test_a_model_is_compiled_once() -> None:
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    model, contract, autocast = prepared(nn.Sequential(mlp(), nn.Linear(1, 1)))
-    with autocast():
-        want = model(X)
-    (model if whole else model[0]).compile(backend=backend, fullgraph=True)
-    for _ in range(2):  # after set-up, and after a load
-        assert torch.equal(run(model, contract, autocast), want)
-    with autocast():
-        assert torch.equal(model(X), want)
-    assert len(graphs) == 1
+    for compiles in (lambda model: model, lambda model: model[0]):
+        model, contract, autocast = prepared(nn.Sequential(mlp(), nn.Linear(1, 1)))
+        with autocast():
+            want = model(X)
+        compiles(model).compile(backend=backend, fullgraph=True)
+        for _ in range(2):  # after set-up, and after a load
+            assert torch.equal(run(model, contract, autocast), want)
+        with autocast():
+            assert torch.equal(model(X), want)
+    assert len(graphs) == 2
 
 
-def test_fp8_modules_keep_the_contract() -> None:
+def test_modules_of_other_formats_keep_the_contract() -> None:
     model, contract, autocast = prepared(wide(), FLOAT8)
     assert contract.float8_modules == ("1",)
     run(model, contract, autocast).float().sum().backward()
     assert model[1]._parameters["weight"].grad.dtype == BF16
-
-
-def test_modules_of_another_format_cast_their_output() -> None:
     model, contract, autocast = prepared(wide(), ruled("bf16", **RULES))
     run(model, contract, autocast).float().sum().backward()
     model[0].register_forward_hook(lambda module, args, output: output.to(torch.float64).float())

@@ -4,55 +4,33 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from dtrain.engine.rng import keyed_rng, rng_key
 from tests.helpers.one_rank import start
 
 CPU = torch.device("cpu")
-seeds = st.integers(0, 2**63 - 1)
-counts = st.integers(0, 2**40)
 
 
 def test_keys_of_a_run_all_differ_and_equal_those_of_earlier_versions() -> None:
     """Resuming an old run draws the numbers it would have drawn."""
     keys = {rng_key(seed, step, index) for seed in range(8) for step in range(64) for index in range(64)}
     assert len(keys) == 8 * 64 * 64
+    assert all(0 <= key < 2**63 for key in keys)
     assert (rng_key(0, 0, 0), rng_key(11, 5, 3)) == (1195769770526638388, 8979783157863330958)
 
 
-@given(seeds, counts, counts)
-def test_a_key_is_a_function_of_its_three_numbers_in_63_bits(seed: int, step: int, index: int) -> None:
-    key = rng_key(seed, step, index)
-    assert key == rng_key(seed, step, index)
-    assert 0 <= key < 2**63
-    torch.Generator().manual_seed(key)
-
-
-@given(seeds, counts, counts, st.integers(0, 39))
-def test_one_bit_of_the_index_changes_about_half_of_the_key(seed: int, step: int, index: int, bit: int) -> None:
-    changed = rng_key(seed, step, index) ^ rng_key(seed, step, index ^ 1 << bit)
-    assert 8 <= changed.bit_count() <= 55  # 63 fair coins fall outside with probability 1e-9
-
-
-def test_generator_state_is_restored_after_an_error_too() -> None:
-    state = torch.get_rng_state()
-    with pytest.raises(IndexError), keyed_rng(CPU, 1):
-        torch.rand(3)[5]
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_one_key_gives_one_sequence_whatever_came_before() -> None:
+def test_one_key_gives_one_sequence_and_the_callers_state_is_restored_after_an_error_too() -> None:
     draws = []
-    for seed in (1, 2):
+    for seed, key in ((1, 99), (2, 99), (2, 100)):
         torch.manual_seed(seed)
-        with keyed_rng(CPU, 99):
+        state = torch.get_rng_state()
+        with keyed_rng(CPU, key):
             draws.append(torch.rand(8))
-    with keyed_rng(CPU, 100):
-        other = torch.rand(8)
-    assert torch.equal(*draws)
-    assert not torch.equal(draws[0], other)
+        with pytest.raises(IndexError), keyed_rng(CPU, key):
+            torch.rand(3)[5]
+        assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(*draws[:2])
+    assert not torch.equal(draws[0], draws[2])
 
 
 def masks(seed: int, noise: int = 0) -> list[torch.Tensor]:

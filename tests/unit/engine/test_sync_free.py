@@ -17,14 +17,14 @@ from torch import Tensor
 
 import dtrain
 from dtrain.engine.native import NativeEngine
-from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
-from dtrain.errors import DivergenceError, NonFiniteError, UsageError
+from dtrain.errors import NonFiniteError, UsageError
 from tests.helpers.host_reads import HostRead, forbidden, like_a_gpu
-from tests.helpers.one_rank import build, loss_of
+from tests.helpers.one_rank import loss_of
 from tests.helpers.one_rank import start as start_one
 from tests.helpers.ranks import run_ranks
-from tests.helpers.runs import Run, forward_backward, start
+from tests.helpers.runs import Run, start
 from tests.helpers.zoo import make
 
 DYNAMIC = dtrain.LossScale("dynamic", init=64.0, growth_interval=3, hysteresis=2)
@@ -59,7 +59,6 @@ def test_nothing_is_read_in_a_step(stage: int, options: dict[str, Any]) -> None:
 
 CONTROLS: dict[str, Callable[[Tensor], Any]] = {
     "item": lambda loss: loss * loss.item(),
-    "if": lambda loss: loss if loss else -loss,
     "numpy": lambda loss: loss * loss.detach().numpy(),
     "cpu": lambda loss: loss.cpu(),
     "mask": lambda loss: loss.reshape(1)[torch.tensor([True])].sum(),
@@ -134,20 +133,20 @@ def test_reading_outcomes_late_or_never_changes_no_bit(stage: int, read_probabil
     assert all(torch.equal(a, b) for a, b in zip(states(late), states(prompt), strict=True))
 
 
-def test_decision_is_read_before_the_next_backward() -> None:
+def test_a_decision_is_read_before_the_next_backward() -> None:
     engine, reads = lagging(loss_scale=DYNAMIC)
     first = attempt(engine, "clean")
-    assert reads == []
     loss = loss_of(engine)
     assert reads == [], "the next forward is queued before anyone waits"
     engine.backward(loss)
     assert reads == [0]
     engine.step()
-    assert reads == [0]
     assert first.applied
     assert reads == [0], "a finalized step is not read again"
-    assert engine.applied_steps == 2
+    with engine.eval():  # forwards inside may communicate, so the step is finalized first
+        assert loss_of(engine).isfinite()
     assert reads == [0, 1]
+    assert engine.applied_steps == 2
 
 
 def test_each_outcome_field_is_read_lazily() -> None:
@@ -164,8 +163,9 @@ def test_each_outcome_field_is_read_lazily() -> None:
 
 def test_lazy_outcome_equals_its_values() -> None:
     engine, _ = lagging()
-    outcome, other = attempt(engine, "gradient"), attempt(engine, "clean")
-    assert isinstance(outcome, StepOutcome)
+    outcome = attempt(engine, "gradient")
+    copies = [pickle.loads(pickle.dumps(outcome)), copy.copy(outcome), copy.deepcopy(outcome)]
+    other = attempt(engine, "clean")
     want = StepOutcome(**{name: getattr(outcome, name) for name in StepOutcome.__dataclass_fields__})
     assert outcome == want == outcome
     assert len({outcome, want, other}) == 2
@@ -174,13 +174,8 @@ def test_lazy_outcome_equals_its_values() -> None:
         outcome.aplied  # type: ignore[attr-defined]  # noqa: B018
     with pytest.raises(AttributeError):
         outcome.applied = True  # type: ignore[misc]
-    engine, _ = lagging()
-    outcome = attempt(engine, "gradient")
-    copies = [pickle.loads(pickle.dumps(outcome)), copy.copy(outcome), copy.deepcopy(outcome)]
-    attempt(engine, "clean")
     for copied in copies:
         assert type(copied) is StepOutcome
-        assert copied.culprit == Culprit(0, 0, "local gradient", 1, "2.bias", 0, 1, num_nan=1)
         assert repr(asdict(copied)) == repr(asdict(outcome)) == repr(asdict(want))
 
 
@@ -221,40 +216,22 @@ def read_early(rank: int, what: str, then: str) -> int:
     return engine.attempted_steps - engine.applied_steps
 
 
-def diverge() -> tuple[str | None, bool, str, bool]:
-    run = Run("mlp", options={"precision": "fp32"})
-    engine = start(run)
-    like_a_gpu(engine)
-    before = [tensor.clone() for tensor in states(engine)]
-    forward_backward(engine, run, 0)
-    outcome = engine.step(lr=1e-3 * (1 + engine.rank))
-    reason, applied = outcome.reason, outcome.applied
-    with pytest.raises(DivergenceError) as caught:
-        forward_backward(engine, run, 1)
-    untouched = all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
-    return reason, applied, str(caught.value), untouched
-
-
-def apart(rank: int, world: int) -> dict[str, Any]:
+def apart(rank: int, world: int) -> tuple[list[list[str]], list[int]]:
     early = [
         read_early(rank, what, then) for what in ("applied_steps", "loss_scale") for then in ("master_state", "eval")
     ]
-    return {"outcomes": [only_rank_0_reads(rank, world, stage) for stage in (1, 3)], "early": early, "last": diverge()}
+    return [only_rank_0_reads(rank, world, stage) for stage in (1, 3)], early
 
 
 @pytest.mark.processes
 def test_ranks_may_read_outcomes_at_different_times() -> None:
     first, second = run_ranks(2, apart)
-    assert first["outcomes"] == second["outcomes"]
+    assert first == second
+    assert first[1] == [1] * 4
     reasons = [(None, "overflow", "nonfinite_loss")[step % 3] for step in range(6)]
-    for outcomes in first["outcomes"]:
+    for outcomes in first[0]:
         assert [f"'reason': {reason!r}" in text for reason, text in zip(reasons, outcomes, strict=True)] == [True] * 6
         assert "'phase': 'local gradient', 'micro_batch': 0, 'tensor': 'blocks.1.ffn.2.bias'" in outcomes[1]
-    for found in (first, second):
-        assert found["early"] == [1] * 4
-        reason, applied, message, untouched = found["last"]  # diverged ranks stop at the next backward
-        assert (reason, applied, untouched) == ("diverged", False, True)
-        assert "lr is 0.001 on rank 0 and 0.002 on rank 1" in message
 
 
 # -- errors come with the lag ------------------------------------------------------------------------------------------
@@ -287,13 +264,3 @@ def test_an_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
         assert engine.applied_steps == 0
         assert outcome.reason == ("bad_weight" if is_weight else "overflow")
         assert all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
-
-
-def test_model_is_usable_before_the_step_is_finalized() -> None:
-    engine, reads = lagging(model=build())
-    attempt(engine, "clean")
-    engine.module(torch.zeros(1, 4))
-    assert reads == []
-    with engine.eval():  # forwards inside may communicate, so the step is finalized first
-        assert loss_of(engine).isfinite()
-    assert reads == [0]

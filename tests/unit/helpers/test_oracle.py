@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.helpers.oracle import AdamWSettings, Oracle, assert_close_to_largest, extract_loss, normwise_error
+from tests.helpers.oracle import AdamWSettings, Oracle, assert_close_to_largest, normwise_error
 
 
 class Regression(nn.Module):
@@ -115,28 +115,6 @@ def test_gradients_are_reported_before_clipping_and_the_given_model_is_left_alon
     assert all(torch.equal(p, before[name]) and p.grad is None for name, p in model.named_parameters())
 
 
-def test_frozen_stays_and_unused_decays() -> None:
-    model = regression()
-    oracle = Oracle(model, optimizer=AdamWSettings(lr=0.1, weight_decay=0.5))
-    outcome = oracle.step([(batch(0), 1.0)])
-    masters = oracle.masters()
-    assert torch.equal(masters["frozen.weight"], model.frozen.weight)
-    assert "frozen.weight" not in outcome.gradients
-    assert torch.equal(outcome.gradients["unused"], torch.zeros(2, 2))
-    assert torch.allclose(masters["unused"], torch.full((2, 2), 0.95))
-    assert torch.equal(oracle.exp_avg()["unused"], torch.zeros(2, 2))
-
-
-def test_norms_and_biases_are_not_decayed() -> None:
-    hyper = {decay: AdamWSettings(lr=0.1, weight_decay=decay) for decay in (0.0, 0.5)}
-    oracles = {decay: Oracle(regression(), optimizer=settings) for decay, settings in hyper.items()}
-    for oracle in oracles.values():
-        oracle.step([(batch(0), 1.0)])
-    without, with_decay = oracles[0.0].masters(), oracles[0.5].masters()
-    changed = {name for name in without if not torch.equal(without[name], with_decay[name])}
-    assert changed == {"head.weight", "unused"}
-
-
 @pytest.mark.parametrize(
     ("pairs", "reason"),
     [
@@ -183,17 +161,14 @@ def test_schedule_and_before_forward_are_told_the_step() -> None:
     assert calls == [(0, 0), (1, 0), (1, 1), (2, 0)]
 
 
-def test_extract_loss_takes_tensor_mapping_and_record() -> None:
-    loss = torch.tensor(1.0)
-    assert all(extract_loss(output) is loss for output in (loss, {"loss": loss}, type("Output", (), {"loss": loss})()))
-
-
 def test_closeness_is_relative_to_the_largest_element() -> None:
     want = torch.tensor([[1e-6, 100.0], [2.0, -3.0]])
     got = want + torch.tensor([[0.0, 0.0], [0.9e-3, 0.0]])
     assert_close_to_largest(got, want, 1e-5)
     with pytest.raises(AssertionError, match=r"weight\[1, 0\]: got 2\.0009.*, want 2; off by"):
         assert_close_to_largest({"weight": got}, {"weight": want}, 1e-6)
+    assert normwise_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08)
+    assert normwise_error({"a": torch.ones(3), "b": torch.zeros(0)}, {"a": torch.ones(3), "b": torch.zeros(0)}) == 0
 
 
 @pytest.mark.parametrize(
@@ -202,18 +177,10 @@ def test_closeness_is_relative_to_the_largest_element() -> None:
         ({"a": torch.ones(1)}, {"b": torch.ones(1)}, r"missing: \['b'\], unexpected: \['a'\]"),
         (torch.ones(2), torch.ones(1, 2), r"got shape \(2,\), want \(1, 2\)"),
         (torch.tensor([1.0, math.nan]), torch.ones(2), r"tensor\[1\]: got nan"),
-        (torch.tensor([1.0, math.inf]), torch.ones(2), r"tensor\[1\]: got inf"),
         (torch.ones(1), torch.full((1,), math.inf), "the reference itself is not finite"),
         (torch.full((2,), 1e-30), torch.zeros(2), "off by 1e-30"),
-        (torch.tensor(2.0), torch.tensor(1.0), r"tensor\[\]: got 2"),
     ],
 )
 def test_what_is_not_close(got: Any, want: Any, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         assert_close_to_largest(got, want, 0.1)
-
-
-def test_normwise_error() -> None:
-    assert normwise_error(torch.tensor([3.0, 4.4]), torch.tensor([3.0, 4.0])) == pytest.approx(0.08)
-    assert normwise_error({"a": torch.ones(3), "b": torch.zeros(0)}, {"a": torch.ones(3), "b": torch.zeros(0)}) == 0
-    assert normwise_error(torch.ones(1), torch.zeros(1)) == math.inf
