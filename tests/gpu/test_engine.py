@@ -20,6 +20,7 @@ import dtrain
 from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.model import ModelConfig
+from dtrain.config.precision import Float8
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.native import NativeEngine
 from dtrain.engine.vote.finalize import LazyOutcome
@@ -27,15 +28,15 @@ from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.precision.remainder import RemainderPair, split
 from dtrain.sharding.placement import STAGES
-from tests.gpu.device import BACKEND, DEVICE, ON_CPU, capability, needs_gpu, synchronize
-from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
+from tests.gpu.device import BACKEND, DEVICE, ON_CPU, needs_gpu, synchronize
 
 VOCAB, STEPS = 300, 8
 ADAMW = dtrain.AdamW(lr=1e-3)
 CONFIG = ModelConfig(num_layers=2, hidden_dim=128, num_heads=4, max_seq_len=64)
-
-
-TF32 = pytest.param("tf32", 5e-3, marks=needs_gpu("TF32"))
+FP8 = {
+    recipe: dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe=recipe, choice="all"))
+    for recipe in ("tensorwise", "rowwise")
+}
 WAITS = needs_gpu("the host waits for no CPU; tests/fake has this on fake devices")
 
 
@@ -54,7 +55,9 @@ def batch(index: int) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def make_engine(precision: str, stage: int, *, optimizer: dtrain.AdamW = ADAMW, **options: object) -> NativeEngine:
+def make_engine(
+    precision: str | dtrain.PrecisionPolicy, stage: int, *, optimizer: dtrain.AdamW = ADAMW, **options: object
+) -> NativeEngine:
     engine = dtrain.initialize(
         build_model(CONFIG, VOCAB, seed=0).to(DEVICE),
         optimizer=optimizer,
@@ -79,40 +82,8 @@ def train(engine: NativeEngine, steps: int, start: int = 0) -> list[dtrain.StepO
     return outcomes
 
 
-@pytest.mark.parametrize("stage", sorted(STAGES))
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), TF32, ("bf16", 2e-2), ("fp16", 1e-2)])
-def test_follows_the_oracle(precision: str, tolerance: float, stage: int) -> None:
-    loss_scale = 1024.0 if precision == "fp16" else "auto"
-    engine = make_engine(precision, stage, loss_scale=loss_scale)
-    outcomes = train(engine, STEPS)
-    oracle = Oracle(build_model(CONFIG, VOCAB, seed=0), optimizer=AdamWSettings(lr=1e-3), max_grad_norm=0.5)
-    steps = [oracle.step([(batch(2 * s), 1 + s % 2), (batch(2 * s + 1), 1 + s % 2)]) for s in range(STEPS)]
-    assert all(outcome.applied for outcome in outcomes)
-    assert normwise_error(engine.master_state(), oracle.masters()) < tolerance
-    assert outcomes[-1].loss == pytest.approx(steps[-1].loss, rel=tolerance)
-
-
-@needs_gpu("the name of the device")
-def test_auto_picks_bf16_and_says_why() -> None:
-    engine = make_engine("auto", 2)
-    if capability()[0] >= 8:
-        assert engine.policy.name == "bf16"
-    assert torch.cuda.get_device_name() in engine.policy.reason
-
-
 def masters(engine: NativeEngine) -> torch.Tensor:
     return torch.cat([buffer.master for buffer in engine.sharded.buffers])
-
-
-def test_dynamic_fp16_backs_off_and_recovers() -> None:
-    engine = make_engine("fp16", 2, loss_scale=dtrain.LossScale(mode="dynamic", init=2.0**24))
-    require_recovery([outcome.applied for outcome in train(engine, 20)])
-
-
-def require_recovery(applied: list[bool]) -> None:
-    """The scale comes down to where gradients just fit, so a few that grow later may overflow again."""
-    assert not applied[0]
-    assert applied[applied.index(True) :].count(False) <= 2, applied
 
 
 def test_infinity_on_the_device_is_skipped_and_named() -> None:
@@ -176,8 +147,10 @@ def test_compact_states_follow_full_ones(stage: int, optimizer: dtrain.AdamW, tm
         {"precision": "bf16", "reproducible": True},
         {"precision": "bf16", "optimizer": dtrain.AdamW(lr=1e-3, compile=False)},
         {"precision": "bf16", **COMPACT},
+        {"precision": FP8["tensorwise"]},
+        {"precision": FP8["rowwise"]},
     ],
-    ids=["bf16", "fp16", "reproducible", "eager", "compact"],
+    ids=["bf16", "fp16", "reproducible", "eager", "compact", "fp8", "fp8, row-wise"],
 )
 def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbid_waiting: Callable[[], None]) -> None:
     engine = make_engine(stage=stage, **options)
@@ -220,13 +193,13 @@ def test_outcomes_read_late_are_their_own() -> None:
     assert torch.equal(masters(late), masters(prompt))
 
 
-def test_resume_is_bit_exact(tmp_path: Path) -> None:
-    straight = make_engine("bf16", 2, reproducible=True)
+@pytest.mark.parametrize("precision", ["bf16", *FP8.values()], ids=["bf16", *FP8])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_resume_is_bit_exact(precision: str | dtrain.PrecisionPolicy, stage: int, tmp_path: Path) -> None:
+    straight, first, resumed = (make_engine(precision, stage, reproducible=True) for _ in range(3))
     train(straight, 6)
-    first = make_engine("bf16", 2, reproducible=True)
     train(first, 3)
     first.save(tmp_path)
-    resumed = make_engine("bf16", 2, reproducible=True)
     resumed.load(tmp_path)
     train(resumed, 3, start=3)
     for name, tensor in straight.master_state().items():
@@ -325,39 +298,16 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
 
 
 @needs_gpu("its allocator")
-def test_memory_on_the_device_follows_the_formula() -> None:
+@pytest.mark.parametrize("stage", sorted(STAGES))
+@pytest.mark.parametrize("precision", ["bf16", FP8["tensorwise"]], ids=["bf16", "fp8"])
+def test_memory_on_the_device_follows_the_formula(precision: str | dtrain.PrecisionPolicy, stage: int) -> None:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    engine = make_engine("bf16", 2)
+    engine = make_engine(precision, stage)
     states = torch.cuda.memory_allocated() - before
     reported = engine.memory()
     assert sum(reported.values()) <= 1.10 * sum(engine.memory_formula().values())
     assert states <= 1.05 * sum(reported.values()) + 2**20
-
-
-def test_an_island_of_fp32_runs_in_fp32() -> None:
-    """Autocast alone would run the named Linear in BF16."""
-    last = torch.nn.Linear(64, 64)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), last).to(DEVICE)
-    weight, bias = last.weight.detach().clone(), last.bias.detach().clone()
-    policy = dtrain.PrecisionPolicy.named("bf16", rules={"1": "fp32"})
-    engine = dtrain.initialize(model, precision=policy, seed=0)
-    seen: list[torch.Tensor] = []
-    model[1].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
-    with engine.eval():
-        out = engine(torch.randn(8, 64, device=DEVICE))
-    expected = torch.nn.functional.linear(seen[0].float(), weight, bias)
-    assert torch.equal(out, expected)
-
-
-def test_a_calibrated_loss_scale_is_chosen_from_gradients_on_the_device() -> None:
-    calibrated = dtrain.LossScale("calibrated", init=1024.0, calibration_steps=2)
-    engine = dtrain.initialize(torch.nn.Linear(4, 1).to(DEVICE), precision="fp16", loss_scale=calibrated, seed=0)
-    scales = []
-    for largest in (0.5, 2.0, 0.5, 0.5):  # of the weight's gradient; the bias has 1
-        engine.backward(engine(torch.tensor([[largest, 0.0, 0.0, 0.0]], device=DEVICE)).mean())
-        scales.append(engine.step().loss_scale)
-    assert scales == [1024.0, 1024.0, 2048.0, 2048.0]  # 65,504 / (8 x 2) = 4,094
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -20,12 +20,12 @@ from tests.gpu.test_engine import (
     VOCAB,
     _one_rank_of_nccl,  # noqa: F401 - a fixture
     batch,
-    require_recovery,
     train,
 )
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 
-ENGINES = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), *(("deepspeed", stage) for stage in range(4))]
+OTHERS = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 0), *(("deepspeed", stage) for stage in range(4))]
+ENGINES = [*(("native", stage) for stage in range(4)), *OTHERS]
 
 
 def make_engine(engine: str, stage: int, precision: str, **options: object) -> Any:
@@ -47,12 +47,18 @@ def make_engine(engine: str, stage: int, precision: str, **options: object) -> A
 
 
 def skip_unsupported(engine: str, precision: str) -> None:
-    if ON_CPU and (engine, precision) == ("deepspeed", "fp16"):
-        pytest.skip("needs a GPU: DeepSpeed refuses FP16 on a CPU")
+    if ON_CPU and ((engine, precision) == ("deepspeed", "fp16") or precision == "tf32"):
+        pytest.skip("needs a GPU: TF32, and FP16 of DeepSpeed")
+
+
+def require_recovery(applied: list[bool]) -> None:
+    """The scale comes down to where gradients just fit, so a few that grow later may overflow again."""
+    assert not applied[0]
+    assert applied[applied.index(True) :].count(False) <= 2, applied
 
 
 @pytest.mark.parametrize(("engine", "stage"), ENGINES)
-@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("bf16", 2e-2), ("fp16", 1e-2)])
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("tf32", 5e-3), ("bf16", 2e-2), ("fp16", 1e-2)])
 def test_follows_the_oracle(engine: str, stage: int, precision: str, tolerance: float) -> None:
     skip_unsupported(engine, precision)
     loss_scale = 1024.0 if precision == "fp16" else "auto"
@@ -77,7 +83,7 @@ def test_a_loss_scale_that_is_too_large_is_skipped_and_recovers(engine: str, sta
     require_recovery([False, *(outcome.applied for outcome in train(made, 19, start=1))])
 
 
-@pytest.mark.parametrize(("engine", "stage"), ENGINES)
+@pytest.mark.parametrize(("engine", "stage"), OTHERS)
 def test_goes_on_from_the_native_engine(engine: str, stage: int, tmp_path: Path) -> None:
     native = make_engine("native", 2, "bf16")
     train(native, 2)

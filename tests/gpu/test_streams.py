@@ -137,17 +137,6 @@ def test_a_shard_may_lie_in_the_buffer_that_is_gathered_or_reduced() -> None:
     assert bool((flat == 2.0).all())
 
 
-def test_a_second_group_over_gloo_beside_nccl() -> None:
-    comm = communicator()
-    sibling = comm.sibling()
-    assert sibling.device.type == "cpu"
-    row = torch.tensor([5])
-    rows = torch.zeros_like(row)
-    all_gather_single(rows, row, group=sibling.process_group)
-    assert rows.tolist() == [5]
-    comm.release()
-
-
 def test_decisions_and_records_cross_without_a_wait() -> None:
     readback = Readback(DEVICE)
     values = torch.arange(8, device=DEVICE)
