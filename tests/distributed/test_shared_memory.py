@@ -22,7 +22,7 @@ from dtrain.distributed import pipes, processes, setup, shared_memory
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.host_memory import HostMemory, RingExchange
 from dtrain.distributed.setup import make_communicator
-from dtrain.errors import CommunicationError, DivergenceError
+from dtrain.errors import CommunicationError
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -247,37 +247,3 @@ def test_a_killed_rank_is_an_error_at_once_and_one_that_hangs_after_the_time_out
     seconds, _, message = (tmp_path / "error").read_text(encoding="ascii").partition(" ")
     assert message.endswith("(rank 1 sent no message for 1 s)")
     assert 0.9 < float(seconds) < 20
-
-
-def differ(rank: int, world: int, what: str) -> str:
-    comm = communicator(shared=True)
-    tensor = comm.allocate(world * NUMEL, torch.float32)
-    if what == "number" and rank == 1:
-        comm.schedule.record("all_gather", "one more", tensor)
-    wait = start(
-        comm, sorted(FAILURES)[rank if what == "kind" else 0], tensor[: 8 if what == "size" and rank else None]
-    )
-    with pytest.raises(DivergenceError) as caught:
-        wait()
-    return str(caught.value)
-
-
-SUM = r"all_to_all_single\(blocks.0, 6000 x float32\)"
-
-
-@pytest.mark.parametrize(
-    ("what", "at"),
-    [
-        ("kind", rf"rank 0 is at {SUM}, rank 1 is at gather_rows\(vote, 3 x int64\); every rank must call the same"),
-        (
-            "number",
-            rf"rank 0 is at ({SUM}) \(number (\d+), order (\w+), 40 B\), "
-            r"rank 1 is at \1 \(number (?!\2)\d+, order (?!\3)\w+, 40 B\);",
-        ),
-        ("size", rf"rank 0 is at {SUM}, rank 1 is at all_to_all_single\(blocks.0, 8 x float32\);"),
-    ],
-)
-def test_other_collectives_on_another_rank_are_an_error(what: str, at: str) -> None:
-    first, second = run_ranks(2, differ, what)
-    assert first == second
-    assert re.match(f"the ranks have diverged: {at}", first), first

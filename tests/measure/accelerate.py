@@ -7,7 +7,6 @@ one thread; times are of the processor, so that other processes count little.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
@@ -18,6 +17,7 @@ import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.integrations.accelerate import Accelerator
 from dtrain.models import build_model
+from tests.helpers.many_ranks import seconds
 
 VOCAB = 512
 CONFIG = ModelConfig(num_layers=4, hidden_dim=128, num_heads=4, max_seq_len=128)
@@ -53,41 +53,31 @@ def bridged(options: dict[str, Any]) -> tuple[Callable[[], None], Any, Accelerat
     return step, model, accelerator
 
 
-def own(options: dict[str, Any], record: Any, seed: int) -> tuple[Callable[[], None], dtrain.Engine]:
-    """Returns a step of dtrain's own loop, and its engine."""
-    engine = dtrain.initialize(build_model(CONFIG, VOCAB, seed=0), optimizer=record, seed=seed, **options)
-    data = batch()
-
-    def step() -> None:
-        for micro in engine.accumulate([data]):
-            engine.backward(engine(**micro).loss)
-        engine.step()
-
-    return step, engine
-
-
 def main(stage: str = "2", precision: str = "fp32") -> None:
     torch.set_num_threads(1)
     options: dict[str, Any] = {"engine": dtrain.Native(zero_stage=int(stage)), "precision": precision}
     bridge, model, accelerator = bridged(options)
     record, seed = model.engine.options.optimizer, model.engine.seed
-    loop, engine = own(options, record, seed)
-    again, _ = own(options, record, seed)
-    cases = {"bridge": bridge, "loop": loop, "loop again": again}
+    engine, data = (
+        dtrain.initialize(build_model(CONFIG, VOCAB, seed=0), optimizer=record, seed=seed, **options),
+        batch(),
+    )
+
+    def loop() -> None:
+        for micro in engine.accumulate([data]):
+            engine.backward(engine(**micro).loss)
+        engine.step()
+
+    cases = {"bridge": bridge, "loop": loop}
     times: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(_WARM_UP + _ROUNDS):
-        order = list(cases)[number % 3 :] + list(cases)[: number % 3]
-        for name in order:
-            started = time.process_time()
-            cases[name]()
-            if number >= _WARM_UP:
-                times[name].append(time.process_time() - started)
+    for _ in range(_WARM_UP + _ROUNDS):
+        for name, step in cases.items():
+            times[name].append(seconds(step))
     masters = accelerator.get_state_dict(model)
     assert all(torch.equal(masters[name], value) for name, value in engine.master_state().items()), "other weights"
-    print(f"zero_stage={stage} precision={precision}: loop {median(times['loop']) * 1e3:.1f} ms a step")
-    for name in ("bridge", "loop again"):
-        ratios = [mine / loop for mine, loop in zip(times[name], times["loop"], strict=True)]
-        print(f"{name}: {median(times[name]) * 1e3:.1f} ms, median of the paired ratios {median(ratios):.4f}")
+    pairs = list(zip(times["bridge"], times["loop"], strict=True))[_WARM_UP:]
+    ratio, ms = median(mine / own for mine, own in pairs), 1e3 * median(own for _, own in pairs)
+    print(f"zero_stage={stage} precision={precision}: loop {ms:.1f} ms a step, median of the paired ratios {ratio:.4f}")
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ is the growth of the resident set.
 from __future__ import annotations
 
 import json
-import os
 import resource
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -43,6 +41,7 @@ from tests.helpers.many_ranks import (
     vote_host_work,
     vote_rows,
 )
+from tests.helpers.ranks import run_ranks
 from tests.measure.results import load_now, printed, write
 
 RANKS = (8, 64, 256, 1024, 4096)
@@ -228,42 +227,28 @@ _WORK = (build, muon, step, sharded_step, audit, layouts, ring, vote, gradient, 
 CASES: dict[str, Callable[[int], dict[str, float]]] = {work.__name__: work for work in _WORK}
 
 
-# -- processes ---------------------------------------------------------------------------------------------------------
+def measured(rank: int, world: int, name: str, ranks: int) -> dict[str, Any]:
+    """Returns what a case measures, with its peak memory, or why it failed."""
+    build(8)  # loads the libraries
+    before = resident_mib()
+    try:
+        return {key: float(f"{value:.4g}") for key, value in CASES[name](ranks).items()} | {
+            "peak_mib": round(resident_mib() - before)
+        }
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:200]}
 
 
-def _resident_mib() -> float:
+def resident_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def measured(work: Callable[[int], dict[str, float]], ranks: int) -> dict[str, Any]:
-    """Runs ``work`` in a process of its own; returns what it measured, with its peak memory, or why it failed."""
-    source, target = os.pipe()
-    child = os.fork()
-    if not child:
-        os.close(source)
-        try:
-            before = _resident_mib()
-            result: dict[str, Any] = {name: float(f"{value:.4g}") for name, value in work(ranks).items()}
-            result["peak_mib"] = round(_resident_mib() - before)
-        except BaseException as error:
-            traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}"[:200]}
-        os.write(target, json.dumps(result).encode())
-        os._exit(0)
-    os.close(target)
-    with os.fdopen(source, "rb") as pipe:
-        text = pipe.read()
-    os.waitpid(child, 0)
-    return json.loads(text or b'{"error": "the process was ended"}')  # type: ignore[no-any-return]
 
 
 def main() -> None:
     options = dict(word.split("=", 1) for word in sys.argv[2:])
     ranks = [int(number) for number in options.get("ranks", ",".join(map(str, RANKS))).split(",")]
-    torch.set_num_threads(1)
-    build(8)  # loads the libraries before the processes are forked
     average, names = load_now(), options.get("cases", ",".join(CASES)).split(",")
-    found = ({"case": name, "ranks": n, **measured(CASES[name], n)} for name in names for n in ranks)
+    of = lambda name, n: run_ranks(1, measured, name, n, fresh=True, timeout=1800.0)[0]  # noqa: E731
+    found = ({"case": name, "ranks": n, **of(name, n)} for name in names for n in ranks)
     write(average, model=list(LLAMA_8B), cases=printed(found))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -28,6 +29,14 @@ def write(load: float, **results: Any) -> None:
     path = Path(sys.argv[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def bench_collectives(folder: str, ranks: int) -> Path:
+    """Returns the results of ``dtrain bench collectives``."""
+    path = Path(folder, f"network-{ranks}.json")
+    command = [sys.executable, "-m", "dtrain", "bench", "collectives", f"bench.out={path}", f"bench.ranks={ranks}"]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return path
 
 
 def load_now() -> float:

@@ -8,8 +8,6 @@ other work on the machine meets both.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,7 +27,7 @@ from dtrain.train.setup import make_engine
 from dtrain.train.step_time import PlannedRank
 from tests.distributed.test_memory_plan import configuration
 from tests.helpers.ranks import run_ranks
-from tests.measure.results import load_now, printed, write
+from tests.measure.results import bench_collectives, load_now, printed, write
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (1, ["engine.zero_stage=1"]),
@@ -73,16 +71,6 @@ def steps(rank: int, world: int, keys: list[str]) -> list[tuple[float, float]]:
     return found[_SKIPPED:]
 
 
-def measured_network(folder: str, ranks: int) -> Path | None:
-    """Returns the results of ``dtrain bench collectives`` on ``ranks`` ranks; a single rank has no network."""
-    if ranks == 1:
-        return None
-    path = Path(folder, f"network-{ranks}.json")
-    command = [sys.executable, "-m", "dtrain", "bench", "collectives", f"bench.out={path}", f"bench.ranks={ranks}"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    return path
-
-
 def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, Any]:
     """Returns simulated and measured milliseconds of one case; a step takes as long as its slowest rank."""
     own = [*keys, f"launch.num_processes={ranks}"]
@@ -108,7 +96,7 @@ def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, Any]
 def main() -> None:
     load = load_now()
     with tempfile.TemporaryDirectory() as folder:
-        networks = {ranks: measured_network(folder, ranks) for ranks in {ranks for ranks, _ in CASES}}
+        networks: dict[int, Path | None] = {ranks: bench_collectives(folder, ranks) for ranks in (2, 4)} | {1: None}
         cases = printed(measure(ranks, keys, networks[ranks]) for ranks, keys in CASES)
     write(load, defaults=DEFAULTS, cases=cases)
 

@@ -19,7 +19,7 @@ from dtrain.tools.plan.time import measure_time, product_share
 from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.planned import PlannedRun
 from tests.distributed.test_memory_plan import configuration
-from tests.measure.results import load_now, printed, write
+from tests.measure.results import bench_collectives, load_now, printed, write
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (1, ["precision=fp32", "engine.zero_stage=0"]),
@@ -46,22 +46,7 @@ DEFAULTS = {
 }
 _ROUNDS, _BUDGET_S = 2, 5.0
 _STEPS, _SKIPPED = 14, 3
-_NOT_TIMED = [
-    "train.save_every=0",
-    "train.eval_every=0",
-    "train.eval_batches=1",
-    "train.sample_tokens=0",
-    "report=false",
-]
-
-
-def arguments(ranks: int, keys: list[str]) -> list[str]:
-    given = {key.partition("=")[0] for key in keys}
-    return [
-        *keys,
-        *(f"{key}={value}" for key, value in DEFAULTS.items() if key not in given),
-        f"launch.num_processes={ranks}",
-    ]
+_NOT_TIMED = ["train.save_every=0", "train.eval_every=0", "train.sample_tokens=0", "report=false"]
 
 
 def planned(ranks: int, keys: list[str], network: Path) -> RankTime:
@@ -74,7 +59,9 @@ def planned(ranks: int, keys: list[str], network: Path) -> RankTime:
 def trained(ranks: int, keys: list[str]) -> float:
     """Returns the median milliseconds of a step of ``dtrain train``."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "dtrain", "train", *arguments(ranks, keys), *_NOT_TIMED]
+        given = {key.partition("=")[0] for key in keys}
+        own = [*keys, *(f"{key}={value}" for key, value in DEFAULTS.items() if key not in given)]
+        command = [sys.executable, "-m", "dtrain", "train", *own, f"launch.num_processes={ranks}", *_NOT_TIMED]
         command += [f"run_dir={folder}/run", f"train.steps={_STEPS}", "train.log_every=1"]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         lines = [line for line in read_metrics(Path(folder, "run/metrics.jsonl")) if "step_ms" in line]
@@ -108,9 +95,7 @@ def measure(ranks: int, keys: list[str], network: Path) -> dict[str, Any]:
 def main() -> None:
     load = load_now()
     with tempfile.TemporaryDirectory() as folder:
-        network = Path(folder, "network.json")
-        bench = [sys.executable, "-m", "dtrain", "bench", "collectives", f"bench.out={network}"]
-        subprocess.run(bench, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        network = bench_collectives(folder, 2)
         cases = printed(measure(ranks, keys, network) for ranks, keys in CASES)
     write(load, defaults=DEFAULTS, cases=cases)
 

@@ -40,29 +40,15 @@ def linears(number: int) -> nn.ModuleList:
     return nn.ModuleList(linear() for _ in range(number))
 
 
-def shared_by_two_units() -> nn.Module:
-    model = linears(3)
-    model[2].weight = model[0].weight
-    return model
-
-
-def shared_with_the_rest() -> nn.Module:
-    model = nn.Module()
-    model.blocks = linears(2)
-    model.head = linear()
-    model.head.weight = model.blocks[0].weight
+def sharing(model: nn.Module, one: str, other: str) -> nn.Module:
+    """Gives the module ``other`` the weight of ``one``."""
+    model.get_submodule(other).weight = model.get_submodule(one).weight
     return model
 
 
 def module_in_two_units() -> nn.Module:
     block = linear()
     return nn.ModuleList([block, linear(), block])
-
-
-def tied_inside_one_unit() -> nn.Module:
-    model = nn.ModuleList([nn.Sequential(linear(), linear()), linear()])
-    model[0][1].weight = model[0][0].weight
-    return model
 
 
 def empty_parameters() -> nn.Module:
@@ -72,14 +58,18 @@ def empty_parameters() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "expected"),
     [
+        # a Sequential itself
+        (lambda: make("mlp").build(0), {name: [f"{name}.weight", f"{name}.bias"] for name in "024"}),
+        (lambda: sharing(linears(3), "0", "2"), {"": ["0.weight"], "1": ["1.weight"]}),
         (
-            lambda: make("mlp").build(0),
-            {name: [f"{name}.weight", f"{name}.bias"] for name in "024"},
-        ),  # a Sequential itself
-        (shared_by_two_units, {"": ["0.weight"], "1": ["1.weight"]}),
-        (shared_with_the_rest, {"": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]}),
+            lambda: sharing(nn.ModuleDict({"blocks": linears(2), "head": linear()}), "blocks.0", "head"),
+            {"": ["blocks.0.weight"], "blocks.1": ["blocks.1.weight"]},
+        ),
         (module_in_two_units, {"": ["0.weight"], "1": ["1.weight"]}),
-        (tied_inside_one_unit, {"0": ["0.0.weight"], "1": ["1.weight"]}),
+        (
+            lambda: sharing(nn.ModuleList([nn.Sequential(linear(), linear()), linear()]), "0.0", "0.1"),
+            {"0": ["0.0.weight"], "1": ["1.weight"]},
+        ),
         (lambda: linears(11), {f"{n}": [f"{n}.weight"] for n in range(11)}),  # similar names
         (empty_parameters, {"": ["a", "b"]}),  # they share nothing
     ],

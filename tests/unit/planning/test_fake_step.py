@@ -16,9 +16,7 @@ from tests.unit.tools.plan.planned_runs import planned_run
 
 _SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda values, mask: values[mask],
-    "masked_select": torch.masked_select,
     "broadcast": lambda values, mask: torch.masked_select(values, mask[:1]),
-    "where": lambda values, mask: values[torch.where(mask)],
     "unique": lambda values, mask: values.unique(),
 }
 
@@ -50,9 +48,7 @@ def selected_by(name: str) -> int:
         return engine.module.selected
 
 
-@pytest.mark.parametrize(
-    "name", ["index", "broadcast", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("masked_select", "where"))]
-)
+@pytest.mark.parametrize("name", ["index", "broadcast"])
 def test_a_mask_selects_all_elements_and_the_user_is_told_once(name: str, caplog: pytest.LogCaptureFixture) -> None:
     _tell_of_selection.cache_clear()
     with caplog.at_level(logging.WARNING, logger="dtrain"):

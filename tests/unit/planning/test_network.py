@@ -94,11 +94,6 @@ def test_no_part_of_a_link_is_negative(points: list[tuple[int, float]]) -> None:
     assert link.seconds(Transfer("all_gather", 1500, 2)) == pytest.approx(1.5e-3, rel=0.6)
 
 
-def test_latency_grows_with_the_ranks() -> None:
-    link = Link(1e-4, 0.0, 2)
-    assert link.seconds(Transfer("all_gather", 0, 9)) == pytest.approx(8e-4)
-
-
 def test_results_of_the_benchmark_are_read() -> None:
     sockets, shared = (Network.read(MEASURED, transport) for transport in (SOCKETS, HOST))
     transfer = Transfer("all_gather", 2**22, 2)
@@ -107,22 +102,12 @@ def test_results_of_the_benchmark_are_read() -> None:
     assert sockets.seconds(Transfer("reduce_scatter_sum", 2**22, 2)) != sockets.seconds(transfer)
 
 
-def without_sizes(results: dict[str, Any]) -> None:
-    results["timings"] = [timing for timing in results["timings"] if timing["nbytes"] <= 65536]
-
-
-def of_one_rank(results: dict[str, Any]) -> None:
-    results["config"]["bench"]["ranks"] = 1
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without_sizes, "two sizes, by two ranks or more; run dtrain bench collectives"),
-        (of_one_rank, "two sizes, by two ranks or more"),
-        (lambda results: results.update(suite="optimizer"), "two sizes, by two ranks or more"),
+        (lambda results: results["timings"].clear(), "two sizes, by two ranks or more; run dtrain bench collectives"),
+        (lambda results: results["config"]["bench"].update(ranks=1), "two sizes, by two ranks or more"),
         (lambda results: results.clear(), r"network\.json is no result of dtrain bench collectives bench\.out=FILE"),
-        (lambda results: results.pop("timings"), r"network\.json is no result"),
     ],
 )
 def test_results_that_tell_too_little_are_refused(
@@ -139,10 +124,7 @@ def test_results_that_tell_too_little_are_refused(
     ("work", "message"),
     [
         (lambda: find_device("h100-80g"), r"device=h100-80g is not known; did you mean 'h100-80gb'"),
-        (
-            lambda: FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16)),
-            "network=nvlink is one node of 8 ranks, and 16 ranks communicate",
-        ),
+        (lambda: FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16)), "one node of 8 ranks, and 16 ranks"),
         (lambda: find_fabric("ib-40g"), "network=ib-40g is neither a file nor a known network; did you mean"),
         (lambda: Network.read(MEASURED, NCCL), "through nccl"),
         (lambda: Network.read(Path("/nonexistent"), SOCKETS), "is no result of dtrain bench collectives"),

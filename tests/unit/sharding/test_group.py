@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -192,66 +194,30 @@ def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
 # -- the order of reductions -------------------------------------------------------------------------------------------
 
 
-class FakeGradient:
-    """Records when its reductions start and finish; sums nothing over replicas."""
-
-    def __init__(self, name: str, events: list[str], weights: Tensor | None = None) -> None:
-        self._name, self._events, self._weights = name, events, weights
-
-    def reduce(self) -> None:
-        self._events.append(f"start {self._name}")
-
-    def finish_reduction(self, *, is_last: bool) -> Tensor | None:
-        self._events.append(f"finish {self._name}")
-        return self._weights
-
-    def complete(self) -> None:
-        pass
-
-    def start_gather(self) -> None:
-        self._events.append(f"gather {self._name}")
-
-
-class FakeExchange:
-    """Demands that reductions are finished before others start: ``first`` has the numbers of both."""
-
-    def __init__(self, first: dict[int, int]) -> None:
-        self._first = first
-        self.num_started = 0
-
-    def begin(self, weight: Tensor) -> None:
-        pass
-
-    def finish_first(self) -> int:
-        self.num_started += 1
-        return self._first.get(self.num_started - 1, -1)
-
-
-class FakeGroup:
-    """A group of one flat buffer without parameters."""
-
-    slots = ()
-
-    def __init__(self, gradient: FakeGradient) -> None:
-        self.gradient, self.buffers, self.trained = gradient, [self], dict[str, Any]()
-        self.is_complete = False
-        self.layout = self
-
-    def begin_micro_batch(self, weight: Weight, *, is_first: bool) -> None:
-        self.is_complete = False
-
-    def complete(self) -> None:
-        self.is_complete = True
-
-    def reduce(self, start: Any) -> None:
-        start(self.gradient)
-
-
 def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None) -> tuple[list[str], GradientReducer]:
+    """Returns a reducer of groups of one flat buffer, and when their reductions start and finish.
+
+    Its exchange demands that reductions are finished before others start: ``first`` has the numbers of both.
+    """
     events: list[str] = []
-    groups: Any = [FakeGroup(FakeGradient(name, events, weights)) for name in names]
-    exchange: Any = FakeExchange(first)
-    return events, GradientReducer(groups, exchange)
+    started = itertools.count()
+
+    def group(name: str) -> Any:
+        def finish(is_last: bool) -> Tensor | None:
+            events.append(f"finish {name}")
+            return weights
+
+        gradient = mock.Mock(finish_reduction=finish)
+        gradient.reduce.side_effect = lambda: events.append(f"start {name}")
+        gradient.start_gather.side_effect = lambda: events.append(f"gather {name}")
+        made = mock.Mock(trained={}, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
+        made.begin_micro_batch.side_effect = lambda *_, **__: setattr(made, "is_complete", False)
+        made.complete.side_effect = lambda: setattr(made, "is_complete", True)
+        made.reduce.side_effect = lambda start: start(gradient)
+        return made
+
+    exchange = mock.Mock(finish_first=lambda: first.get(next(started), -1))
+    return events, GradientReducer([group(name) for name in names], exchange)
 
 
 def reduced(first: dict[int, int], names: str) -> tuple[list[str], GradientReducer]:
