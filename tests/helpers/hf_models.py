@@ -17,13 +17,8 @@ FAMILIES = ("llama", "qwen3", "gemma", "gpt2", "mixtral")
 VOCAB, POSITIONS = 128, 32
 TOKENS = torch.randint(VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
 
-_SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-}
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "intermediate_size": 64}
 
 
 def hf_config(family: str, **changes: Any) -> Any:
@@ -32,11 +27,11 @@ def hf_config(family: str, **changes: Any) -> Any:
 
     common = {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "dtype": "bfloat16"}
     own: dict[str, tuple[str, dict[str, Any]]] = {
-        "llama": ("LlamaConfig", _SIZES),
-        "qwen3": ("Qwen3Config", _SIZES | {"head_dim": 8, "tie_word_embeddings": True}),
-        "gemma": ("GemmaConfig", _SIZES | {"head_dim": 8}),
+        "llama": ("LlamaConfig", SIZES),
+        "qwen3": ("Qwen3Config", SIZES | {"head_dim": 8, "tie_word_embeddings": True}),
+        "gemma": ("GemmaConfig", SIZES | {"head_dim": 8}),
         "gpt2": ("GPT2Config", {"n_embd": 32, "n_layer": 2, "n_head": 4, "bos_token_id": 1, "eos_token_id": 2}),
-        "mixtral": ("MixtralConfig", _SIZES | {"num_local_experts": 4, "output_router_logits": True}),
+        "mixtral": ("MixtralConfig", SIZES | {"num_local_experts": 4, "output_router_logits": True}),
     }
     name, sizes = own[family]
     no_dropout = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0} if family == "gpt2" else {}
@@ -56,26 +51,6 @@ def save_hf(folder: Path, family: str, **changes: Any) -> Path:
                 parameter.mul_(5.0)
     model.config.dtype = torch.bfloat16  # what the files of a model usually say
     model.save_pretrained(folder)
-    return folder
-
-
-def save_with_images(folder: Path, family: str) -> Path:
-    """Writes a model of images and text, of which ``model=hf`` builds the text half: ``Qwen3_5`` or ``Llama4``."""
-    import transformers
-
-    text = _SIZES | {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS, "head_dim": 8, "pad_token_id": 0}
-    vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14}
-    if family == "Qwen3_5":
-        text |= {"layer_types": ["full_attention"] * 2}
-        vision |= {"depth": 1, "num_heads": 2, "out_hidden_size": 32, "num_position_embeddings": 16}
-    else:
-        text |= {"intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": []}
-        vision |= {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "vision_output_dim": 32}
-        vision |= {"projector_input_dim": 32, "projector_output_dim": 32}
-    config = getattr(transformers, f"{family}Config")(text_config=text, vision_config=vision)
-    torch.manual_seed(0)
-    getattr(transformers, f"{family}ForConditionalGeneration")(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text("{}")
     return folder
 
 

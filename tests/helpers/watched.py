@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pdb
+import select
 import signal
 import subprocess
 import sys
@@ -24,8 +25,7 @@ LABEL = "reduce(blocks.7, 8 x float32)"
 
 
 def wait(progress: Progress) -> None:
-    """Waits for the other ranks, which do not come."""
-    progress.enter(7, LABEL)
+    """In a collective, for the other ranks, which do not come."""
     time.sleep(600)
 
 
@@ -43,8 +43,7 @@ def stop(progress: Progress) -> None:
 
 
 def stop_in_a_wait(progress: Progress) -> None:
-    progress.enter(7, LABEL)
-    os.kill(os.getpid(), signal.SIGSTOP)
+    stop(progress)
 
 
 def ignore_signals(progress: Progress) -> None:
@@ -76,42 +75,43 @@ def work(progress: Progress) -> None:
 
 
 def main(rank: str, phase: str, action: str, mark: str) -> None:
-    """One process: says who it is, waits for a line on standard input, and does ``action``."""
+    """One process: says who it is, makes progress until there is a line on standard input, and does ``action``."""
     with ExitStack() as held:
         progress = Progress()
         progress.end_step(41)
         print(json.dumps(asdict(share_progress(int(rank), progress, held))), flush=True)
-        sys.stdin.readline()
+        while not select.select([sys.stdin], [], [], 0.1)[0]:
+            progress.advance()
         progress.begin(Phase[phase])
-        Path(mark).touch()
+        if action in (wait.__name__, stop_in_a_wait.__name__):
+            progress.enter(7, LABEL)
+        Path(mark).touch()  # after the last progress, from which the limit counts
         globals()[action](progress)
 
 
 class WatchedProcesses:
-    """Processes with one action each, and their watcher; what still runs when the ``with`` block ends is killed.
+    """Processes that get an action each in :func:`begin`; what still runs when the ``with`` block ends is killed.
 
     Args:
-        folder: gets ``failures/``.
+        folder: is made, and gets ``failures/``.
         phases: phase of each rank.
         actions: what each rank does in it.
-        limits_s: of the watcher.
+        limit_s: each limit of the watcher.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        phases: Sequence[Phase],
-        actions: Sequence[Callable[[Progress], None]],
-        limits_s: tuple[float, float, float],
+        self, folder: Path, phases: Sequence[Phase], actions: Sequence[Callable[[Progress], None]], limit_s: float
     ) -> None:
-        self.failures = folder / "failures"
         # imported here, because it imports torch, which the processes do without
         from dtrain.supervision.supervised import Supervision
 
+        folder.mkdir(exist_ok=True)
+        self.failures, self._limit_s = folder / "failures", limit_s
         self._marks = [folder / f"mark-{rank}" for rank in range(len(actions))]
+        command = [sys.executable, "-m", "tests.helpers.watched"]
         self._processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "tests.helpers.watched", str(rank), phase.name, action.__name__, mark],
+                [*command, str(rank), phase.name, action.__name__, mark],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,
@@ -120,18 +120,24 @@ class WatchedProcesses:
             for rank, (phase, action, mark) in enumerate(zip(phases, actions, self._marks, strict=True))
         ]
         self.members: list[Member] = []
+        self.supervision = Supervision(Progress())
+        self._ended_at = 0.0
+        self._ends = threading.Thread(target=self._wait_for_ends, daemon=True)
+
+    def start_watcher(self) -> subprocess.Popen[str]:
         for process in self._processes:
             assert process.stdout is not None
             self.members.append(Member(**json.loads(process.stdout.readline())))
-        self.supervision = Supervision(Progress())
-        self.supervision.start_watcher(WatchJob(tuple(self.members), len(actions), limits_s))
+        self.supervision.start_watcher(WatchJob(tuple(self.members), len(self.members), (self._limit_s,) * 3))
         self.supervision.write_failures_to(self.failures)
+        assert self.supervision.watcher is not None
+        return self.supervision.watcher
+
+    def act(self) -> None:
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(b"go\n")
             process.stdin.flush()
-        self._ended_at = 0.0
-        self._ends = threading.Thread(target=self._wait_for_ends, daemon=True)
         self._ends.start()
 
     def _wait_for_ends(self) -> None:
@@ -161,6 +167,17 @@ class WatchedProcesses:
             process.kill()
             process.communicate()
         self.supervision.end()
+
+
+def begin(*groups: WatchedProcesses) -> None:
+    """Lets all processes act once all are watched, so that none of them waits for the start of another one."""
+    watchers = [group.start_watcher() for group in groups]
+    for group, watcher in zip(groups, watchers, strict=True):
+        while Path(f"/proc/{watcher.pid}/maps").read_text().count("memfd:dtrain-progress") < len(group.members):
+            assert watcher.poll() is None, "the watcher has ended"
+            time.sleep(0.01)
+    for group in groups:
+        group.act()
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -47,10 +46,9 @@ def test_every_hang_is_named_and_ended(tmp_path: Path, capfd: pytest.CaptureFixt
     with ExitStack() as stack:
         groups = {}
         for name, (phase, action, _) in HANGS.items():
-            folder = tmp_path / name
-            folder.mkdir()
-            group = WatchedProcesses(folder, [Phase.BACKWARD, phase], [watched.wait, action], (LIMIT_S,) * 3)
+            group = WatchedProcesses(tmp_path / name, [Phase.BACKWARD, phase], [watched.wait, action], LIMIT_S)
             groups[name] = stack.enter_context(group)
+        watched.begin(*groups.values())
         taken = {name: group.wait() for name, group in groups.items()}
         output = capfd.readouterr().err
         for name, (_, action, expected) in HANGS.items():
@@ -84,10 +82,9 @@ def test_a_debugger_a_crash_and_work(tmp_path: Path, capfd: pytest.CaptureFixtur
             ("crash", [watched.block, watched.die], 600.0),
             ("work", [watched.work, watched.work], 10.0),
         ):
-            folder = tmp_path / name
-            folder.mkdir()
-            group = WatchedProcesses(folder, [Phase.DATA] * 2, actions, (limit_s,) * 3)
+            group = WatchedProcesses(tmp_path / name, [Phase.DATA] * 2, actions, limit_s)
             groups[name] = stack.enter_context(group)
+        watched.begin(*groups.values())
         assert groups["crash"].wait() < TOLERANCE_S
         assert groups["work"].wait() < 10
         assert groups["work"].exit_codes == [0, 0]
@@ -305,12 +302,11 @@ def test_the_watcher_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setenv("MY_OWN", "1")
-    with WatchedProcesses(tmp_path, [Phase.DATA], [watched.block], (60.0,) * 3) as group:
+    with WatchedProcesses(tmp_path, [Phase.DATA], [watched.block], 60.0) as group:
+        watched.begin(group)
         assert group.supervision.watcher is not None
         pid = group.supervision.watcher.pid
-        while not (environment := Path(f"/proc/{pid}/environ").read_text()):  # empty for a moment after the start
-            time.sleep(0.01)
-        names = [word.partition("=")[0] for word in environment.split("\0")]
+        names = [word.partition("=")[0] for word in Path(f"/proc/{pid}/environ").read_text().split("\0")]
         assert "MY_OWN" in names
         assert not {"RANK", "SLURM_PROCID"} & {*names}
         assert os.getsid(pid) == pid

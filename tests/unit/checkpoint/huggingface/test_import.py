@@ -18,8 +18,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 import dtrain
 from dtrain.checkpoint import export, import_hf, verify
-from dtrain.checkpoint.huggingface import importer as hf_import
-from dtrain.checkpoint.huggingface.importer import ImportedModel
 from dtrain.cli.resolve import compose
 from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError
@@ -124,7 +122,7 @@ def test_export_after_import_is_bit_equal(name: str, tmp_path: Path) -> None:
 def test_printed_command_selects_the_import(
     originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_dir = tmp_path / "a run"
+    run_dir = tmp_path / """my run, a=b; it's q"uo${x}[a]{b}*?|: c\\"""  # quoted for the shell and for Hydra
     assert main(["import", str(originals / "llama"), str(run_dir)]) == 0
     first, command = capsys.readouterr().out.splitlines()
     assert first == f"wrote {run_dir}/checkpoints/step-00000000; train it with"
@@ -199,14 +197,6 @@ def test_the_seed_of_the_run_stays(originals: Path, tmp_path: Path) -> None:
     assert engine_of(imported.model, tmp_path / "saved").seed == 7
 
 
-@pytest.mark.parametrize("name", ["null", """my run, a=b/it's q"uo${x}[a]{b}*?|: c\\"""])
-def test_printed_path_is_quoted_for_hydra(name: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(hf_import, "import_hf", lambda folder, run_dir: ImportedModel(run_dir, ModelConfig()))
-    assert main(["import", "hf", name]) == 0
-    _, command = capsys.readouterr().out.splitlines()
-    assert compose(shlex.split(command)[2:]).run_dir == name
-
-
 def weights(folder: Path, **changes: Any) -> None:
     file = folder / "model.safetensors"
     save_file(load_file(file) | changes, file)
@@ -246,28 +236,20 @@ UNSUPPORTED: list[tuple[str, Change, str]] = [
     ("llama", configure(model_type="mistral"), "model_type 'mistral' cannot be imported; supported are llama"),
     ("llama", configure(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
     ("llama", configure(rope_scaling=LINEAR), "rope_scaling .*linear.* cannot be"),
-    ("llama", configure(rope_scaling=3), "rope_scaling 3 cannot be imported"),
     ("llama", configure(attention_bias=True), "attention_bias True cannot be imported; dtrain's model has False"),
-    ("llama", configure(mlp_bias=1), "mlp_bias 1 cannot be imported"),
-    ("llama", configure(sliding_window=4096), "sliding_window 4096 cannot be imported"),
     ("llama", configure(hidden_act="gelu"), "hidden_act 'gelu' cannot be imported; dtrain's model has 'silu'"),
     ("llama", configure(head_dim=16), "head_dim 16 cannot be imported; dtrain's model has 8 there"),
     ("llama", configure(quantization_config={"bits": 4}), "quantization_config .* cannot be imported"),
     ("llama", configure(num_attention_heads=5), "do not fit together"),
     ("llama", configure(hidden_size=...), "hidden_size is None, expected an integer of at least 1"),
-    ("llama", configure(hidden_size=32.0), "hidden_size is 32.0, expected an integer"),
     ("llama", configure(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer of at least 1"),
     ("llama", configure(num_hidden_layers=10**9), "config.json states 1000000000 layers"),
     ("llama", configure(num_hidden_layers=3), "has no tensor 'model.layers.2.input_layernorm.weight'"),
-    ("llama", configure(num_hidden_layers=1), r"'model.layers.1.input_layernorm.weight' is not a .* \(and 8 more"),
     ("llama", configure(vocab_size=301), r"'model.embed_tokens.weight' has shape \[300, 32\], .* \[301, 32\]"),
     ("llama", configure(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number of at least 0"),
-    ("llama", configure(rms_norm_eps=-1e-5), "rms_norm_eps is -1e-05, expected a number of at least 0"),
-    ("llama", configure(tie_word_embeddings="yes"), "tie_word_embeddings is 'yes', expected true or false"),
     ("llama", configure(tie_word_embeddings=True), "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
     ("gpt2", configure(activation_function="relu"), "activation_function 'relu' cannot be imported"),
     ("gpt2", configure(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True cannot be"),
-    ("gpt2", configure(scale_attn_weights=False), "scale_attn_weights False cannot be imported"),
     ("gpt2", configure(n_head=5), "n_embd 32 is not a multiple of n_head 5"),
     ("gpt2", configure(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
 ]
@@ -275,16 +257,13 @@ HOSTILE: list[tuple[Change, str]] = [
     (lambda folder: (folder / "config.json").unlink(), r"config.json: missing"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json: expected a JSON object, got list"),
     (loop, "config.json: not a regular file"),
-    (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors nor model.safe"),
     (pickled, "pytorch_model.bin is not read because such files can run code"),
     (fifo, "model.safetensors: not a regular file"),
     (huge_header, "model.safetensors: a header of 1152921504606846976 bytes does not fit"),
     (lambda folder: os.truncate(folder / "model.safetensors", 40_000), "its tensors end at byte|its tensors"),
     (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' is in '../../secret.safe"),
     (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "not a safetensors file of this"),
-    (lambda folder: index(folder, mapped(folder, x="gone.safetensors")), "gone.safetensors: missing"),
     (lambda folder: index(folder, mapped(folder, x="part.safetensors")), "do not agree on the location of 'x'"),
-    (lambda folder: index(folder, {"weight_map": []}), r"weight_map is \[\], expected tensors and files"),
     (lambda folder: weights(folder, **{"model.norm.weight": torch.full((32,), torch.nan)}), "holds Inf or NaN"),
     (lambda folder: weights(folder, **{"model.norm.weight": torch.ones(32).int()}), "int32; supported are FP32"),
     (lambda folder: weights(folder, evil=torch.ones(3)), "'evil' is not a tensor of the model"),
@@ -293,12 +272,7 @@ HOSTILE: list[tuple[Change, str]] = [
 
 @pytest.mark.parametrize(("name", "change", "message"), [*UNSUPPORTED, *(("llama", *case) for case in HOSTILE)])
 def test_an_unsupported_model_or_hostile_folder_is_refused_in_one_line(
-    name: str,
-    change: Change,
-    message: str,
-    copy: Callable[[str], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    name: str, change: Change, message: str, copy: Callable[[str], Path], tmp_path: Path, capsys: Any
 ) -> None:
     folder = copy(name)
     change(folder)
@@ -315,9 +289,7 @@ def test_an_unsupported_model_or_hostile_folder_is_refused_in_one_line(
 def test_used_run_directory_is_refused(originals: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     import_hf(originals / "llama", run_dir)
-    with pytest.raises(
-        CheckpointError, match=r"run holds checkpoints/step-00000000/.* already; an import starts a run"
-    ):
+    with pytest.raises(CheckpointError, match=r"run holds checkpoints/step-0{8}/.* already; an import starts a run"):
         import_hf(originals / "gpt2", run_dir)
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match="file cannot be listed: Not a directory"):
