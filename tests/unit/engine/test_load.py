@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -73,9 +74,7 @@ def test_other_dtype_is_refused_before_anything_is_overwritten(tmp_path: Path, k
     path = saver.save(tmp_path)
     engine = start(model(torch.float32))
     before = masters(engine)
-    with pytest.raises(
-        CheckpointError, match=rf"{kind} 'counts' was saved as torch.int32, the model's is torch.float32"
-    ):
+    with pytest.raises(CheckpointError, match=rf"{kind} 'counts' was saved as torch.int32, the model's is torch.fl"):
         engine.load(path)
     assert unchanged(engine, before)
     assert train_step(engine).applied, "the engine is as it was"
@@ -85,7 +84,6 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
     engine = start(with_frozen(torch.full((5,), 0.1)))
     train_step(engine)
     path = engine.save(folder)
-    messages = []
     read_into = CheckpointReader.read_into
 
     def broken(self: CheckpointReader, targets: Iterable[ReadTarget]) -> None:
@@ -94,17 +92,12 @@ def fails_on_one(rank: int, world: int, folder: str) -> list[str]:
             raise OSError(5, "Input/output error")
         read_into(self, wanted)
 
-    CheckpointReader.read_into = broken  # type: ignore[method-assign]
-    with pytest.raises(CheckpointError) as failure:
-        engine.load(path)
-    CheckpointReader.read_into = read_into  # type: ignore[method-assign]
-    messages.append(str(failure.value))
-    with pytest.raises(UsageError) as refusal:
-        train_step(engine)
-    messages.append(str(refusal.value))
-    with pytest.raises(UsageError) as refusal:
-        engine.save(folder)
-    messages.append(str(refusal.value))
+    messages = []
+    with mock.patch.object(CheckpointReader, "read_into", broken):
+        for act in (lambda: engine.load(path), lambda: train_step(engine), lambda: engine.save(folder)):
+            with pytest.raises((CheckpointError, UsageError)) as failure:
+                act()
+            messages.append(str(failure.value))
     engine.load(path)
     assert train_step(engine).applied
     return messages

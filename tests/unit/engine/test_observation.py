@@ -17,7 +17,6 @@ from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.regions import full_precision
-from tests.helpers.zoo import ZOO, make
 
 BF16 = torch.bfloat16
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -58,30 +57,15 @@ def wide() -> nn.Sequential:
 
 
 def run(model: nn.Module, contract: Contract, autocast: Any, x: Tensor = X) -> Tensor:
+    hooks = num_hooks(model)
     with autocast(), observe_forward(model, contract):
         output: Tensor = model(x)
+    assert num_hooks(model) == hooks
     return output
 
 
 def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
-
-
-@pytest.mark.parametrize("name", sorted(ZOO))
-def test_odd_models_keep_the_contract(name: str) -> None:
-    entry = make(name)
-    own_hooks = num_hooks(entry.build(0))
-    for precision in ("fp32", "bf16", IN_FP32):
-        model, contract, autocast = prepared(entry.build(0), precision)
-
-        def forward(*args: Any, _autocast: Any = autocast, _model: Any = model, **kwargs: Any) -> Any:
-            return _autocast.cast_output(_model(*args, **kwargs))
-
-        with autocast(), observe_forward(model, contract):
-            loss = entry.loss(forward, entry.batch(0))
-        with autocast.backward():
-            loss.backward()
-        assert num_hooks(model) == own_hooks
 
 
 # -- what breaks it ----------------------------------------------------------------------------------------------------
