@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import signal
-import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +95,6 @@ def all_collectives(rank: int, world: int, shared: bool) -> dict[str, Tensor]:
     assert torch.equal(rounded, numbers(rank, world * NUMEL, 7)), "what is sent is rounded, not the gradient itself"
     got["reduce-scatter in BF16"] = output.clone()
     comm.reduce_scatter_sum(torch.empty(0), comm.allocate(0, torch.float32), label="empty").wait()
-    tensors = [fill(comm, world * NUMEL, torch.float32, seed) for seed in (4, 5, 6)]
-    all_reduce(comm, *tensors)
-    got["all-reduce"] = torch.cat(tensors)
     return got
 
 
@@ -115,8 +109,6 @@ def test_same_bits_as_sockets(world: int) -> None:
             assert torch.equal(in_place[rank][name], tensor), f"rank {rank}: {name}"
         rows = [numbers(other, world * NUMEL, 7).bfloat16().float().view(world, -1)[rank] for other in range(world)]
         assert torch.equal(in_place[rank]["reduce-scatter in BF16"], sum(rows[1:], rows[0]))
-    total = torch.stack([numbers(rank, world * NUMEL, 4) for rank in range(world)]).sum(0)
-    assert torch.allclose(in_place[0]["all-reduce"][: world * NUMEL], total, rtol=1e-4, atol=1e-2)
 
 
 def _fail(*_: object) -> None:
@@ -210,40 +202,25 @@ FAILURES = {
 }
 
 
-def start(comm: Communicator, what: str, tensor: Tensor) -> Callable[[], Any]:
-    """Starts a collective; returns what waits for it."""
-    if what == "all_to_all":
-        return comm.reduce_scatter_sum(torch.empty(tensor.numel() // 2), tensor, label="blocks.0").wait
-    return lambda: comm.gather_rows(torch.zeros(3, dtype=torch.int64), label="vote")
-
-
-def lose_a_rank(rank: int, world: int, folder: Path, what: str, number: int) -> None:
-    """Rank 1 gets a signal before it sends its message: that its gradient is ready, or its row."""
-    comm = make_communicator(dist.new_group(timeout=timedelta(seconds=1)), CPU)
+def lose_a_rank(rank: int, world: int, folder: Path, what: str) -> None:
+    """Rank 1 is killed before it sends its message: that its gradient is ready, or its row."""
+    comm = communicator(shared=True)
     tensor = fill(comm, world * NUMEL, torch.float32, 0)
     all_reduce(comm, tensor)
-    pid = int(comm.exchange_text(str(os.getpid()))[1])
     if rank == 1:
-        os.kill(pid, number)
-        return
-    with contextlib.suppress(FileNotFoundError):  # it has been killed
-        while not re.search(r"State:\s+[TZ]", Path(f"/proc/{pid}/status").read_text(encoding="ascii")):
-            time.sleep(0.01)
-    began = time.monotonic()
+        os.kill(os.getpid(), signal.SIGKILL)
+    starts: dict[str, Callable[[], Any]] = {
+        "all_to_all": lambda: comm.reduce_scatter_sum(torch.empty(NUMEL), tensor, label="blocks.0").wait(),
+        "gather_rows": lambda: comm.gather_rows(torch.zeros(3, dtype=torch.int64), label="vote"),
+    }
     with pytest.raises(CommunicationError, match=FAILURES[what]) as caught:
-        start(comm, what, tensor)()
-    (folder / "error").write_text(f"{time.monotonic() - began:.3f} {caught.value}", encoding="ascii")
-    if number == signal.SIGSTOP:
-        os.kill(pid, signal.SIGCONT)
+        starts[what]()
+    (folder / "error").write_text(str(caught.value), encoding="ascii")
 
 
 @pytest.mark.parametrize("what", sorted(FAILURES))
-def test_a_killed_rank_is_an_error_at_once_and_one_that_hangs_after_the_time_out(tmp_path: Path, what: str) -> None:
+def test_a_killed_rank_is_an_error_at_once(tmp_path: Path, what: str) -> None:
     with pytest.raises(AssertionError, match="rank 1:\nthe process died without a result") as failure:
-        run_ranks(2, lose_a_rank, tmp_path, what, signal.SIGKILL)
+        run_ranks(2, lose_a_rank, tmp_path, what)
     assert "rank 0:" not in str(failure.value)
     assert (tmp_path / "error").read_text(encoding="ascii").endswith("(rank 1 has ended)")
-    run_ranks(2, lose_a_rank, tmp_path, what, signal.SIGSTOP)
-    seconds, _, message = (tmp_path / "error").read_text(encoding="ascii").partition(" ")
-    assert message.endswith("(rank 1 sent no message for 1 s)")
-    assert 0.9 < float(seconds) < 20

@@ -266,12 +266,6 @@ class Job:
             if "RANK" in env or "SLURM_STEP_NUM_TASKS" in env
         }
 
-    def signal_ranks(self, number: signal.Signals, *ranks: int) -> None:
-        """Sends a signal to some ranks."""
-        pids = self.ranks()
-        for rank in ranks:
-            os.kill(pids[rank], number)
-
     def kill(self) -> None:
         """Ends every process at once."""
         for pid, _ in self.processes():
@@ -322,22 +316,20 @@ class Job:
         self._process.wait()
 
 
-def torchrun(
-    folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None, options: Sequence[str] = ()
-) -> Job:
-    """``torchrun OPTIONS ... launch/train.py ARGV`` in ``folder``."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", *options]
+def torchrun(folder: Path, *argv: str, env: Mapping[str, str] | None = None, options: Sequence[str] = ()) -> Job:
+    """``torchrun OPTIONS ... launch/train.py ARGV`` in ``folder``, as all of these on two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *options]
     return Job([*launcher, str(ROOT / "launch/train.py"), *argv], folder, env)
 
 
-def started(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
-    """``python -m dtrain train ARGV launch.num_processes=RANKS`` in ``folder``."""
-    return python(folder, *argv, f"launch.num_processes={ranks}", env=env)
+def started(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
+    """``python -m dtrain train ARGV launch.num_processes=2`` in ``folder``."""
+    return python(folder, *argv, "launch.num_processes=2", env=env)
 
 
-def deepspeed_sh(folder: Path, *argv: str, ranks: int = 2, env: Mapping[str, str] | None = None) -> Job:
+def deepspeed_sh(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
     """``launch/deepspeed.sh ARGV`` in ``folder``: DeepSpeed's own launcher, with ``--local_rank`` in argv."""
-    return Job([str(ROOT / "launch/deepspeed.sh"), *argv], folder, {"NPROC": str(ranks), **(env or {})})
+    return Job([str(ROOT / "launch/deepspeed.sh"), *argv], folder, {"NPROC": "2", **(env or {})})
 
 
 def sbatch(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:

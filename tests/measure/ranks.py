@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import json
 import resource
-import socket
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,13 +22,9 @@ from dtrain.checkpoint.commit import _assemble
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.snapshot import Snapshot
-from dtrain.distributed.connections import Connections
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.distributed.ring import RingSchedule
-from dtrain.distributed.schedule import Collective
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.errors import CheckpointError
-from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
 from tests.helpers.many_ranks import (
     LLAMA_8B,
     Texts,
@@ -91,30 +85,6 @@ def audit(ranks: int) -> dict[str, float]:
         return {"seconds": taken, "intervals": len(found)}
 
 
-def layouts(ranks: int) -> dict[str, float]:
-    """The layout of one block, and the shard of the last rank."""
-    sizes = {"q": (4096, 4096), "kv": (2048, 4096), "o": (4096, 4096), "up": (28672, 4096), "down": (4096, 14336)}
-    specs = [ParamSpec(name, shape, torch.bfloat16) for name, shape in sizes.items()]
-
-    def run() -> None:
-        (layout,) = flat_layouts("block", specs, ranks)
-        layout.intervals(*layout.shard(ranks - 1))
-
-    return {"seconds": seconds(run, _ROUNDS)}
-
-
-def ring(ranks: int) -> dict[str, float]:
-    """The slots of a micro-batch of 34 gradients; CPU ranks of one host."""
-    size = -(-218_000_000 // (ranks * CHUNK)) * ranks * CHUNK
-
-    def run() -> None:
-        schedule = RingSchedule([2 * size] * 34, 1, 1 << 28)
-        for number in range(68):
-            schedule.slot(number)
-
-    return {"seconds": seconds(run, _ROUNDS)}
-
-
 # -- a step ------------------------------------------------------------------------------------------------------------
 
 
@@ -135,27 +105,6 @@ def gradient(ranks: int) -> dict[str, float]:
             send()
             received.append(seconds(receive))
         return {"fill_seconds": median(filled), "receive_seconds": median(received)}
-
-
-def message(ranks: int) -> dict[str, float]:
-    """One message to and from all ranks: CPU ranks, and the thread that saves."""
-    connections = _Looped(0, ranks, timedelta(seconds=60))
-    connections.open(lambda text: [])
-    run = lambda: connections.receive(connections.send(Collective(0, "row"), bytes(176)))  # noqa: E731
-    return {"seconds": seconds(run, _ROUNDS), "descriptors": ranks - 1}
-
-
-class _Looped(Connections):
-    """Connections whose other ends send back what they get."""
-
-    name = "loops"
-
-    def open(self, exchange_text: Callable[[str], list[str]]) -> None:
-        for rank in self._unread:
-            near, far = socket.socketpair()
-            near.setblocking(False)
-            self._writers[rank], self._readers[rank] = near.detach(), far.detach()
-        self._max_in_flight, self.unsupported_reason = 16, ""
 
 
 # -- agreements, saves and loads ---------------------------------------------------------------------------------------
@@ -223,7 +172,7 @@ def load(ranks: int) -> dict[str, float]:
     return {**result, "fingerprints_bytes": sum(map(len, rows))}
 
 
-_WORK = (build, muon, step, sharded_step, audit, layouts, ring, vote, gradient, message, agreement, text, save, load)
+_WORK = (build, muon, step, sharded_step, audit, vote, gradient, agreement, text, save, load)
 CASES: dict[str, Callable[[int], dict[str, float]]] = {work.__name__: work for work in _WORK}
 
 

@@ -174,34 +174,24 @@ def test_a_rank_ends_with_its_launcher(
 # -- the device --------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def current(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """The devices that were made the current one."""
-    devices: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
-    return devices
-
-
-def test_a_single_rank_makes_its_gpu_the_current_device(current: list[torch.device], tmp_path: Path) -> None:
+def test_a_rank_makes_its_gpu_the_current_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     assert connect(GPU).device == GPU
     connect_by_file(str(tmp_path / "store"), 0, 1, GPU)
     assert current == [GPU, GPU]
     connect(torch.device("cpu"))
     assert current == [GPU, GPU], "a CPU was made the current GPU"
-
-
-def test_a_rank_of_the_callers_group_makes_its_gpu_the_current_device(
-    current: list[torch.device], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    # in the caller's group
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo")
     with pytest.raises(ConfigError, match="needs nccl"):
         connect(GPU)
-    assert not current, "the device was changed before the call was refused"
+    assert current == [GPU, GPU], "the device was changed before the call was refused"
     monkeypatch.setattr(dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
     monkeypatch.setattr(setup, "make_communicator", lambda group, device, **_: SingleRank(device))
     assert connect(GPU).device == GPU
-    assert current == [GPU]
+    assert current == [GPU] * 3
 
 
 def listening_at(host: str, port: int = 0) -> str | None:

@@ -94,7 +94,8 @@ def test_no_part_of_a_link_is_negative(points: list[tuple[int, float]]) -> None:
     assert link.seconds(Transfer("all_gather", 1500, 2)) == pytest.approx(1.5e-3, rel=0.6)
 
 
-def test_results_of_the_benchmark_are_read() -> None:
+def test_results_of_the_benchmark_are_read_and_latency_grows_with_the_ranks() -> None:
+    assert Link(1e-4, 0.0, 2).seconds(Transfer("all_gather", 0, 9)) == pytest.approx(8e-4)
     sockets, shared = (Network.read(MEASURED, transport) for transport in (SOCKETS, HOST))
     transfer = Transfer("all_gather", 2**22, 2)
     assert sockets.num_ranks == 2

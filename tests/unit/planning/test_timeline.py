@@ -45,11 +45,6 @@ def test_transfers_run_one_after_the_other_while_the_rank_computes(
     assert communicate(trace(*moments), as_many_seconds, overlaps=True) == expected
 
 
-def test_a_rank_that_moves_the_bytes_itself_hides_nothing() -> None:
-    moments = ((0.0, 0, False), (0.0, 1, False), (50.0, 0, True), (60.0, 1, True))
-    assert communicate(trace(*moments), as_many_seconds, overlaps=False) == Communication(20.0, 0.0)
-
-
 @given(
     st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.integers(0, 20)), min_size=1, max_size=20),
     st.booleans(),

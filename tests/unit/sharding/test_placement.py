@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
 
-from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.placement import STAGES, Placement, memory_formula
-from tests.helpers import float8_models, needs
 
 R, S = Placement.REPLICATE, Placement.SHARD
 
@@ -56,17 +51,3 @@ def test_memory_formula_by_hand(
     got = memory_formula(STAGES[stage], **{name: round(size * unit) for name, size in sizes.items()}, num_ranks=ranks)
     want = {"compute": compute, "main_grad": main_grad, "master": master, "moments": moments, "frozen": frozen}
     assert got == {kind: round(size * unit) for kind, size in want.items()}
-
-
-@pytest.mark.parametrize(("recipe", "num_copies", "stage"), [("tensorwise", 1, 2), ("rowwise", 2, 3)])
-def test_fp8_weights_count_a_byte_a_copy(recipe: str, num_copies: int, stage: int) -> None:
-    needs.row_scales_on_cpu(rowwise=recipe == "rowwise")
-    engine = float8_models.start(recipe, zero_stage=stage)
-    weights = {name for name, dtype in engine.contract.replica_dtypes.items() if dtype == E4M3}
-    assert weights
-    float8, fp32, bf16 = (
-        sum(math.prod(engine.shapes[name]) for name, dtype in engine.contract.replica_dtypes.items() if dtype == wanted)
-        for wanted in (E4M3, torch.float32, torch.bfloat16)
-    )
-    assert float8 + fp32 + bf16 == engine.num_parameters
-    assert engine.memory_formula()["compute"] == num_copies * float8 + 2 * bf16  # a single rank has all the masters

@@ -7,43 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.sharding import float8_casts
-from dtrain.sharding.float8_casts import Float8Shard, Rectangle, ScaleTable, rectangles
+from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
 from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.placement import Placement
 
 CPU = torch.device("cpu")
 SHAPES = [(30, 90), (16, 700), (50, 17), (1, 16), (300, 1)]
-
-
-@given(st.integers(1, 12), st.integers(0, 60), st.integers(0, 60))
-def test_rectangles_tile_an_interval(width: int, start: int, length: int) -> None:
-    found = list(rectangles(start, start + length, width))
-    assert len(found) <= 3
-    seen: list[int] = []
-    for box in found:
-        assert box.offset == len(seen)
-        assert box.columns == width or box.rows == 1, "other row-major ranges are no rectangle"
-        seen += [(box.row + i) * width + box.column + j for i in range(box.rows) for j in range(box.columns)]
-    assert seen == list(range(start, start + length))
-
-
-@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 20))
-def test_cut_rectangles_tile_it(rows: int, columns: int, limit: int) -> None:
-    whole = Rectangle(3, 2, rows, columns, 7)
-    seen = []
-    for box in whole.cut(limit):
-        assert box.rows * box.columns <= limit or (box.rows == 1 and rows > 1)
-        assert box.columns == columns or box.rows == rows == 1
-        assert box.offset == 7 + (box.row - 3) * columns + box.column - 2
-        seen += [(box.row + i, box.column + j) for i in range(box.rows) for j in range(box.columns)]
-    assert seen == [(3 + i, 2 + j) for i in range(rows) for j in range(columns)]
 
 
 class Ranks:
