@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -21,16 +22,15 @@ from dtrain.engine.blocks.compiled import CompiledBlocks, resolve_compile
 from dtrain.engine.blocks.install import find_blocks, install_blocks
 from dtrain.errors import ConfigError, UsageError
 from dtrain.models import build_model
-from dtrain.planning.storages import StorageTracker
 
 NONE: Mapping[str, Any] = MappingProxyType({})
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
 
 
-def language_model(num_layers: int = 3, hidden_dim: int = 32, dropout: float = 0.2) -> nn.Module:
-    sizes = {"num_layers": num_layers, "hidden_dim": hidden_dim, "num_heads": 2, "max_seq_len": 16}
-    return build_model(ModelConfig(dropout=dropout, **sizes), 64, seed=0)
+def language_model(dropout: float = 0.2) -> Any:
+    config = ModelConfig(dropout=dropout, num_layers=3, hidden_dim=32, num_heads=2, max_seq_len=16)
+    return build_model(config, 64, seed=0)
 
 
 def start(model: nn.Module, precision: str = "fp32", options: Mapping[str, Any] = NONE, **blocks: Any) -> Any:
@@ -71,37 +71,16 @@ def test_other_blocks_and_inputs_on_the_host_have_the_same_bits(monkeypatch: pyt
     assert moved.count(TOKENS[:, :-1].numel() * 32) == num_blocks * num_batches, "the input of each block, no weight"
 
 
-def kept_bytes(**blocks: Any) -> int:
-    engine = start(language_model(num_layers=8, hidden_dim=64, dropout=0.0), **blocks)
-    tokens = TOKENS.repeat(4, 1)
-    with StorageTracker() as tracker:
-        loss = engine(tokens=tokens[:, :-1], targets=tokens[:, 1:]).loss
-        tracker.exclude(p.untyped_storage() for p in engine.module.parameters())
-        kept = sum(tracker.live.values())
-    engine.backward(loss)
-    return kept
-
-
-def test_memory_of_activations() -> None:
-    """Of eight layers full recomputation keeps the inputs; the embedding and the loss keep the same in all cases."""
-    full, selective, none, half = (kept_bytes(**way) for way in [*WAYS, {}, {**WAYS[0], "recompute_every": 2}])
-    outside = full - 8 * TOKENS.repeat(4, 1)[:, :-1].numel() * 64 * 4  # a block's input in FP32
-    assert 0 < outside < 0.1 * none
-    assert full - outside <= 2 * (none - outside) / 8
-    assert full < selective < 0.75 * none
-    assert half == pytest.approx((none + full) / 2, rel=0.05)
-
-
-def test_a_recomputed_forward_runs_once_without_gradients_and_twice_with() -> None:
-    model = language_model(dropout=0.0)
-    calls = []
-    model.blocks[1].attn_norm.register_forward_pre_hook(lambda *_: calls.append(1))
-    engine = start(model, recompute="full")
+def test_every_second_block_runs_once_without_gradients_and_twice_with() -> None:
+    model, calls = language_model(), Counter[int]()
+    for number, block in enumerate(model.blocks):
+        block.attn_norm.register_forward_pre_hook(lambda *_, number=number: calls.update([number]))
+    engine = start(model, recompute="full", recompute_every=2)
     with engine.eval():
         logits = engine(tokens=TOKENS[:, :-1]).logits
-    assert (len(calls), logits.requires_grad) == (1, False)
+    assert (calls, logits.requires_grad) == ({0: 1, 1: 1, 2: 1}, False)
     train(engine, steps=1)
-    assert len(calls) == 1 + 2 * 2, "two micro-batches"
+    assert calls == {0: 1 + 2 * 2, 1: 1 + 2, 2: 1 + 2 * 2}, "two micro-batches"
 
 
 class Odd(nn.Module):
@@ -165,24 +144,18 @@ def test_blocks_are_found() -> None:
     assert len(find_blocks(nn.ModuleDict({"a": lists}), dtrain.Blocks(recompute="full"))) == 2, "a list has no forward"
 
 
-class Own(nn.Module):
+class Own(nn.Linear):
     """Recomputes by itself."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.gradient_checkpointing = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x)  # type: ignore[no-any-return]
+    gradient_checkpointing = True
 
 
 @pytest.mark.parametrize(
     ("model", "options", "message"),
     [
         (language_model, {"recompute": "full", "blocks": ["block.*"]}, "'block.*' matches no module; did you mean"),
-        (Own, {"recompute": "selective"}, "Own has no ModuleList or Sequential"),
-        (lambda: nn.Sequential(Own()), {"recompute": "full"}, "'0' recomputes its activations itself"),
+        (lambda: Own(4, 4), {"recompute": "selective"}, "Own has no ModuleList or Sequential"),
+        (lambda: nn.Sequential(Own(4, 4)), {"recompute": "full"}, "'0' recomputes its activations itself"),
     ],
 )
 def test_mistakes(model: Callable[[], nn.Module], options: dict[str, Any], message: str) -> None:
@@ -193,40 +166,41 @@ def test_mistakes(model: Callable[[], nn.Module], options: dict[str, Any], messa
 def test_blocks_that_are_no_record_or_contain_a_unit_of_sharding() -> None:
     with pytest.raises(ConfigError, match=r"blocks=full is not a record such as dtrain\.Blocks\("):
         dtrain.initialize(language_model(), blocks="full")
-    model = nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))})
-    options = dtrain.Blocks(compile="blocks", blocks=["blocks"])
+    model, options = (
+        nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}),
+        {"compile": "blocks", "blocks": ["blocks"]},
+    )
     with pytest.raises(ConfigError, match=r"block 'blocks' contains the unit of sharding 'blocks\.0'"):
-        install_blocks(model, options, "auto", CompiledBlocks.__new__(CompiledBlocks))
+        install_blocks(model, dtrain.Blocks(**options), "auto", CompiledBlocks.__new__(CompiledBlocks))
 
 
-class Reentrant(nn.Module):
-    def __init__(self) -> None:
+class Net(nn.Module):
+    """A layer and a block, called by a function."""
+
+    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4)])
+        self.enter, self.blocks, self.run = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)]), run
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x.requires_grad_()
-        return checkpoint(self.layers[0], x, use_reentrant=True) + checkpoint(self.layers[0], x, use_reentrant=True)
+        return self.run(self, self.enter(x))
 
 
-class Changing(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.blocks = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)])
+def reentrant(net: Any, x: Tensor) -> Tensor:
+    return checkpoint(net.blocks[0], x, use_reentrant=True) + checkpoint(net.blocks[0], x, use_reentrant=True)  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.enter(x)
-        y = self.blocks[0](x)
-        x.mul_(0.5)
-        return x + y
+
+def changing(net: Any, x: Tensor) -> Tensor:
+    y: Tensor = net.blocks[0](x)
+    x.mul_(0.5)
+    return x + y
 
 
 def test_what_fails_in_the_backward_is_named() -> None:
-    for model, offloads, error, message in (
-        (Reentrant(), False, UsageError, "use_reentrant=False"),
-        (Changing(), True, RuntimeError, "an input of a recomputed block was modified in place"),
+    for run, offloads, error, message in (
+        (reentrant, False, UsageError, "use_reentrant=False"),
+        (changing, True, RuntimeError, "an input of a recomputed block was modified in place"),
     ):
-        engine = start(model, recompute="full", offload_activations=offloads)
+        engine = start(Net(run), recompute="full", offload_activations=offloads)
         loss = engine(torch.ones(2, 4)).mean()
         with pytest.raises(error, match=message):
             engine.backward(loss)
@@ -248,19 +222,6 @@ def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- compilation, traced and not compiled, which takes a tenth of the time ---------------------------------------------
 
 
-class Growing(nn.Module):
-    """Blocks that take any number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = x + layer(x)
-        return x
-
-
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     def trace(self: CompiledBlocks, graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -271,19 +232,14 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CompiledBlocks, "_compile", trace)
 
 
-def step(engine: Any, rows: int) -> None:
-    engine.backward(engine(torch.ones(rows, 8)).square().mean())
-    engine.step()
-
-
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 def test_a_new_shape_is_compiled_once_more_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
-    engine = start(Growing(), compile="blocks")
-    counts = []
+    engine, counts = start(nn.Sequential(*(nn.Linear(8, 8) for _ in range(3))), compile="blocks"), []
     with caplog.at_level("INFO", "dtrain"):
         for rows in (4, 4, 6, 7, 9):
-            step(engine, rows)
+            engine.backward(engine(torch.ones(rows, 8)).square().mean())
+            engine.step()
             counts.append(engine.compiled_graphs)
         with engine.eval():
             for rows in (2, 3, 5):
@@ -319,9 +275,7 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 @pytest.mark.parametrize("times", [[2.0, 1.0], [1.0, 2.0]])
-def test_auto_compiles_what_is_faster(
-    times: list[float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_auto_compiles_what_is_faster(times: list[float], monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     monkeypatch.setattr("dtrain.engine.initialize.resolve_compile", lambda mode, device: mode)
     monkeypatch.setattr(compiled_blocks, "measure", lambda *_: times)
     curves = []

@@ -1,6 +1,6 @@
 """The order of an engine's calls: what is refused has no effect, and what ends a batch early.
 
-A script is a row of words, each a call (see :class:`Player`); ``word!key`` is refused with ``ERRORS[key]``.
+A script is a row of words, each a call (see :meth:`Player.call`); ``word!key`` is refused with ``ERRORS[key]``.
 """
 
 from __future__ import annotations
@@ -60,87 +60,55 @@ class Player:
         for word in script.split():
             call, _, key = word.partition("!")
             name, number = re.fullmatch(r"([a-z]+)(\d*)", call).groups()  # type: ignore[union-attr]
-            arguments = [int(number)] if number else []
-            if key:
-                message = re.escape(ERRORS[key]).replace(r"\{n\}", r"\d")
-                with pytest.raises(UsageError, match=message):
-                    getattr(self, name)(*arguments)
-            else:
-                getattr(self, name)(*arguments)
+            message = re.escape(ERRORS[key]).replace(r"\{n\}", r"\d") if key else ""
+            with pytest.raises(UsageError, match=message) if key else nullcontext():
+                self.call(name, int(number or 0))
         return self
 
     def loss(self) -> Tensor:
         return self.engine(X).square().mean()
 
-    # the words
-
-    def forward(self) -> None:
-        self.loss()
-
-    def backward(self) -> None:
-        self.engine.backward(self.loss())
-
-    def step(self) -> None:
-        self.outcomes.append(self.engine.step())
-
-    def more(self) -> None:
-        self._enter(last=False)
-
-    def last(self) -> None:
-        self._enter(last=True)
-
-    def _enter(self, *, last: bool) -> None:
-        opened = self.engine.micro_batch(last=last)
-        opened.__enter__()
-        self.opened = opened
-
-    def end(self) -> None:
-        self.opened.__exit__(None, None, None)
-
-    def fail(self) -> None:
-        """The body of the micro-batch raises."""
-        assert not self.opened.__exit__(KeyError, KeyError(), None), "it is not swallowed"
-
-    def batch(self, number: int) -> None:
-        """Begins a loop over a batch."""
-        iterator = self.engine.accumulate(range(number))
-        next(iterator)
-        self.iterator = iterator
-
-    def loader(self, number: int) -> None:
-        self.iterator = self.engine.accumulate(items(number))
-        next(self.iterator)
-
-    def next(self) -> None:
-        next(self.iterator)
-
-    def done(self) -> None:
-        assert next(self.iterator, None) is None
-
-    def broken(self) -> None:
-        with pytest.raises(KeyError, match="the loader broke"):
-            next(self.iterator)
-
-    def drop(self) -> None:
-        """Leaves the loop by ``break``, or late by the garbage collector."""
-        self.iterator.close()
-
-    def eval(self) -> None:
-        with self.engine.eval():
-            assert not self.loss().requires_grad
-
-    def save(self) -> None:
-        self.engine.save(self.folder)
-
-    def load(self) -> None:
-        self.engine.load(self.folder)
-
-    def own(self) -> None:
-        """Not through the engine."""
-        self.loss().backward()
-
-    def detached(self) -> None:
-        self.engine.backward(self.loss().detach())
+    def call(self, word: str, number: int) -> None:
+        engine = self.engine
+        match word:
+            case "forward":
+                self.loss()
+            case "backward":
+                engine.backward(self.loss())
+            case "own":  # not through the engine
+                self.loss().backward()
+            case "detached":
+                engine.backward(self.loss().detach())
+            case "step":
+                self.outcomes.append(engine.step())
+            case "more" | "last":
+                opened = engine.micro_batch(last=word == "last")
+                opened.__enter__()
+                self.opened = opened
+            case "end":
+                self.opened.__exit__(None, None, None)
+            case "fail":  # the body of the micro-batch raises
+                assert not self.opened.__exit__(KeyError, KeyError(), None), "it is not swallowed"
+            case "batch" | "loader":  # begins a loop; a loader breaks after the last item
+                iterator = engine.accumulate(range(number) if word == "batch" else items(number))
+                next(iterator)
+                self.iterator = iterator
+            case "next":
+                next(self.iterator)
+            case "done":
+                assert next(self.iterator, None) is None
+            case "broken":
+                with pytest.raises(KeyError, match="the loader broke"):
+                    next(self.iterator)
+            case "drop":  # leaves the loop by ``break``, or late by the garbage collector
+                self.iterator.close()
+            case "eval":
+                with engine.eval():
+                    assert not self.loss().requires_grad
+            case "save":
+                engine.save(self.folder)
+            case "load":
+                engine.load(self.folder)
 
 
 SAME = ""  # as the script without what is refused
@@ -241,10 +209,10 @@ def test_nothing_works_after_a_failed_backward(tmp_path: Path, stage: int) -> No
     player.engine = engine = start(Breaks(), zero_stage=stage)
     before = masters(engine)
     with pytest.raises(RuntimeError, match="the graph broke"), engine.micro_batch(last=False):
-        player.backward()
+        player.play("backward")
     engine.module.broken = False
     with pytest.raises(UsageError, match="build a new engine and load a checkpoint"):
-        player.last()
+        player.play("last")
     for verb in ("step", "backward", "save", "load"):
         with pytest.raises(UsageError, match=f"engine.{verb} after an engine.backward that failed half-way"):
             player.play(verb)

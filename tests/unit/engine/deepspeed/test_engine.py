@@ -47,7 +47,6 @@ CONFIGS += [(2, "bf16", "none"), (3, "fp32", "none"), (3, "bf16", "cpu")]
 def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
     os.environ["TORCH_EXTENSIONS_DIR"] = extensions
     assert "DS_ACCELERATOR" not in os.environ
-    found: dict[str, Any] = {"configs": []}
     for stage, precision, offload in CONFIGS:
         engine = start(zero_stage=stage, precision=precision, offload=offload)
         deepspeed, parsed = engine._deepspeed, engine._deepspeed._config
@@ -75,10 +74,9 @@ def one_rank(rank: int, world: int, extensions: str) -> dict[str, Any]:
                 engine.backward(loss.detach(), weight=0.0)
         engine.backward(loss, weight=1.0 - index)
     assert engine.step().applied
-    found["channels last"] = [name for stage in (0, 3) for name in channels_last(stage)]
-    found["compiled modules"] = {
-        case: compiled(*case) for case in itertools.product(("norm", "linear"), (False, True), (0, 1, 3))
-    }
+    found: dict[str, Any] = {"channels last": [name for stage in (0, 3) for name in channels_last(stage)]}
+    cases = itertools.product(("norm", "linear"), (False, True), (0, 1, 3))
+    found["compiled modules"] = {case: compiled(*case) for case in cases}
     assert "DS_ACCELERATOR" not in os.environ
     return found
 
@@ -136,12 +134,8 @@ def test_one_rank(tmp_path: Path) -> None:
 
 def plain_defaults() -> str:
     """The keys that make DeepSpeed reduce in FP32 are left out: it then reduces in BF16 silently."""
-    real = deepspeed_config.generate
-
-    def generate(request: Any) -> dict[str, Any]:
-        return {k: v for k, v in real(request).items() if k not in ("communication_data_type", "data_types")}
-
-    deepspeed_config.generate = generate
+    real, own = deepspeed_config.generate, ("communication_data_type", "data_types")
+    deepspeed_config.generate = lambda request: {k: v for k, v in real(request).items() if k not in own}
     with pytest.raises(ContractError) as error:
         step(start(zero_stage=2, precision="bf16"), "mlp", [0])
     return str(error.value)
