@@ -6,12 +6,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import dtrain
+from dtrain.config.model import ModelConfig
 from dtrain.models import build_model
+from tests.helpers.operations import operations_of
 from tests.helpers.ranks import run_ranks
-from tests.measure.host_time import CONFIG, VOCAB, engine_step, operations_of, plain_step
 
+CONFIG = ModelConfig(num_layers=1, hidden_dim=32, num_heads=1, max_seq_len=4)
+VOCAB = 64
 WARMUP = 6  # steps; by then each slot of the ring has been used
 
 
@@ -28,8 +32,19 @@ def added_per_block(rank: int, world: int, stage: int) -> float:
             precision="fp32",
             seed=0,
         )
+        model = build_model(config, VOCAB, seed=0)
+
+        def plain_step(model: nn.Module = model) -> None:
+            model(tokens, tokens).loss.backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+
+        def engine_step(engine: dtrain.Engine = engine) -> None:
+            engine.backward(engine(tokens, tokens).loss)
+            engine.step()
+
         counts = []
-        for step in (plain_step(build_model(config, VOCAB, seed=0), tokens), engine_step(engine, tokens)):
+        for step in (plain_step, engine_step):
             for _ in range(WARMUP):
                 step()
             counts.append(operations_of(step))

@@ -20,7 +20,7 @@ from tests.engines.checks.skips import step_normalized as step
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.host_reads import forbidden, like_a_gpu
 from tests.helpers.ranks import run_ranks
-from tests.measure.host_time import operations_of
+from tests.helpers.operations import operations_of
 
 
 def test_an_overflow_of_fp16_leaves_them() -> None:

@@ -41,35 +41,15 @@ LAUNCHER = (
     "DTRAIN_PRECISION",
 )
 
-# dropout, so that random numbers matter; six micro-batches a step, for 1, 2 or 3 ranks
-CORE = (
-    FACTORY,
-    "report=false",  # what it imports takes each process seconds
-    "model.num_layers=1",
-    "model.hidden_dim=32",
-    "model.num_heads=2",
-    f"model.max_seq_len={SEQ_LEN}",
-    "model.dropout=0.1",
-    "data=text",
-    "schedule.warmup_steps=2",
-    "train.steps=12",
-    "train.micro_batch_size=1",
-    "train.global_batch_size=6",
-    "train.log_every=1",
-    "train.save_every=4",
-    "train.eval_every=6",
-    "train.eval_batches=2",
-    "train.sample_tokens=0",
-    "launch.threads_per_rank=1",
-)
-# and a loss scale that grows on the way, so that its state matters
-SMALL = (
-    *CORE,
-    "precision=fp32",  # BF16 is slow on a CPU without its instructions
-    "precision.loss_scale.mode=dynamic",
-    "precision.loss_scale.init=1024",
-    "precision.loss_scale.growth_interval=5",
-)
+# what the report imports takes each process seconds; dropout, so that random numbers matter; six micro-batches a step,
+# for 1, 2 or 3 ranks
+_MODEL = f"model.num_layers=1 model.hidden_dim=32 model.num_heads=2 model.max_seq_len={SEQ_LEN} model.dropout=0.1"
+_BATCHES = "data=text schedule.warmup_steps=2 train.steps=12 train.micro_batch_size=1 train.global_batch_size=6"
+_TIMES = "train.log_every=1 train.save_every=4 train.eval_every=6 train.eval_batches=2 train.sample_tokens=0"
+CORE = (FACTORY, *f"report=false {_MODEL} {_BATCHES} {_TIMES} launch.threads_per_rank=1".split())
+# and a loss scale that grows on the way, so that its state matters; BF16 is slow on a CPU without its instructions
+_SCALE = "precision.loss_scale"
+SMALL = (*CORE, *f"precision=fp32 {_SCALE}.mode=dynamic {_SCALE}.init=1024 {_SCALE}.growth_interval=5".split())
 
 
 def write_samples(folder: Path) -> str:
@@ -173,15 +153,8 @@ def train(
 ) -> list[int] | None:
     """Trains in ``world`` forked processes, whose standard error is appended to ``<run_dir>.log``.
 
-    Args:
-        run_dir: the run directory.
-        overrides: the rest of the config.
-        world: the number of ranks.
-        env: added to the environment.
-        alarm: seconds after which the last rank dies, without a chance to do anything about it; 0: never.
-
-    Returns:
-        The exit code of each rank; None where one of them died.
+    ``alarm`` is when the last rank dies, in seconds, without a chance to do anything about it; 0: never. Returns the
+    exit code of each rank; None where one of them died.
     """
     config = _composed(overrides)  # here: it takes as long as a short training
     config = replace(config, run_dir=str(run_dir), report=False, supervise=UNWATCHED)

@@ -14,9 +14,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -36,43 +36,18 @@ ENGINES: list[tuple[int, dict[str, Any]]] = [
 """Ranks and options of the engines whose kernels are compiled."""
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """One variant of a kernel as code for the device.
+def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, Any], capability: int) -> dict[str, Any]:
+    """Compiles the ``@triton.jit`` function ``function``; returns what a thread needs, and the instructions of its PTX.
 
-    Attributes:
-        registers: of a thread.
-        spills: bytes that a thread moves to and from memory for want of registers.
-        instructions: number of each in its PTX.
+    Spills are bytes that it moves to and from memory for want of registers.
     """
-
-    capability: int
-    kernel: str
-    signature: str
-    registers: int
-    spills: int
-    instructions: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Driver:
-    """The device that a kernel asks for while it is compiled."""
-
-    target: Any
-
-    def get_current_target(self) -> Any:
-        return self.target
-
-
-def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, Any], capability: int) -> Lowered:
-    """Compiles the ``@triton.jit`` function ``function`` for ``arguments``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.runtime import driver
 
     target = GPUTarget("cuda", capability, 32)
-    driver.set_active(_Driver(target))
+    driver.set_active(SimpleNamespace(get_current_target=lambda: target))  # of the device that a kernel asks for
     signature = {argument.name: argument.type for argument in arguments}
     constants = {(n,): argument.value for n, argument in enumerate(arguments) if argument.type == "constexpr"}
     hints = {(n,): [["tt.divisibility", 16]] for n, argument in enumerate(arguments) if argument.is_aligned}
@@ -81,7 +56,8 @@ def lower(function: Any, arguments: Sequence[Argument], options: Mapping[str, An
     registers, spills = _resources(ptx, capability)
     types = ", ".join(a.type + "*" * a.is_aligned for a in arguments if a.type != "constexpr")
     instructions = dict(Counter(re.findall(r"^\s*(?:@!?%p\d+ )?([a-z][\w.:]*)\s", ptx, re.MULTILINE)))
-    return Lowered(capability, function.fn.__name__, types, registers, spills, instructions)
+    found = {"capability": capability, "kernel": function.fn.__name__, "signature": types}
+    return {**found, "registers": registers, "spills": spills, "instructions": instructions}
 
 
 def _resources(ptx: str, capability: int) -> tuple[int, int]:
@@ -125,7 +101,7 @@ def main() -> None:
         capability, _, names = request.partition(":")
         for launch in _chosen(int(capability), names.split(",") if names else []):
             lowered = lower(launch.function, launch.arguments, dict(launch.options), int(capability))
-            print(json.dumps(vars(lowered)), flush=True)
+            print(json.dumps(lowered), flush=True)
 
 
 def _chosen(capability: int, names: Sequence[str]) -> list[Launch]:

@@ -17,7 +17,7 @@ from dtrain.planning.devices import find_device
 from dtrain.telemetry.memory import PeakMeter
 from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
-from tests.distributed.test_memory_plan import CASES, TINY, build, configuration
+from tests.distributed.test_plans import CASES, TINY, build, configuration
 from tests.helpers.ranks import run_ranks
 from tests.measure.results import load_now, printed, write
 

@@ -28,7 +28,6 @@ from dtrain.errors import CheckpointError
 from tests.helpers.many_ranks import (
     LLAMA_8B,
     Texts,
-    fake_group,
     planned_run,
     seconds,
     sent_gradient,
@@ -107,18 +106,7 @@ def gradient(ranks: int) -> dict[str, float]:
         return {"fill_seconds": median(filled), "receive_seconds": median(received)}
 
 
-# -- agreements, saves and loads ---------------------------------------------------------------------------------------
-
-
-def agreement(ranks: int) -> dict[str, float]:
-    """One agreement of all ranks on a short result."""
-    return {"seconds": seconds(lambda: on_every_rank(Texts(ranks), "", lambda: None, CheckpointError), _ROUNDS)}
-
-
-def text(ranks: int) -> dict[str, float]:
-    """The texts of 64 bytes of all ranks, as :class:`ProcessGroup` exchanges them."""
-    with fake_group(ranks) as comm:
-        return {"seconds": seconds(lambda: comm.exchange_text("x" * 64), _ROUNDS)}
+# -- saves and loads ---------------------------------------------------------------------------------------------------
 
 
 def _reports(ranks: int) -> list[dict[str, Any]]:
@@ -172,7 +160,7 @@ def load(ranks: int) -> dict[str, float]:
     return {**result, "fingerprints_bytes": sum(map(len, rows))}
 
 
-_WORK = (build, muon, step, sharded_step, audit, vote, gradient, agreement, text, save, load)
+_WORK = (build, muon, step, sharded_step, audit, vote, gradient, save, load)
 CASES: dict[str, Callable[[int], dict[str, float]]] = {work.__name__: work for work in _WORK}
 
 

@@ -25,7 +25,7 @@ from dtrain.tools.simulate.step import simulate_step, trace_run
 from dtrain.train.planned import PlannedRun
 from dtrain.train.setup import make_engine
 from dtrain.train.step_time import PlannedRank
-from tests.distributed.test_memory_plan import configuration
+from tests.distributed.test_plans import configuration
 from tests.helpers.ranks import run_ranks
 from tests.measure.results import bench_collectives, load_now, printed, write
 

@@ -18,7 +18,7 @@ from dtrain.tools.plan.amdahl import expected
 from dtrain.tools.plan.time import measure_time, product_share
 from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.planned import PlannedRun
-from tests.distributed.test_memory_plan import configuration
+from tests.distributed.test_plans import configuration
 from tests.measure.results import bench_collectives, load_now, printed, write
 
 CASES: list[tuple[int, list[str]]] = [  # ranks and keys

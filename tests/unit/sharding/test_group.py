@@ -23,7 +23,7 @@ from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.storage_pool import StoragePool
 from tests.helpers.many_ranks import sent_gradient
-from tests.measure.host_time import operations_of
+from tests.helpers.operations import operations_of
 
 COMM = SingleRank(torch.device("cpu"))
 ONE = Weight(torch.ones(()), is_one=True)
