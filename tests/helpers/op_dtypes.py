@@ -12,13 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NAMES = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float8_e4m3fn: "e4m3",
-    torch.float8_e5m2: "e5m2",
-}
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+NAMES |= {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 """Short names of the recorded dtypes; others, such as those of indices, are not recorded."""
 
 
@@ -80,7 +75,5 @@ class OpDtypes(TorchDispatchMode):
 
 
 def _dtypes(values: Any) -> tuple[str, ...]:
-    found = {
-        NAMES[value.dtype] for value in pytree.tree_leaves(values) if isinstance(value, Tensor) and value.dtype in NAMES
-    }
-    return tuple(sorted(found))
+    dtypes = {value.dtype for value in pytree.tree_leaves(values) if isinstance(value, Tensor)}
+    return tuple(sorted(NAMES[dtype] for dtype in dtypes if dtype in NAMES))

@@ -180,13 +180,11 @@ Tensors = Tensor | Mapping[str, Tensor]
 def _pairs(got: Tensors, want: Tensors) -> list[tuple[str, Tensor, Tensor]]:
     got = {"tensor": got} if isinstance(got, Tensor) else got
     want = {"tensor": want} if isinstance(want, Tensor) else want
-    assert sorted(got) == sorted(want), (
-        f"missing: {sorted(set(want) - set(got))}, unexpected: {sorted(set(got) - set(want))}"
-    )
+    missing, unexpected = sorted(set(want) - set(got)), sorted(set(got) - set(want))
+    assert missing == unexpected, f"missing: {missing}, unexpected: {unexpected}"
     for name in want:
-        assert got[name].shape == want[name].shape, (
-            f"{name}: got shape {tuple(got[name].shape)}, want {tuple(want[name].shape)}"
-        )
+        shape, expected = tuple(got[name].shape), tuple(want[name].shape)
+        assert shape == expected, f"{name}: got shape {shape}, want {expected}"
         assert want[name].isfinite().all(), f"{name}: the reference itself is not finite"
     return [(name, got[name].detach().cpu().double(), want[name].detach().cpu().double()) for name in want]
 

@@ -124,27 +124,17 @@ class Attending(Fitted):
 
 @dataclass(frozen=True)
 class Planted:
-    """A model, how it is trained and tried, and the advice that is right for it.
-
-    Attributes:
-        build: returns the model with torch's generator seeded.
-        formats: tried beside FP32.
-        milliseconds: time of a step by format; a format without one counts as emulated.
-        precision, rules: the right advice.
-        loss_scale: of the trials.
-        lr, eps: of AdamW.
-        distance: of the last weights from those that made the targets.
-    """
+    """A model, how it is trained and tried, and the advice that is right for it."""
 
     build: Callable[[], nn.Module]
-    formats: tuple[str, ...]
-    precision: str
+    formats: tuple[str, ...]  # tried beside FP32
+    precision: str  # the right advice, with the rules
     rules: Mapping[str, str] = field(default_factory=dict)
-    milliseconds: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: str | float = "auto"
+    milliseconds: Mapping[str, float] = field(default_factory=dict)  # of a step; a format without counts as emulated
+    loss_scale: str | float = "auto"  # of the trials
     eps: float = 1e-8
     lr: float = 3e-3
-    distance: float = 0.1
+    distance: float = 0.1  # of the last weights from those that made the targets
 
 
 def linear() -> nn.Module:
@@ -204,10 +194,8 @@ def train(
         losses.append(outcome.loss)
     final = statistics.fmean(losses[-_MEASURED:])
     failure = None if math.isfinite(final) else "the loss is not finite"
-    milliseconds = planted.milliseconds.get(format_name)
-    return Trial(
-        format_name, dict(rules), losses, milliseconds, 0, math.nan, skipped, outcome.loss_scale, final, failure
-    )
+    time = planted.milliseconds.get(format_name)
+    return Trial(format_name, dict(rules), losses, time, 0, math.nan, skipped, outcome.loss_scale, final, failure)
 
 
 def examine(planted: Planted, seed: int, fp32: Trial, seed_noise: float) -> tuple[Advice, Trial, Analysis]:

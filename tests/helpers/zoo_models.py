@@ -36,10 +36,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-            for part in self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
-        )
+        parts = self.qkv(self.attention_norm(x)).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.out(mixed))
         return x + self.dropout(self.ffn(self.ffn_norm(x)))

@@ -35,7 +35,7 @@ def test_nothing_differs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("findings", "copies", "expected"),
+    ("findings", "copies", "want"),
     [
         # its record names the rank, with two copies too
         ([RECORDED, BAD_MASTER], master(1, 2), [((1,), "master")]),
@@ -68,10 +68,8 @@ def test_nothing_differs() -> None:
         ([RankFindings(casts=((COMPUTE, "w"),)), CLEAN], replica(1, 2), [((0,), f"{COMPUTE} or master")]),
     ],
 )
-def test_who_is_named(
-    findings: list[RankFindings], copies: Copies, expected: list[tuple[tuple[int, ...], str]]
-) -> None:
-    assert named(findings, copies) == expected
+def test_who_is_named(findings: list[RankFindings], copies: Copies, want: list[tuple[tuple[int, ...], str]]) -> None:
+    assert named(findings, copies) == want
 
 
 def test_what_changed_on_all_ranks_was_written() -> None:

@@ -166,12 +166,9 @@ def test_mistakes(model: Callable[[], nn.Module], options: dict[str, Any], messa
 def test_blocks_that_are_no_record_or_contain_a_unit_of_sharding() -> None:
     with pytest.raises(ConfigError, match=r"blocks=full is not a record such as dtrain\.Blocks\("):
         dtrain.initialize(language_model(), blocks="full")
-    model, options = (
-        nn.ModuleDict({"blocks": nn.Sequential(nn.Linear(2, 2))}),
-        {"compile": "blocks", "blocks": ["blocks"]},
-    )
-    with pytest.raises(ConfigError, match=r"block 'blocks' contains the unit of sharding 'blocks\.0'"):
-        install_blocks(model, dtrain.Blocks(**options), "auto", CompiledBlocks.__new__(CompiledBlocks))
+    model, options = nn.ModuleDict({"a": nn.Sequential(nn.Linear(2, 2))}), dtrain.Blocks(compile="blocks", blocks=["a"])
+    with pytest.raises(ConfigError, match=r"block 'a' contains the unit of sharding 'a\.0'"):
+        install_blocks(model, options, "auto", CompiledBlocks.__new__(CompiledBlocks))
 
 
 class Net(nn.Module):
@@ -291,7 +288,7 @@ def test_auto_compiles_what_is_faster(times: list[float], monkeypatch: pytest.Mo
 
 
 class Regional(nn.Module):
-    """A region of FP32 in a block, with an FP8 Linear that is used in it and outside of it."""
+    """A region of FP32 in a block, with an FP8 Linear in it and outside of it."""
 
     def __init__(self) -> None:
         super().__init__()

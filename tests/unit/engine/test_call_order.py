@@ -73,7 +73,7 @@ class Player:
         match word:
             case "forward":
                 self.loss()
-            case "backward":
+            case "back":
                 engine.backward(self.loss())
             case "own":  # not through the engine
                 self.loss().backward()
@@ -115,51 +115,45 @@ SAME = ""  # as the script without what is refused
 SCRIPTS: dict[str, tuple[str, str]] = {
     # a script, and another one with the same outcomes and weights
     "numbered from 0 in each step": (
-        "more backward end more backward end last backward end step more backward end last backward end step",
-        "batch3 backward next backward next backward done step batch2 backward next backward done step",
+        "more back end more back end last back end step more back end last back end step",
+        "batch3 back next back next back done step batch2 back next back done step",
     ),
-    "one that is left out has a number": ("more end last backward end step", "batch2 next backward done step"),
-    "evaluations have none": (
-        "more eval backward end last eval backward eval end step",
-        "more backward end last backward end step",
-    ),
-    "after the last one": ("last backward end last!after step last backward end step", SAME),
-    "inside another": ("more last!inside backward end last backward end step", SAME),
-    "inside a loop": ("batch2 last!inside backward next backward done step", SAME),
-    "a backward outside": ("more backward end backward!outside last backward end backward!outside step", ""),
-    "a backward after the loop": ("batch2 backward next done backward!outside step backward step", ""),
-    "after a backward of a whole step": ("backward last!whole batch1!whole last!whole step", "backward step"),
-    "a second backward": ("backward backward!second step", SAME),
-    "a second backward of one": ("last backward backward!second end step", "last backward forward end step"),
-    "a second backward of the second": ("batch2 next backward backward!second done step", SAME),
-    "a batch after one": ("more backward end batch2!again last batch2!again backward end step", SAME),
-    "two batches in a step": ("batch2 backward next backward done batch2!again step batch1 backward done step", SAME),
-    "an empty batch": ("batch0!empty batch1 backward done step", SAME),
-    "a step inside a loop": ("batch3 backward step next!loop backward step", SAME),
-    "a step inside the last": ("last backward step end batch1 backward step done last backward end step", SAME),
-    "a step without a backward": ("step!none backward step step!none backward step", SAME),
-    "a batch without a backward": ("last forward end step!none last backward end step", "last backward end step"),
+    "one that is left out has a number": ("more end last back end step", "batch2 next back done step"),
+    "evaluations have none": ("more eval back end last eval back eval end step", "more back end last back end step"),
+    "after the last one": ("last back end last!after step last back end step", SAME),
+    "inside another": ("more last!inside back end last back end step", SAME),
+    "inside a loop": ("batch2 last!inside back next back done step", SAME),
+    "a backward outside": ("more back end back!outside last back end back!outside step", ""),
+    "a backward after the loop": ("batch2 back next done back!outside step back step", ""),
+    "after a backward of a whole step": ("back last!whole batch1!whole last!whole step", "back step"),
+    "a second backward": ("back back!second step", SAME),
+    "a second backward of one": ("last back back!second end step", "last back forward end step"),
+    "a batch after one": ("more back end batch2!again last batch2!again back end step", SAME),
+    "two batches in a step": ("batch2 back next back done batch2!again step batch1 back done step", SAME),
+    "an empty batch": ("batch0!empty batch1 back done step", SAME),
+    "a step inside a loop": ("batch3 back step next!loop back step", SAME),
+    "a step inside the last": ("last back step end batch1 back step done last back end step", SAME),
+    "a step without a backward": ("step!none back step step!none back step", SAME),
+    "a batch without a backward": ("last forward end step!none last back end step", "last back end step"),
     "one without a backward, not the last": (
-        "more forward end step!none batch2 backward next backward done step",
-        "batch2 backward next backward done step",
+        "more forward end step!none batch2 back next back done step",
+        "batch2 back next back done step",
     ),
-    "a loop left before a backward": ("batch3 forward drop last backward end step", "last backward end step"),
-    "an exception before a backward": ("more end more forward fail last backward end step", "last backward end step"),
-    "an exception in the last": ("more end last forward fail last backward end step", "last backward end step"),
+    "a loop left before a backward": ("batch3 forward drop last back end step", "last back end step"),
+    "an exception before a backward": ("more end more forward fail last back end step", "last back end step"),
     "an exception after a backward": (
-        "more backward end more fail last!after batch2!again step last backward end step",
-        "more backward end step last backward end step",
+        "more back end more fail last!after batch2!again step last back end step",
+        "more back end step last back end step",
     ),
-    "a loop left after a backward": ("batch3 backward drop last!after batch3!again step", "more backward end step"),
-    "a loader that breaks": ("loader2 broken last backward end step", "last backward end step"),
-    "a loader that breaks later": ("loader2 backward broken last!after step", "more backward end step"),
+    "a loop left after a backward": ("batch3 back drop last!after batch3!again step", "more back end step"),
+    "a loader that breaks": ("loader2 broken last back end step", "last back end step"),
     "an old loop closed late": (
-        "batch3 backward step more drop backward end last backward end step",
-        "more backward end step more backward end last backward end step",
+        "batch3 back step more drop back end last back end step",
+        "more back end step more back end last back end step",
     ),
-    "a loss of one's own": ("own!loss backward step", "forward backward step"),
-    "a loss without a graph": ("detached!graph backward step", "forward backward step"),
-    "a save in a step": ("backward save!save load!load step save load backward step", "backward step backward step"),
+    "a loss of one's own": ("own!loss back step", "forward back step"),
+    "a loss without a graph": ("detached!graph back step", "forward back step"),
+    "a save in a step": ("back save!save load!load step save load back step", "back step back step"),
 }
 
 
@@ -175,13 +169,13 @@ def test_what_is_refused_has_no_effect(name: str, tmp_path: Path) -> None:
 
 
 def test_a_message_says_how_to_continue(tmp_path: Path) -> None:
-    player = Player(tmp_path).play("batch2 backward drop")
+    player = Player(tmp_path).play("batch2 back drop")
     for word in ("last", "batch2"):
         with pytest.raises(UsageError, match=r"incomplete on this rank: .* build a new engine and load a checkpoint"):
             player.play(word)
-    player = Player(tmp_path).play("last backward")
+    player = Player(tmp_path).play("last back")
     with pytest.raises(UsageError, match=r"'with engine\.micro_batch\(last=\.\.\.\):'"):
-        player.play("backward")
+        player.play("back")
 
 
 class Breaks(nn.Module):
@@ -209,11 +203,12 @@ def test_nothing_works_after_a_failed_backward(tmp_path: Path, stage: int) -> No
     player.engine = engine = start(Breaks(), zero_stage=stage)
     before = masters(engine)
     with pytest.raises(RuntimeError, match="the graph broke"), engine.micro_batch(last=False):
-        player.play("backward")
+        player.play("back")
     engine.module.broken = False
     with pytest.raises(UsageError, match="build a new engine and load a checkpoint"):
         player.play("last")
-    for verb in ("step", "backward", "save", "load"):
+    for word in ("step", "back", "save", "load"):
+        verb = "backward" if word == "back" else word
         with pytest.raises(UsageError, match=f"engine.{verb} after an engine.backward that failed half-way"):
-            player.play(verb)
+            player.play(word)
     assert unchanged(engine, before)

@@ -97,7 +97,7 @@ def test_a_gradient_that_overflows_by_the_loss_scale_is_named() -> None:
 class Small(nn.Module):
     """A body under a loss; ``body`` takes and returns [4, DIM]."""
 
-    def __init__(self, body: nn.Module, *, has_loss: bool = True) -> None:
+    def __init__(self, body: nn.Module, has_loss: bool) -> None:
         super().__init__()
         self.body, self.head, self.has_loss = body, nn.Linear(planted.DIM, 1), has_loss
 
@@ -109,31 +109,34 @@ class Small(nn.Module):
 class Overflowing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(planted.DIM, planted.DIM)
+        self.linear = linear()
 
     def forward(self, x: Tensor) -> Tensor:
         large = torch.where((x == planted.TRIGGER).any(), 1e30, 1.0)
         return self.linear(x) * large * large
 
 
-def small(body: nn.Module, **options: Any) -> Any:
-    engine = planted.start("", Small(body), **options)
+def linear() -> nn.Linear:
+    return nn.Linear(planted.DIM, planted.DIM)
+
+
+def small(body: nn.Module, *, has_loss: bool = True, **options: Any) -> Any:
+    engine = planted.start("", Small(body, has_loss), **options)
     engine.explain_skips = True
     return engine
 
 
-class Mask(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x.masked_fill(torch.arange(planted.DIM) % 2 == 0, -torch.inf)
+class Act(nn.Module):
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
 
-
-class Log(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return torch.where(x == planted.TRIGGER, 0.0, 1 + x * x).log()
+        return self.function(x)
 
 
 def test_bad_data_is_the_model_s_input() -> None:
-    engine = small(nn.Linear(planted.DIM, planted.DIM))
+    engine = small(linear())
     x, y = torch.full((4, planted.DIM), torch.nan), torch.zeros(4)
     engine.backward(engine(x, y))
     culprit = engine.step().culprit
@@ -143,8 +146,7 @@ def test_bad_data_is_the_model_s_input() -> None:
 
 
 def test_a_loss_outside_of_the_model_is_told() -> None:
-    engine = planted.start("", Small(nn.Linear(planted.DIM, planted.DIM), has_loss=False))
-    engine.explain_skips = True
+    engine = small(linear(), has_loss=False)
     x, y = next(planted.batches())[0]
     engine.backward((engine(x, y).sum() * 0).log())
     assert "the forward of the model is finite, so the loss went wrong after it" in str(engine.step().culprit)
@@ -157,8 +159,8 @@ class Recomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear, self.mask, self.root = nn.Linear(planted.DIM, planted.DIM), Mask(), planted.Root()
-        self.out = nn.Linear(planted.DIM, planted.DIM)
+        self.linear, self.root, self.out = linear(), planted.Root(), linear()
+        self.mask = Act(lambda x: x.masked_fill(torch.arange(planted.DIM) % 2 == 0, -torch.inf))
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(torch.where(x == planted.TRIGGER, 1.0, x))
@@ -176,7 +178,7 @@ def compiled() -> nn.Module:
 
 
 def after_log() -> nn.Module:
-    return nn.Sequential(Log(), nn.Linear(planted.DIM, planted.DIM))
+    return nn.Sequential(Act(lambda x: torch.where(x == planted.TRIGGER, 0.0, 1 + x * x).log()), linear())
 
 
 @pytest.mark.parametrize(
@@ -184,12 +186,10 @@ def after_log() -> nn.Module:
     [
         (Recomputed, 3, "input gradient", "body.root", "(Root)"),
         (compiled, 2, "output", "body", "(Sequential)"),  # a compiled module is named as a whole
-        (after_log, 2, "output", "body.1", "before it, -Inf in the output of 'body.0' (Log)"),
+        (after_log, 2, "output", "body.1", "before it, -Inf in the output of 'body.0' (Act)"),
     ],
 )
-def test_the_origin_in_other_models(
-    make: Callable[[], nn.Module], stage: int, place: str, module: str, text: str
-) -> None:
+def test_origin_in_other_models(make: Callable[[], nn.Module], stage: int, place: str, module: str, text: str) -> None:
     engine = small(make(), engine=dtrain.Native(zero_stage=stage))
     origin = origin_of(planted.culprit_of(planted.train(engine)))
     assert (origin.place, origin.module) == (place, module)
@@ -206,16 +206,8 @@ def test_several_forwards_of_a_micro_batch() -> None:
         assert origin_of(engine.step().culprit).module == "body.0"
 
 
-class Lottery(nn.Module):
-    """Overflows at random."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        large = torch.where(torch.rand(()) < 0.5, 1e30, 1.0)
-        return x * large * large
-
-
 def test_random_numbers_are_those_of_the_step() -> None:
-    engine = small(nn.Sequential(nn.Linear(planted.DIM, planted.DIM), Lottery()))
+    engine = small(nn.Sequential(linear(), Act(lambda x: x * torch.where(torch.rand(()) < 0.5, 1e30, 1.0).square())))
     outcomes = [outcome for _ in range(3) for outcome in planted.train(engine)]
     skipped = [outcome.culprit for outcome in outcomes if not outcome.applied]
     assert len(skipped) > 4

@@ -107,9 +107,7 @@ BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, Any, str]] = [
 
 
 @pytest.mark.parametrize(("build", "precision", "change", "instead", "message"), BREACHES)
-def test_a_breach_is_an_error(
-    build: Callable[[], nn.Module], precision: Any, change: Any, instead: Any, message: str
-) -> None:
+def test_a_breach_is_an_error(build: Any, precision: Any, change: Any, instead: Any, message: str) -> None:
     model, contract, autocast = prepared(build(), precision)
     if change is not None:
         run(model, contract, autocast).float().sum().backward()  # it keeps the contract before

@@ -118,9 +118,6 @@ def test_eval_restores_the_mode_of_every_module() -> None:
     assert [module.training for module in (engine.module, *engine.module)] == [True, True, False, True]
     assert torch.is_grad_enabled()
 
-
-def test_an_evaluation_inside_an_evaluation_does_not_end_it() -> None:
-    engine = start()
     before = engine._current.num_forwards
     with engine.eval():
         with engine.eval():
@@ -128,20 +125,6 @@ def test_an_evaluation_inside_an_evaluation_does_not_end_it() -> None:
         engine.module.train()
         engine(X)
     assert engine._current.num_forwards == before, "a forward inside eval() takes no random numbers from the training"
-
-
-def test_two_forwards_of_one_micro_batch_draw_different_masks() -> None:
-    """Two views of one sample must not share their dropout; each forward draws the same in every run."""
-    first, second = (start(nn.Sequential(nn.Identity(), nn.Dropout(0.5), nn.Linear(64, 1))) for _ in range(2))
-    masks: list[Tensor] = []
-    for engine in (first, second):
-        engine.module[1].register_forward_hook(lambda module, args, output: masks.append(output != 0))
-        engine(torch.ones(8, 64))
-        with engine.micro_batch(last=True):
-            engine(torch.ones(8, 64))
-    assert torch.equal(masks[0], masks[2])
-    assert torch.equal(masks[1], masks[3])
-    assert not torch.equal(masks[0], masks[1])
 
 
 # -- arguments ---------------------------------------------------------------------------------------------------------

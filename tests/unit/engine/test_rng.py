@@ -34,21 +34,21 @@ def test_one_key_gives_one_sequence_and_the_callers_state_is_restored_after_an_e
 
 
 def masks(seed: int, noise: int = 0) -> list[torch.Tensor]:
-    """The dropout masks of two steps with two micro-batches each."""
+    """The dropout masks of two steps with two micro-batches of two forwards each, such as two views of one sample."""
     engine = start(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5)), seed=seed)
     seen = []
     for _ in range(2):
         for _ in engine.accumulate(range(2)):
             torch.rand(noise)
-            output = engine(torch.ones(64, 1))
-            seen.append(output.detach() != 0)
-            engine.backward(output.mean())
+            outputs = [engine(torch.ones(64, 1)) for _ in range(2)]
+            seen += [output.detach() != 0 for output in outputs]
+            engine.backward((outputs[0] + outputs[1]).mean())
         engine.step()
     return seen
 
 
-def test_a_forward_is_keyed_by_seed_step_and_micro_batch_only() -> None:
+def test_a_forward_is_keyed_by_seed_step_micro_batch_and_number_only() -> None:
     first = masks(3)
     assert all(torch.equal(a, b) for a, b in zip(first, masks(3, noise=7), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(first, masks(4), strict=True))
-    assert len({tuple(mask.flatten().tolist()) for mask in first}) == 4
+    assert len({tuple(mask.flatten().tolist()) for mask in first}) == 8

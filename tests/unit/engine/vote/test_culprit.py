@@ -33,11 +33,8 @@ def test_a_tensor_on_two_ranks_counts_in_its_own_elements_and_padding_is_nobodys
         for interval in layout.intervals(begin, end):
             values = flat[begin + interval.offset :][: interval.stop - interval.start]
             found += find_nonfinite(interval.spec.name, rank, interval.start, values)
-    assert found == [
-        Finding("a", 0, 0, 50, 0, 2),
-        Finding("b", 0, 0, CHUNK - start, 1, 1),
-        Finding("b", 1, CHUNK - start, 1500, 1, 1),
-    ]
+    cut = CHUNK - start
+    assert found == [Finding("a", 0, 0, 50, 0, 2), Finding("b", 0, 0, cut, 1, 1), Finding("b", 1, cut, 1500, 1, 1)]
 
 
 # -- the gradient monitor ----------------------------------------------------------------------------------------------

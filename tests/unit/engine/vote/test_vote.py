@@ -164,9 +164,7 @@ def test_canonical_sums_replace_those_of_the_records() -> None:
     ("squares", "max_grad_norm", "code"),
     [(1e80, 1.0, 0), (1e80, 1e18, 0), (1e80, 1e19, 2), (1e80, math.inf, 2), (1e36, math.inf, 0), (1e-80, 1e-3, 0)],
 )
-def test_a_finite_norm_overflows_only_if_it_is_large_after_clipping(
-    squares: float, max_grad_norm: float, code: int
-) -> None:
+def test_a_finite_norm_overflows_only_if_large_after_clipping(squares: float, max_grad_norm: float, code: int) -> None:
     options = {"sum_squares": squares, "loss_scale": 1.0, "max_grad_norm": max_grad_norm}
     decision = decide(table([record(sum_weights=1.0, **options)]))
     assert decision.code.item() == code
