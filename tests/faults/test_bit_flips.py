@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -36,8 +35,7 @@ PLACES = ("step", "save", "asynchronous save", "step after a save")
 CONTROL_STEPS = 3
 
 
-@dataclass(frozen=True)
-class Flip:
+class Flip(NamedTuple):
     """A flip, the same on all ranks."""
 
     kind: str
@@ -46,8 +44,7 @@ class Flip:
     seed: int  # of the tensor, the element and the bit
 
 
-@dataclass(frozen=True)
-class Seen:
+class Seen(NamedTuple):
     """What one rank knows of a flip."""
 
     flip: Flip
@@ -164,18 +161,13 @@ def run(rank: int, world: int, folder: Path, cases: Sequence[Case], count: int) 
 
 
 @pytest.mark.parametrize(
-    ("world", "cases", "count"),
-    [
-        (2, FEW, 4),
-        pytest.param(2, [*NATIVE, *OTHERS], 0, marks=pytest.mark.exhaustive),
-        pytest.param(3, ON_THREE, 0, marks=pytest.mark.exhaustive),
-    ],
-    ids=["few", "many", "three ranks"],
+    ("world", "cases"),
+    [(2, FEW), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((2, NATIVE + OTHERS), (3, ON_THREE)))],
 )
 def test_every_flip_is_found_and_named_on_every_rank(
-    tmp_path: Path, world: int, cases: list[Case], count: int, faults: FaultCounts
+    tmp_path: Path, world: int, cases: list[Case], faults: FaultCounts
 ) -> None:
-    count = count or faults.count(ci=10, full=14)
+    count = 4 if cases is FEW else faults.count(ci=10, full=14)
     ranks = run_ranks(world, run, tmp_path, cases, count)
     num_audits, kinds = 0, set()
     for case, *of_ranks in zip(cases, *ranks, strict=True):

@@ -124,40 +124,17 @@ def test_killed_at_every_point(tmp_path: Path, many: bool, faults: FaultCounts) 
 
 
 COMMITTED = ("sync_directory", "the commit")
-LEASE = [
-    ("create", "lease-"),
-    ("write", "lease-"),
-    ("sync", "lease-"),
-    ("link", "lease-"),
-    ("remove_file", "lease-"),
-]
+LEASE = [(function, "lease-") for function in ("create", "write", "sync", "link", "remove_file")]
 UNTIL_COMMIT = [
-    ("rename", "step-00000250.tmp"),
-    ("sync_directory", "checkpoints"),
-    ("remove_file", "r0000"),
-    ("remove_directory", "nested"),
-    ("make_directory", "step-"),
-    ("create", "r0000"),
-    ("create", "r0001"),
-    ("create", "manifest"),
-    ("write", "r0000"),
-    ("write", "r0001"),
-    ("write", "manifest"),
-    ("sync", "r0000"),
-    ("sync", "r0001"),
-    ("sync", "manifest"),
-    ("sync_directory", "step-"),
-    ("rename", "step-00000300.tmp"),
-    COMMITTED,
-]
+    ("rename", "step-00000250.tmp"), ("sync_directory", "checkpoints"), ("remove_file", "r0000"),
+    ("remove_directory", "nested"), ("make_directory", "step-"),
+    *((function, file) for function in ("create", "write", "sync") for file in ("r0000", "r0001", "manifest")),
+    ("sync_directory", "step-"), ("rename", "step-00000300.tmp"), COMMITTED,
+]  # fmt: skip
 CLEAN_UP = UNTIL_COMMIT[:4]
 
 
-@pytest.mark.parametrize(
-    ("lasting", "code"),
-    [(False, errno.ENOSPC), (True, errno.EIO), pytest.param(False, errno.EROFS, marks=pytest.mark.exhaustive)],
-    ids=["once", "from then on", "read-only"],
-)
+@pytest.mark.parametrize(("lasting", "code"), [(False, errno.ENOSPC), (True, errno.EIO)])
 def test_failure_reaches_every_rank_and_hurts_nothing(
     tmp_path: Path, lasting: bool, code: int, faults: FaultCounts
 ) -> None:
@@ -203,9 +180,7 @@ def fail_at(
 
 
 @pytest.mark.parametrize("function", ["rename", "sync_directory", "remove_file", "remove_directory"])
-def test_failure_to_delete_old_checkpoints_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, faults: FaultCounts, function: str
-) -> None:
+def test_failure_to_delete_old_ones_does_not_fail_the_save(tmp_path: Path, faults: FaultCounts, function: str) -> None:
     directory = tmp_path / "checkpoints"
     for step in (100, 200):
         save_good(directory, step)
@@ -218,7 +193,7 @@ def test_failure_to_delete_old_checkpoints_does_not_fail_the_save(
         if deleting.is_set() and name == function:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         Seam(patch, act)
         assert save_threads(directory, 300) == [directory / "step-00000300"] * 2
     assert deleting.is_set()
@@ -250,14 +225,6 @@ def test_directory_that_appears_during_a_save_is_left_alone(tmp_path: Path, monk
             assert "failed on rank 0: File exists (errno 17)" in str(error)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000300"]
     assert list((tmp_path / "step-00000300").iterdir()) == []
-
-
-def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.write
-    with monkeypatch.context() as patch:
-        patch.setattr("os.write", lambda descriptor, data: real(descriptor, memoryview(data)[:7]))
-        save_good(tmp_path, 100)
-    assert_holds(open_newest(tmp_path, ALONE), make_tensors(100))
 
 
 def test_failure_other_than_the_file_system_reaches_every_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,9 +59,7 @@ def test_failing_heartbeats_are_logged_and_the_lease_stays(
     faults.passed("F10", 1)
 
 
-def test_heartbeats_end_when_the_lease_is_lost(
-    tmp_path: Path, faults: FaultCounts, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_heartbeats_end_when_the_lease_is_lost(tmp_path: Path, faults: FaultCounts, caplog: Any) -> None:
     """After a takeover the loss is logged at once, and every save fails."""
     with hold(tmp_path, LeaseTiming(heartbeat_s=0.2)):
         with ExitStack() as undo:
@@ -79,16 +78,14 @@ def test_heartbeats_end_when_the_lease_is_lost(
     faults.passed("F10", 1)
 
 
-def test_lease_that_cannot_be_removed(
-    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lease_that_cannot_be_removed(tmp_path: Path, faults: FaultCounts, caplog: pytest.LogCaptureFixture) -> None:
     """The save succeeds, and the next save of this process does not wait for the lease file left behind."""
 
     def act(index: int, call: Call) -> None:
         if call[0] == "remove_file" and call[1][0].suffix == ".json":
             raise OSError(errno.EROFS, READ_ONLY)
 
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         Seam(patch, act)
         save_good(tmp_path, 100)
     assert f"{tmp_path}/lease-00000001.json could not be removed: {READ_ONLY} (errno {errno.EROFS})" in caplog.text
@@ -103,7 +100,7 @@ def test_lease_that_cannot_be_removed(
     ("function", "what"), [("create", "lease-"), ("link", "lease-"), ("make_directory", "checkpoints")]
 )
 def test_run_that_cannot_have_the_lease_does_not_start(
-    tmp_path: Path, faults: FaultCounts, monkeypatch: pytest.MonkeyPatch, function: str, what: str
+    tmp_path: Path, faults: FaultCounts, function: str, what: str
 ) -> None:
     config = RunConfig(run_dir=str(tmp_path / "run"))
 
@@ -112,7 +109,7 @@ def test_run_that_cannot_have_the_lease_does_not_start(
             raise OSError(errno.EROFS, READ_ONLY)
 
     with ExitStack() as held:
-        with monkeypatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch:
             seam = Seam(patch, act)
             with pytest.raises(ConfigError, match=r"^Read-only file system \(errno 30\)$"):
                 open_run_dir(config, ALONE, None, held)

@@ -25,10 +25,7 @@ pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_r
 EXHAUSTIVE = pytest.mark.exhaustive
 CRASH_S, LIMIT_S = 2.0, 3.0
 SLACK_S = 8.0  # of a busy machine
-SETTINGS = (
-    *SMALL,
-    *("train.steps=100000", "train.save_every=2", "train.eval_every=0", f"supervise.limit_s={LIMIT_S}"),
-)
+SETTINGS = (*SMALL, *("train.steps=100000", "train.save_every=2", "train.eval_every=0", f"supervise.limit_s={LIMIT_S}"))
 
 
 @pytest.fixture(scope="module")

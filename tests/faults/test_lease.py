@@ -7,15 +7,11 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import signal
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -27,117 +23,14 @@ from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
 from dtrain.distributed.setup import make_communicator
 from dtrain.errors import CheckpointError
-from tests.faults.test_checkpoint_crash import Call, Seam
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
-from tests.helpers.ranks import fork, run_ranks
+from tests.helpers.ranks import run_ranks
 
 
 def stale(token: int) -> bytes:
     """The lease of a process on another host, which nobody here can ask."""
     return replace(Holder.this_process(token), host="elsewhere", boot_id="other").encode()
-
-
-def _save_steps(path: Path, steps: Sequence[int], stop_at: str, limit_s: float) -> None:
-    """Saves steps while it holds the lease; stops itself at a call in the second save, or else lingers at the end."""
-    directory, seen = path.with_name("checkpoints"), 0
-
-    def act(index: int, call: Call) -> None:
-        nonlocal seen
-        function, (target, *_) = call
-        if isinstance(target, Path) and stop_at and f"{function} {target.name}".startswith(stop_at):
-            seen += 1
-            if seen == 2:
-                os.kill(os.getpid(), signal.SIGSTOP)
-
-    Seam(pytest.MonkeyPatch(), act)
-    try:
-        with hold(directory, LeaseTiming(heartbeat_s=0.05, limit_s=limit_s, poll_s=0.02)):
-            for step in steps:
-                save_good(directory, step, 1)
-            path.with_suffix(".saved").touch()
-            while not path.with_suffix(".release").exists():
-                time.sleep(0.01)
-    except (CheckpointError, AssertionError) as error:
-        path.with_suffix(".log").write_text(str(error))
-        sys.exit(1)
-
-
-class Job:
-    """A process that saves steps in a directory until it is released; ``stop_at`` is the call that stops it."""
-
-    def __init__(self, path: Path, steps: Sequence[int], stop_at: str = "", limit_s: float = 120.0) -> None:
-        self._log, self._saved, self._release = (path.with_suffix(f".{end}") for end in ("log", "saved", "release"))
-        self.process = fork(_save_steps, path, steps, stop_at, limit_s)
-
-    @property
-    def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
-
-    def _wait_until(self, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 180
-        while not condition():
-            assert time.monotonic() < deadline
-            assert self.process.exitcode is None, self._log.read_text()
-            time.sleep(0.005)
-
-    def wait_until_saved(self) -> None:
-        self._wait_until(self._saved.exists)
-
-    def wait_until_stopped(self) -> None:
-        status = Path(f"/proc/{self.pid}/stat")
-        self._wait_until(lambda: status.read_text().rpartition(")")[2].split()[0] == "T")
-
-    def end(self, *numbers: signal.Signals) -> tuple[int | None, str]:
-        """Sends signals, releases it and waits; returns its exit code and error."""
-        self._release.touch()
-        for number in numbers:
-            os.kill(self.pid, number)
-        self.process.join(180)
-        return self.process.exitcode, self._log.read_text() if self._log.exists() else ""
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
-    """Starts jobs in one directory; kills those that still run at the end."""
-    started: list[Job] = []
-
-    def start(*steps: int, **options: Any) -> Job:
-        started.append(Job(tmp_path / f"job{len(started)}", steps, **options))
-        return started[-1]
-
-    yield start
-    for job in started:
-        job.process.kill()
-        job.process.join()
-
-
-# where the first job is stopped in its second save: while it writes, before the check of the lease, and between that
-# check and the rename
-STOPS = [
-    pytest.param("create manifest", marks=pytest.mark.exhaustive),
-    pytest.param("sync_directory step-", marks=pytest.mark.exhaustive),
-    "rename step-",
-]
-
-
-@pytest.mark.parametrize("stop_at", STOPS)
-def test_stopped_for_long_and_continued(tmp_path: Path, start: Callable[..., Job], stop_at: str) -> None:
-    """The unfinished save of the stopped job is removed, its next commit is refused, and it ends with that error."""
-    directory = tmp_path / "checkpoints"
-    first = start(100, 200, 300, stop_at=stop_at)
-    first.wait_until_stopped()
-    second = start(400, 500, limit_s=0.6)
-    second.wait_until_saved()
-    names = sorted(path.name for path in directory.iterdir())
-    code, error = first.end(signal.SIGCONT)
-    assert code == 1
-    assert re.search(rf"was taken over from this process, .* by process {second.pid} on |No such file", error)
-    assert sorted(path.name for path in directory.iterdir()) == names, "it changes nothing there"
-    assert second.end() == (0, "")
-    assert verify(directory).ok
-    assert sorted(path.name for path in directory.iterdir()) == ["step-00000400", "step-00000500"]
 
 
 # -- many at once ------------------------------------------------------------------------------------------------------

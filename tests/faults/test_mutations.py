@@ -52,11 +52,6 @@ def damaged_by(case: str) -> Test:
     return test
 
 
-def gap_between_ranks(folder: Path) -> None:
-    message = "master:w: no rank or file holds elements 10 to 20 (between rank 0 and rank 1)"
-    roundtrip.test_shards_that_do_not_tile_are_refused(folder, [(0, 10), (20, 35)], message)
-
-
 WITHOUT_RENAME = StorageWithoutRename()
 CASES: dict[str, tuple[dict[str, Any], Test]] = {  # replaced names of dtrain.checkpoint, and the test that must fail
     "the commit's rename": ({"commit.storage": WITHOUT_RENAME}, cut_power_in("first save of a run")),
@@ -71,7 +66,7 @@ CASES: dict[str, tuple[dict[str, Any], Test]] = {  # replaced names of dtrain.ch
         {"reader.CheckpointReader.check_fingerprints": nothing},
         roundtrip.test_fingerprints_detect_wrongly_loaded_values,
     ),
-    "tiling at a save": ({"commit.check_tiling": nothing}, gap_between_ranks),
+    "tiling at a save": ({"commit.check_tiling": nothing}, roundtrip.test_shards_that_do_not_tile_are_refused),
     "tiling at a load": ({"format.manifest.check_tiling": nothing}, damaged_by("manifest: gap")),
     "the lease at the commit": (
         {"lease.lease.Lease.check": nothing}, leases.test_a_save_that_has_lost_the_lease_is_not_committed

@@ -28,6 +28,7 @@ from dtrain.cli.resolve import compose
 from dtrain.errors import CheckpointError
 from dtrain.train.run_dir import open_run_dir
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads
+from tests.helpers.damage import R0, flip
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
 from tests.helpers.power_cut import FUNCTIONS, Call, Disk, Recorder, State, cuts, recorded, write_state
 
@@ -71,10 +72,7 @@ def with_damage(directory: Path, step: int = 200) -> None:
     for good in (100, 200, step):
         if not (directory / f"step-{good:08d}").exists():
             save_good(directory, good, 1)
-    file = directory / f"step-{step:08d}" / "r0000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(R0, 1)(directory / f"step-{step:08d}")
 
 
 def saves(*steps: int, world: int = 1, keep_last: int = 2) -> Callable[[Path, Recorder], None]:
@@ -191,15 +189,11 @@ def recordings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recording]
 
 def tree(directory: Path) -> State:
     """Returns the files of a directory and their bytes."""
-    return {
-        str(path.relative_to(directory)): path.read_bytes() for path in sorted(directory.rglob("*")) if path.is_file()
-    }
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
 def assert_run_resumes(root: Path, recording: Recording, returned: int) -> None:
-    """Checks the disk below ``root``: visible checkpoints verify and hold what was saved, no save that returned is
-    lost, a run loads the newest, and its next save succeeds and leaves no leftovers.
-    """
+    """Visible checkpoints verify, none that was saved is lost, and a run loads the newest and saves again."""
     directory, scenario = root / RUN, recording.scenario
     damaged = tree(recording.start / RUN / scenario.damaged) if scenario.damaged else None
     good = []
@@ -242,7 +236,6 @@ class Cut:
 
 
 def check_cut(cut: Cut) -> None:
-    """Writes a state to a directory and checks it."""
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         write_state(cut.state, Path(folder) / "disk")
         assert_run_resumes(Path(folder) / "disk", cut.recording, cut.returned)
@@ -290,9 +283,7 @@ def check_sample(recordings: dict[str, Recording], count: int) -> None:
             check_cut(cut)
         except Exception as error:
             calls = "\n".join(map(str, cut.recording.calls[: cut.num_calls]))
-            found = "\n".join(
-                f"{path}: {'directory' if data is None else len(data)}" for path, data in cut.state.items()
-            )
+            found = {path: "directory" if data is None else len(data) for path, data in cut.state.items()}
             pytest.fail(f"{names[id(cut.recording)]}: {error}\nafter the calls\n{calls}\nthe disk holds\n{found}")
 
 
@@ -333,24 +324,14 @@ def needed_syncs(recording: Recording) -> Iterator[int]:
                 yield index
 
 
-PROTECTED = {  # scenario -> whether its fsyncs are dropped by default
-    "first save of a run": True,
-    "first save of dtrain train": False,
-    "killed in a new directory": False,
-    "deletes": True,
-    "quarantine at a load": True,
-    "replaces a damaged one": False,
-    "killed while deleting": False,
-    "fails to make it durable": False,
-}
+PROTECTED = ["first save of a run", "deletes", "quarantine at a load"]
+OTHERS = ["first save of dtrain train", "killed in a new directory", "replaces a damaged one"]
+OTHERS += ["killed while deleting", "fails to make it durable"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if default else pytest.mark.exhaustive) for name, default in PROTECTED.items()],
-)
+@pytest.mark.parametrize("name", [*PROTECTED, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in OTHERS)])
 def test_no_fsync_can_be_dropped(recordings: dict[str, Recording], name: str) -> None:
-    """If any one of them is dropped, the check finds a state in which something is lost or damaged."""
+    """Without any one of them, the check finds a state in which something is lost or damaged."""
     recording = recordings[name]
     needed = []
     for index in needed_syncs(recording):

@@ -110,9 +110,7 @@ def assert_nothing_leaked(folder: Path, printed: str) -> None:
     assert [secret for secret in TOOL_SECRETS for text in [*texts, printed] if secret in text] == []
 
 
-def test_parity_leaves_no_secret(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parity_leaves_no_secret(words: list[str], tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
     trajectory = SimpleNamespace(names=list, curve=list)
     reference = SimpleNamespace(oracle=trajectory, noise_baseline=[], noise_deviations=None, noise_failure=None)
     monkeypatch.setattr(parity_run, "ReferenceRuns", lambda *_: SimpleNamespace(skipping=lambda: reference))
@@ -129,9 +127,7 @@ def test_parity_leaves_no_secret(
     assert_nothing_leaked(tmp_path, printed.out + printed.err)
 
 
-def test_bench_leaves_no_secret(
-    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bench_leaves_no_secret(words: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     def suite(config: Any, command: str) -> TrainingResults:
         case = result("native", 1, [[5.0]])
         rest: dict[str, Any] = {"tokens_per_rank": 1, "cases": [case], "train_starts_s": []}
@@ -144,9 +140,7 @@ def test_bench_leaves_no_secret(
 
 
 @pytest.mark.processes
-def test_accept_leaves_no_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], faults: FaultCounts
-) -> None:
+def test_accept_leaves_no_secret(tmp_path: Path, monkeypatch: Any, capsys: Any, faults: FaultCounts) -> None:
     """A job fails with secrets in its results, its log and its reason; page, results, archive and console have none."""
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
     lines = [f"yield {{'first': {FAILURE!r}}}", f"print({FAILURE!r})", f"sys.exit({FAILURE!r})"]

@@ -31,10 +31,8 @@ HOLDS = (
     "dtrain.engine.native:NativeEngine._vote",
     "dtrain.optim.flat:FlatUpdate.update",
     "dtrain.checkpoint.storage:create",
-    "dtrain.checkpoint.storage:write",
     "dtrain.checkpoint.storage:sync_directory",
     "dtrain.checkpoint.storage:rename",
-    "dtrain.checkpoint.storage:remove_file",
     "dtrain.train.run:write_summary",
 )
 

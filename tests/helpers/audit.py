@@ -11,26 +11,9 @@ from pathlib import Path
 from typing import Any
 
 _FORBIDDEN = (
-    "pickle.",
-    "marshal.",
-    "exec",
-    "compile",
-    "import",
-    "code.",
-    "ctypes.",
-    "socket.",
-    "subprocess.",
-    "os.system",
-    "os.exec",
-    "os.fork",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.startfile",
-    "os.kill",
-    "pty.",
-    "shutil.",
-    "webbrowser.",
-)
+    "pickle.", "marshal.", "exec", "compile", "import", "code.", "ctypes.", "socket.", "subprocess.", "os.system",
+    "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.startfile", "os.kill", "pty.", "shutil.", "webbrowser.",
+)  # fmt: skip
 _AT_A_PATH = ("open", "os.listdir", "os.scandir", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link")
 _OF_A_PROCESS = re.compile(r"/proc/(self|\d+)/stat|/proc/sys/kernel/random/boot_id", re.ASCII)  # read for the lease
 _watching: list[tuple[Path, list[str]]] = []

@@ -33,9 +33,7 @@ class _Event:
 class CachingFolder:
     """The view of ``host`` on ``root``, once :meth:`install` has replaced the functions of ``os`` in this process.
 
-    Args:
-        stale_s: seconds for which the changes of other hosts are not seen.
-        harsh: neither a change of its own nor opening a folder shows what others have changed.
+    The changes of other hosts are not seen for ``stale_s``; ``harsh``: not even by a change of its own or an open.
     """
 
     def __init__(self, root: Path, journal: Path, host: str, stale_s: float, *, harsh: bool) -> None:

@@ -41,13 +41,7 @@ ARGS: dict[str, tuple[Any, str]] = {
     "pem": ("-----BEGIN RSA PRIVATE KEY-----\nc4nary-pem\n-----END RSA PRIVATE KEY-----", "c4nary-pem"),
     "again": ("welcome, c4nary-api-key", "c4nary-api-key"),
 }
-READABLE = {
-    "num_kv_heads": 2,
-    "tokens": 4096,
-    "key_dim": 64,
-    "pad_token": "<pad>",
-    "url_of_docs": "https://x.org/docs?page=2",
-}
+READABLE = {"num_kv_heads": 2, "tokens": 4096, "pad_token": "<pad>", "url_of_docs": "https://x.org/docs?page=2"}
 WORDS = {  # on the command line, which wandb would record
     "tracker.run_name=night-hf_C4naryRunName01": "hf_C4naryRunName01",
     "tracker.tags=[a,ghp_C4naryTag000001]": "ghp_C4naryTag000001",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -66,25 +66,17 @@ def make_tensors(seed: int = 0) -> dict[tuple[str, str], Tensor]:
     return tensors
 
 
-def even_cuts(numel: int, world: int) -> list[int]:
-    """Returns the bounds of ``world`` intervals of nearly equal length."""
-    return [round(numel * rank / world) for rank in range(world + 1)]
-
-
 def shard(key: tuple[str, str], tensor: Tensor, start: int, stop: int) -> TensorShard:
     data = tensor.reshape(-1)[start:stop].clone()
     return TensorShard(key[1], key[0], tuple(tensor.shape), tensor.dtype, start, stop, data)
 
 
-def shards_of(tensors: Tensors, rank: int, world: int, cuts: Sequence[int] | None = None) -> tuple[TensorShard, ...]:
-    """Returns a rank's shards: sharded kinds cut evenly (or at ``cuts``), the other kinds whole on rank 0."""
+def shards_of(tensors: Tensors, rank: int, world: int) -> tuple[TensorShard, ...]:
+    """Returns a rank's shards: sharded kinds cut evenly, the other kinds whole on rank 0."""
     shards = []
     for key, tensor in tensors.items():
-        numel = tensor.numel()
-        if key[0] in ("buffer", "frozen"):
-            bounds = [0] + [numel] * world
-        else:
-            bounds = [min(cut, numel) for cut in cuts] + [numel] if cuts else even_cuts(numel, world)
+        numel, is_sharded = tensor.numel(), key[0] not in ("buffer", "frozen")
+        bounds = [round(numel * part / world) if is_sharded or part == 0 else numel for part in range(world + 1)]
         if bounds[rank] < bounds[rank + 1] or (numel == 0 and rank == 0):
             shards.append(shard(key, tensor, bounds[rank], bounds[rank + 1]))
     return tuple(shards)

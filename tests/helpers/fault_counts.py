@@ -30,13 +30,9 @@ class FaultTotals:
 
 
 class FaultCounts:
-    """Counts and record of one case of a test.
+    """Counts of one case of a test, those of a ``full`` run or of CI, and its record in ``folder``, if any.
 
-    Args:
-        test: name of the test function.
-        full: whether to use the counts of a full run instead of those of CI.
-        folder: directory of the record; None writes no record.
-        totals: function name -> totals of this session.
+    ``totals`` are those of this session, by name of the test function.
     """
 
     def __init__(self, test: str, *, full: bool, folder: Path | None, totals: dict[str, FaultTotals]) -> None:
@@ -51,14 +47,7 @@ class FaultCounts:
         return full if self.full else ci
 
     def passed(self, fault: str, count: int, *, seed: int | None = None, **figures: int) -> None:
-        """Adds a passed case to the record of its test function, at its end: a fault that is not met fails the test.
-
-        Args:
-            fault: number in the fault suite, such as ``F15``.
-            count: number of faults tried.
-            seed: seed of the random faults.
-            figures: further counts, such as ``refused=9``.
-        """
+        """Adds a passed case of ``count`` faults to the record of its test function, and further counts."""
         if self._folder is None:
             return
         total = self._totals.setdefault(self._test, FaultTotals())

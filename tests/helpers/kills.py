@@ -24,13 +24,8 @@ WORLDS = pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.
 
 STEPS = 32
 SETTINGS = (
-    *SMALL,
-    f"train.steps={STEPS}",
-    "train.global_batch_size=2",
-    "train.save_every=2",
-    "train.eval_every=10",
-    "supervise.enabled=false",
-    "supervise.restarts=0",  # it is killed on purpose, often without a newer checkpoint
+    *(*SMALL, f"train.steps={STEPS}", "train.global_batch_size=2", "train.save_every=2", "train.eval_every=10"),
+    *("supervise.enabled=false", "supervise.restarts=0"),  # it is killed on purpose, often without a newer checkpoint
 )
 
 
@@ -50,13 +45,7 @@ def train_rank(rank: int, world: int, config: RunConfig, env: dict[str, str], lo
 
 @dataclass
 class Run:
-    """A run that is started repeatedly.
-
-    Attributes:
-        run_dir: its directory.
-        world: number of ranks.
-        data: override that names its data.
-    """
+    """A run that is started repeatedly; ``data`` is the word that names its data."""
 
     run_dir: Path
     world: int
@@ -84,13 +73,9 @@ class Run:
         assert f"--- rank {min(killed)}:\nthe process died without a result" in failure
         survivors = {*range(self.world)} - killed
         assert ended >= survivors, f"ranks {survivors - ended} did not end after the kill"
-        self._check_visible_checkpoints(log)
-        return True
-
-    def _check_visible_checkpoints(self, log: Path) -> None:
-        """Visible checkpoints verify, and the newest is no older than the last one reported."""
         reported = re.findall(r"saved \S+step-(\d+) ", log.read_text(encoding="utf-8")) if log.exists() else []
-        assert newest_step(self.run_dir) >= int(reported[-1] if reported else 0)
+        assert newest_step(self.run_dir) >= int(reported[-1] if reported else 0), "visible ones verify"
+        return True
 
     def assert_equals(self, uninterrupted: Record) -> None:
         """Asserts that the run finished without leftovers and equals the uninterrupted run."""

@@ -107,11 +107,7 @@ class _Change:
 
 
 class Disk:
-    """A directory tree to which recorded calls are applied, with the states that a power cut may leave.
-
-    Args:
-        root: the tree before the first call, all of it durable.
-    """
+    """A directory tree, durable at first, to which recorded calls are applied, and what a power cut may leave of it."""
 
     def __init__(self, root: Path) -> None:
         self._numbers = itertools.count()
@@ -129,7 +125,6 @@ class Disk:
         return number
 
     def apply(self, call: Call) -> None:
-        """Applies a recorded call."""
         getattr(self, f"_{call.name}")(call)
 
     def would_change(self, sync: Call) -> bool:

@@ -20,19 +20,12 @@ PAGE = ROOT / "docs/reliability.md"
 
 @dataclass(frozen=True)
 class Promise:
-    """A promise.
-
-    Attributes:
-        name: its short name.
-        says: what is promised.
-        tests: files and folders of its tests, from ``tests/``.
-        faults: numbers of the fault suite whose records belong to it.
-    """
+    """A promise, the files of its tests from ``tests/``, and the numbers in the fault suite of its records."""
 
     name: str
     says: str
     tests: tuple[str, ...]
-    faults: tuple[str, ...] = ()
+    faults: tuple[str, ...]
 
 
 FAULTS = {
@@ -60,114 +53,110 @@ FAULTS = {
 }
 """What the count of a record counts."""
 
+
+def promise(name: str, says: str, tests: str, faults: str) -> Promise:
+    return Promise(name, says, tuple(tests.split()), tuple(faults.split()))
+
+
 PROMISES = (
-    Promise(
+    promise(
         "P1 All or none",
         "A step is applied by all ranks, skipped by all, or the run stops before anything durable shows it.",
-        (
-            "faults/test_vote_processes.py",
-            "faults/test_mismatches.py",
-            "faults/test_divergence_matrix.py",
-        ),
-        ("F7", "F9", "divergence"),
+        "faults/test_vote_processes.py faults/test_mismatches.py faults/test_divergence_matrix.py",
+        "F7 F9 divergence",
     ),
-    Promise(
+    promise(
         "P2 Named culprit",
         "A skip names rank, step, micro-batch, tensor, phase, and Inf or NaN with counts.",
-        ("faults/test_vote_processes.py", "engines/test_matrix.py"),
-        ("F7",),
+        "faults/test_vote_processes.py engines/test_matrix.py",
+        "F7",
     ),
-    Promise(
+    promise(
         "P3 Complete and verified, or not visible",
         "A checkpoint has its name only when all is on disk. A damaged one is refused by name; the one before is used.",
-        (
-            "faults/test_checkpoint_corruption.py",
-            "faults/test_checkpoint_damage.py",
-            "faults/test_power_cut.py",
-            "faults/test_kills.py",
-            "faults/test_caching_folder.py",
-        ),
-        ("F2", "F5", "F15"),
+        "faults/test_checkpoint_corruption.py faults/test_checkpoint_damage.py faults/test_power_cut.py "
+        "faults/test_kills.py faults/test_caching_folder.py",
+        "F2 F5 F15",
     ),
-    Promise(
+    promise(
         "P4 Bit-exact resume",
         "A run that is killed at any instant resumes with the same bits on the same number of ranks.",
-        ("faults/test_kills.py", "faults/test_kill_resume.py"),
-        ("F1",),
+        "faults/test_kills.py faults/test_kill_resume.py",
+        "F1",
     ),
-    Promise(
+    promise(
         "P5 World size changes nothing",
         "With `engine.reproducible=true`, 1 to 4 ranks and stages 0 to 3 give the same bits.",
-        ("parity/test_reproducible.py",),
-        ("F12",),
+        "parity/test_reproducible.py",
+        "F12",
     ),
-    Promise(
+    promise(
         "P6 Same data",
         "Each sample is used once an epoch, whatever dies, restarts or changes size.",
-        ("unit/data/test_sampling.py", "faults/test_kill_resume.py"),
-        ("P6",),
+        "unit/data/test_sampling.py faults/test_kill_resume.py",
+        "P6",
     ),
-    Promise(
+    promise(
         "P7 Replicas proven",
         "Audits check replicas, compute weights, masters and optimizer states; a mismatch stops the run and is named.",
-        ("faults/test_bit_flips.py",),
-        ("F8",),
+        "faults/test_bit_flips.py",
+        "F8",
     ),
-    Promise(
+    promise(
         "P8 Reshard proven",
         "The fingerprints in the manifest are checked after a load at any world size and with any engine.",
-        ("engines/test_reshard_chain.py", "engines/test_matrix.py"),
-        ("F11",),
+        "engines/test_reshard_chain.py engines/test_matrix.py",
+        "F11",
     ),
-    Promise(
+    promise(
         "P9 One fails, all end, named",
-        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of all "
-        "that can write one.",
-        ("faults/test_hangs.py", "faults/test_host_kills.py", "distributed/test_launchers.py"),
-        ("F4", "P9"),
+        "A crash ends all ranks. A hang ends them after its limit, with the rank, its phase, and the stacks of "
+        "all that can write one.",
+        "faults/test_hangs.py faults/test_host_kills.py distributed/test_launchers.py",
+        "F4 P9",
     ),
-    Promise(
+    promise(
         "P10 Preemption",
         "After SIGTERM or SIGUSR1 the step ends on all ranks, is saved, and the exit code is 75.",
-        ("faults/test_stops.py", "distributed/test_launchers.py"),
-        ("F3",),
+        "faults/test_stops.py distributed/test_launchers.py",
+        "F3",
     ),
-    Promise(
+    promise(
         "P11 Disk full, read-only, slow",
         "They never damage the last good checkpoint; an asynchronous failure is raised by the next step.",
-        ("faults/test_checkpoint_io.py", "faults/test_full_disk_at_start.py", "faults/test_caching_folder.py"),
-        ("F10", "P11"),
+        "faults/test_checkpoint_io.py faults/test_full_disk_at_start.py faults/test_caching_folder.py",
+        "F10 P11",
     ),
-    Promise(
+    promise(
         "P12 One writer",
         "One job at a time writes to a run directory; the others are refused or take over a stale lease.",
-        ("faults/test_lease.py", "faults/test_caching_folder.py"),
-        ("F13",),
+        "faults/test_lease.py faults/test_caching_folder.py",
+        "F13",
     ),
-    Promise(
+    promise(
         "P13 No restart storm",
         "After three restarts without a newer checkpoint the next start is refused.",
-        ("faults/test_hangs.py",),
-        ("F14",),
+        "faults/test_hangs.py",
+        "F14",
     ),
-    Promise(
+    promise(
         "P14 Nothing is unpickled",
         "No bytes of a checkpoint, run directory or data set are unpickled or run.",
-        ("faults/test_checkpoint_hostile.py",),
-        ("F6",),
+        "faults/test_checkpoint_hostile.py",
+        "F6",
     ),
-    Promise(
+    promise(
         "P15 Loopback only",
         "On one host, dtrain listens on the loopback interface only; on several, on the one that is named "
         "([exception](running.md#launchers)).",
-        ("distributed/test_launchers.py", "distributed/test_hosts.py"),
-        ("P15",),
+        "distributed/test_launchers.py distributed/test_hosts.py",
+        "P15",
     ),
-    Promise(
+    promise(
         "P16 No secret leaves",
         "Config, logs, tracker files, checkpoints and reports are redacted.",
-        ("faults/test_secrets.py",),
-        ("P16",),
+        "faults/test_secrets.py",
+        "P16",
     ),
 )
 

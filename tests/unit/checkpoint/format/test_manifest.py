@@ -32,10 +32,7 @@ def make_shard(**changes: Any) -> TensorShard:
         ({"values": torch.zeros(3, 1)}, r"got \[3, 1\]"),
         ({"values": torch.zeros(3).half()}, "got .3. and torch.float16"),
         ({"values": torch.zeros(6)[::2]}, "not contiguous"),
-        (
-            {"dtype": torch.complex128, "values": torch.zeros(3)},
-            "torch.complex128 cannot be saved; use one of .*float32",
-        ),
+        ({"dtype": torch.complex128}, "torch.complex128 cannot be saved; use one of .*float32"),
     ],
 )
 def test_inconsistent_shards_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -52,7 +49,6 @@ def test_negative_step_is_refused() -> None:
     ("state", "message"),
     [
         ({"a": {"b": [1, float("nan")]}}, r"state\['a'\]\['b'\]\[1\]"),
-        ({"a": {"b": [1, float("inf")]}}, r"state\['a'\]\['b'\]\[1\]"),
         ({"a": {"b": [1, torch.zeros(1)]}}, r"state\['a'\]\['b'\]\[1\]"),
         ({"a": {3: 1}}, r"state\['a'\] has the key 3"),
     ],
@@ -83,7 +79,6 @@ def test_only_secrets_of_the_config_are_redacted() -> None:
     [
         ([(0, 4, "rank 0"), (6, 10, "rank 1")], "no rank or file holds elements 4 to 6 .between rank 0 and rank 1"),
         ([(0, 6, "rank 0"), (4, 10, "rank 1")], "both rank 0 and rank 1 hold elements 4 to 6"),
-        ([(0, 10, "rank 0"), (0, 10, "rank 1")], "both rank 0 and rank 1 hold elements 0 to 10"),
         ([(1, 10, "rank 0")], "no rank or file holds elements 0 to 1 .between the start and rank 0"),
         ([(0, 9, "rank 0")], "no rank or file holds elements 9 to 10 .after rank 0"),
         ([(0, 11, "rank 0")], "rank 0 holds elements up to 11 of 10"),
@@ -115,13 +110,8 @@ def test_manifest_encoding_is_canonical_and_round_trips(hash: str, version: int)
     assert raw["files"][0] == {"name": "r0000.safetensors", "bytes": 100, hash: "ab" * 32}
 
 
-HEADERS = st.lists(
-    st.tuples(
-        st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool]),
-        st.lists(st.integers(0, 4), max_size=3).map(tuple),
-    ),
-    max_size=6,
-)
+SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+DTYPES = st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.uint8, torch.bool])
 
 
 def header_of(content: bytes) -> dict[str, StoredTensor]:
@@ -134,7 +124,7 @@ def header_of(content: bytes) -> dict[str, StoredTensor]:
 
 
 @settings(max_examples=25)
-@given(HEADERS)
+@given(st.lists(st.tuples(DTYPES, SHAPES), max_size=6))
 def test_header_round_trips(tensors: list[tuple[torch.dtype, tuple[int, ...]]]) -> None:
     header = encode_header([(f"k{i}", dtype, shape) for i, (dtype, shape) in enumerate(tensors)])
     sizes = [torch.empty(shape, dtype=dtype).nbytes for dtype, shape in tensors]

@@ -19,7 +19,7 @@ from dtrain.checkpoint.format import hashing
 from dtrain.checkpoint.format.checked_file import DamageError
 from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.checkpoint.format.integrity import load_manifest, scan_file, verify_checkpoint
-from dtrain.checkpoint.format.shard_file import in_background, write_shard_file
+from dtrain.checkpoint.format.shard_file import write_shard_file
 from dtrain.checkpoint.snapshot import TensorShard
 from tests.helpers.checkpoints import ALONE, shards_of
 
@@ -54,9 +54,7 @@ def test_report_matches_the_file(tmp_path: Path, numel: int) -> None:
 
 
 @pytest.mark.parametrize(("function", "numel"), [("write", LARGE), ("sync", SMALL)])
-def test_full_disk_ends_the_background_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int
-) -> None:
+def test_full_disk_ends_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int) -> None:
     def fail(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -64,29 +62,6 @@ def test_full_disk_ends_the_background_threads(
     with pytest.raises(OSError, match="No space left on device"):
         write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
     assert background_threads_have_ended()
-
-
-def test_background_work_stops_when_the_block_raises() -> None:
-    begun = threading.Event()
-    done: list[int] = []
-
-    def endless() -> Iterator[int]:
-        while True:
-            begun.set()
-            done.append(1)
-            yield 1
-
-    def raise_in_the_block() -> None:
-        with in_background(endless()):
-            begun.wait()
-            raise KeyError("why")
-
-    with pytest.raises(KeyError, match="why"):
-        raise_in_the_block()
-    count = len(done)
-    assert count > 0
-    assert background_threads_have_ended()
-    assert len(done) == count
 
 
 @pytest.mark.parametrize("numel", [LARGE, SMALL])

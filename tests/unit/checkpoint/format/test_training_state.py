@@ -58,10 +58,8 @@ IMPOSSIBLE: dict[str, tuple[Edit, str]] = {  # the engine's state after step 2 i
     "applied": (counters(applied_steps=3), "applied_steps=3; expected a whole number from 0 to attempted_steps=2"),
     "fraction": (counters(applied_steps=1.5), "engine_state.applied_steps=1.5 is not a whole number"),
     "truth": (counters(applied_steps=True), "engine_state.applied_steps=true is not a whole number"),
-    "text": (counters(applied_steps="2"), "engine_state.applied_steps='2' is not a whole number"),
     "huge": (counters(applied_steps=2**63), "engine_state.applied_steps=9223372036854775808 is too large"),
     "missing": (lambda state: state["engine_state"].pop("applied_steps"), "engine_state.applied_steps is missing"),
-    "missing part": (lambda state: state.pop("rng"), "state.rng is missing"),
     "list": (part(engine_state=[1]), "state.engine_state=[1] is not a mapping"),
     "cursor": (part(data_cursor=-16), "state.data_cursor=-16 is too small"),
     "seed": (random_state(seed=-1), "state.rng.seed=-1 is too small"),
@@ -194,9 +192,7 @@ def test_numbers_of_another_optimizer_are_refused_before_anything_is_overwritten
     engine = engine_with(tmp_path, optimizer=dtrain.TorchOptimizer("torch.optim:NAdam", lr=1e-3))
     before = masters(engine)
     sealed(lambda m: m["state"]["engine_state"]["rules"][0].pop("mu_product"))(tmp_path / "step-00000002")
-    with pytest.raises(
-        CheckpointError, match=r"numbers \['applied_steps'\] of optimizer group 0, this run's optimizer"
-    ):
+    with pytest.raises(CheckpointError, match=r"numbers \['applied_steps'\] of optimizer group 0, this run's"):
         engine.load(tmp_path)
     assert unchanged(engine, before)
     assert (tmp_path / "step-00000002").is_dir(), "of another optimizer, not damaged"

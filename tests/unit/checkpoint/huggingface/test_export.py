@@ -101,7 +101,7 @@ def test_small_blocks_and_several_files_hold_the_same(
 
 
 @pytest.mark.parametrize(("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_reduced_precision_export_equals_the_cast(
+def test_reduced_precision_equals_the_cast(
     short: str, dtype: torch.dtype, saved: dict[str, Path], tmp_path: Path
 ) -> None:
     exact = load_file(export(saved["gpt2"], tmp_path / "exact") / "model.safetensors")
@@ -207,9 +207,8 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         export(path, out, dtype="fp8")
     with pytest.raises(CheckpointError, match="is inside the checkpoint"):
         export(path, path / "hf")
-    (tmp_path / "empty").mkdir()
     with pytest.raises(NoCheckpointError):
-        export(tmp_path / "empty", out)
+        export(tmp_path / "nothing", out)
     out.mkdir()
     assert main(["export", str(path), str(out)]) == 2
     assert "exists; an export creates a new folder" in capsys.readouterr().err

@@ -156,9 +156,7 @@ def trained(path: Path | str, run: Path, lora: Lora | None = None) -> Tensor:
     return logits
 
 
-def test_adapters_name_the_folder_of_the_run_wherever_they_are_exported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_name_the_folder_of_the_run_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_hf(tmp_path / "base", "llama")
     monkeypatch.chdir(tmp_path)
     trained("base", tmp_path / "run", LORA)

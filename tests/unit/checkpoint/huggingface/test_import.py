@@ -119,9 +119,7 @@ def test_export_after_import_is_bit_equal(name: str, tmp_path: Path) -> None:
     assert imported.model == given
 
 
-def test_printed_command_selects_the_import(
-    originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_printed_command(originals: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / """my run, a=b; it's q"uo${x}[a]{b}*?|: c\\"""  # quoted for the shell and for Hydra
     assert main(["import", str(originals / "llama"), str(run_dir)]) == 0
     first, command = capsys.readouterr().out.splitlines()

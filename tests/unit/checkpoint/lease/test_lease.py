@@ -66,9 +66,7 @@ def leases(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if path.name.startswith("lease-"))
 
 
-def test_lease_file_names_its_holder_and_is_removed_with_the_last_block(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lease_file_names_its_holder_and_is_removed_with_the_last_block(tmp_path: Path, monkeypatch: Any) -> None:
     write, overwrite = os.write, os.pwrite  # short ones are completed
     monkeypatch.setattr("os.write", lambda descriptor, data: write(descriptor, memoryview(data)[:7]))
     monkeypatch.setattr("os.pwrite", lambda descriptor, data, at: overwrite(descriptor, memoryview(data)[:7], at))
@@ -85,11 +83,10 @@ def test_lease_file_names_its_holder_and_is_removed_with_the_last_block(
     assert not path.exists()
 
 
-@pytest.mark.parametrize(
-    "values",
-    [{}, {"pid_namespace": "pid:[1]"}, {"boot_id": None, "pid_start": None, "pid_namespace": None}],
-    ids=["another boot", "another namespace", "no /proc"],
-)
+NO_PROC = {"boot_id": None, "pid_start": None, "pid_namespace": None}
+
+
+@pytest.mark.parametrize("values", [{}, {"pid_namespace": "pid:[1]"}, NO_PROC])
 def test_holder_on_an_unknown_system_is_waited_for(tmp_path: Path, clock: Clock, values: dict[str, Any]) -> None:
     claim(tmp_path, 7, **values)
     (tmp_path / "step-00000100.tmp-ab").mkdir()  # removed, so that the old holder cannot commit it
@@ -115,12 +112,12 @@ def test_one_heartbeat_refuses_a_takeover(tmp_path: Path, clock: Clock) -> None:
     assert leases(tmp_path) == ["lease-00000007.json"]
 
 
-@pytest.mark.parametrize("there", [False, True], ids=["no such process", "another process has its number"])
-def test_holder_that_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock, there: bool) -> None:
-    pid = os.getpid() if there else 2**22 + 1  # above the highest that Linux gives
-    claim(tmp_path, 7, boot_id=Holder.this_process(1).boot_id, pid=pid, pid_start="1")
-    acquire(tmp_path, clock.timing()).release()
-    assert clock.now == 0
+def test_holder_that_has_ended_on_this_system_is_not_waited_for(tmp_path: Path, clock: Clock) -> None:
+    """Also if another process has its number; the first is above the highest that Linux gives."""
+    for pid in (2**22 + 1, os.getpid()):
+        claim(tmp_path, 7, boot_id=Holder.this_process(1).boot_id, pid=pid, pid_start="1")
+        acquire(tmp_path, clock.timing()).release()
+        assert clock.now == 0
 
 
 @pytest.mark.processes
@@ -162,9 +159,7 @@ def test_next_heartbeat_repairs_a_damaged_lease_file(tmp_path: Path, clock: Cloc
     lease.release()
 
 
-def test_lease_that_is_not_a_regular_file_is_waited_for_and_named(
-    tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_lease_that_is_not_a_regular_file_is_waited_for_and_named(tmp_path: Path, clock: Clock, caplog: Any) -> None:
     path_of(tmp_path, 3).symlink_to(tmp_path / "target")
     (tmp_path / "target").write_text("mine")
     lease = acquire(tmp_path, clock.timing())
@@ -328,8 +323,8 @@ def calls_of(work: Callable[[], Any], act: Callable[[int], None]) -> int:
     return count
 
 
-@pytest.mark.parametrize("stale", [False, True], ids=["free", "stale"])
-@pytest.mark.parametrize("leaves", [False, True], ids=["stays", "leaves"])
+@pytest.mark.parametrize("stale", [False, True])
+@pytest.mark.parametrize("leaves", [False, True])
 def test_another_process_takes_the_lease_at_any_instant(tmp_path: Path, stale: bool, leaves: bool) -> None:
     """Exactly one process holds the lease in the end, whenever another one takes it (and perhaps releases it)."""
     instants: Iterator[int] = iter(range(100))
@@ -362,9 +357,7 @@ def test_another_process_takes_the_lease_at_any_instant(tmp_path: Path, stale: b
     assert total >= 6
 
 
-def test_a_file_system_without_hard_links_is_refused(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_hard_links_is_refused(tmp_path: Path, clock: Clock, monkeypatch: Any) -> None:
     def link(source: Path, target: Path) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(source))
 
