@@ -11,8 +11,13 @@ import yaml
 
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
+from dtrain.telemetry.metrics import StepMetrics
 
 STEPS = 40
+STEP = StepMetrics(
+    step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
+    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
+)  # fmt: skip
 
 
 def make_run(folder: Path, *, seed: int = 0, lr: float = 1e-3, name: str = "tiny", **files: str) -> Path:

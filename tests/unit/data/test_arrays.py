@@ -44,9 +44,8 @@ def test_columns_are_standardized_by_the_training_rows_alone(tmp_path: Path, mon
     assert isinstance(task, Regression)
     assert task.input_shape == (4,)
     # the task turns targets back into the data's own unit
-    restored = torch.cat(
-        [side["targets"] * torch.tensor(task.std) + torch.tensor(task.mean) for side in (train, validation)]
-    )
+    targets = torch.cat([train["targets"], validation["targets"]])
+    restored = targets * torch.tensor(task.std) + torch.tensor(task.mean)
     torch.testing.assert_close(restored.sort(0).values, y.sort(0).values, atol=1e-3, rtol=0)
 
 
@@ -79,10 +78,8 @@ def test_a_row_is_on_the_same_side_at_any_size_of_the_table_and_order_is_that_of
     whole = next(BatchLoader(dataset.train, 3, 12, 1))[0]["targets"]
     parts = [next(BatchLoader(dataset.train, 3, 4, 1, rank, 3))[0]["targets"] for rank in range(3)]
     assert torch.equal(whole, torch.cat(parts))
-    rows = [batch["targets"] for batch, _ in validation_batches(dataset.validation, 7, None)]
-    assert sorted(torch.cat(rows).flatten().tolist()) == sorted(
-        all_rows(dataset, "validation")["targets"].flatten().tolist()
-    )
+    rows = torch.cat([batch["targets"] for batch, _ in validation_batches(dataset.validation, 7, None)])
+    assert torch.equal(rows.sort(0).values, all_rows(dataset, "validation")["targets"].sort(0).values)
 
 
 def test_a_file_of_its_own_to_validate_on_is_scaled_like_the_training_data(tmp_path: Path) -> None:
@@ -122,9 +119,7 @@ NAN_X[5, 1] = torch.nan
         ({"x": FLOATS.double() + 1e39, "y": CLASSES}, r"has 1e\+39 in row 0 of x; expected finite numbers of FP32"),
     ],
 )
-def test_a_file_that_is_no_table_is_refused_in_one_line(
-    tmp_path: Path, tensors: dict[str, Tensor], message: str
-) -> None:
+def test_a_file_that_is_no_table_is_refused(tmp_path: Path, tensors: dict[str, Tensor], message: str) -> None:
     path = write(tmp_path / "d.safetensors", **tensors)
     with pytest.raises(ConfigError, match=message) as caught:
         load_dataset(ArraysDataConfig(path=path), 0)

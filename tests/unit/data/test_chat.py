@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,16 @@ import numpy as np
 import pytest
 import torch
 
+from dtrain.cli.resolve import compose
 from dtrain.config.data import ChatDataConfig, TextDataConfig
+from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.data.token_samples import mean_context
 from dtrain.data.tokenizer import TokenizerFile
 from dtrain.errors import ConfigError
 from dtrain.tasks import IGNORE_INDEX
+from dtrain.telemetry.metrics import read_metrics
+from dtrain.train.run import run_training
 from tests.helpers.hf_models import block_network
 
 MARKED = (
@@ -42,9 +45,6 @@ SPACED = (  # a space is the last character before the answer
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 
 
-TRIMMING = ("add_prefix_space", "trim_offsets", "use_regex")
-
-
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     block_network(monkeypatch)
@@ -57,12 +57,8 @@ def tokenizer_json() -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=SPECIAL,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
+    alphabet = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "special_tokens": SPECIAL}
+    trainer = trainers.BpeTrainer(vocab_size=300, show_progress=False, **alphabet)
     tokenizer.train_from_iterator(["what is two plus two, and who is there?"], trainer)
     return str(tokenizer.to_str())
 
@@ -74,7 +70,8 @@ def make_folder(tmp_path: Path, tokenizer_json: str) -> Any:
         folder.mkdir(exist_ok=True)
         content = json.loads(tokenizer_json)
         if trims_offsets:  # as GPT-2 and Llama 3 do
-            content["post_processor"] = {"type": "ByteLevel", **dict.fromkeys(TRIMMING, True)}
+            trimming = dict.fromkeys(("add_prefix_space", "trim_offsets", "use_regex"), True)
+            content["post_processor"] = {"type": "ByteLevel", **trimming}
         (folder / "tokenizer.json").write_text(json.dumps(content))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
         config |= {} if template is None else {"chat_template": template}
@@ -94,12 +91,7 @@ TALK = [*LONG, turn("user", "and who is there?"), turn("assistant", "nobody")]
 
 
 def load(
-    tmp_path: Path,
-    folder: Path,
-    lines: list[Any],
-    seq_len: int = 64,
-    on_progress: Callable[[], None] = lambda: None,
-    **keys: Any,
+    tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64, on_progress: Any = lambda: None, **keys: Any
 ) -> Dataset:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (tmp_path / "talks.jsonl").write_text(text, encoding="utf-8")
@@ -115,10 +107,8 @@ def shown(data: Dataset) -> list[tuple[str, str]]:
         starts = [*(positions == 0).nonzero().flatten().tolist(), len(tokens)]
         for start, stop in pairwise(starts):
             own = targets[start:stop]
-            if (own != IGNORE_INDEX).any():
-                # the last counted target is one ahead of the inputs
-                text = data.codec.decode(tokens[start:stop])
-                found.append((text, data.codec.decode(own[own != IGNORE_INDEX])))
+            if (own != IGNORE_INDEX).any():  # the last counted target is one ahead of the inputs
+                found.append((data.codec.decode(tokens[start:stop]), data.codec.decode(own[own != IGNORE_INDEX])))
     return found
 
 
@@ -158,18 +148,6 @@ def test_each_token_of_an_answer_counts_also_one_with_the_space_before_it(
     assert counted == " four é nobody"  # é is two tokens
     data = load(tmp_path, make_folder(SPACED, trims_offsets=trims_offsets), [WHO] * 2)
     assert shown(data) == [("user: who is there?<|end|>assistant: two plus two", " two plus two<|end|>")]
-
-
-def test_a_sample_is_a_function_of_seed_and_index(tmp_path: Path, make_folder: Any) -> None:
-    lines = [{"prompt": f"who is {number}?", "completion": f"two plus {number}"} for number in range(60)]
-    folder = make_folder(MARKED)
-    once, again = load(tmp_path, folder, lines), load(tmp_path, folder, lines)
-    indices = np.arange(3 * once.train.num_samples)
-    whole = once.train.batch(once.train.order(7, indices))
-    for index in indices[::5]:
-        one = again.train.batch(again.train.order(7, indices[index : index + 1]))
-        assert all(torch.equal(one[name][0], whole[name][index]) for name in whole)
-    assert once.train.order(8, indices).tolist() != once.train.order(7, indices).tolist()
 
 
 def test_long_conversations_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, make_folder: Any) -> None:
@@ -221,9 +199,6 @@ def test_mistakes_of_the_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     assert "empty/tokenizer.json cannot be read: No such file" in refusal(tmp_path, empty, lines)
     found = refusal(tmp_path, make_folder(PLAIN), [{"messages": LONG}, {"messages": [turn("user", "x")]}])
     assert "gives 1 conversations with an answer in the first 64 tokens (1 without one)" in found
-
-
-def test_a_token_that_the_vocabulary_lacks_is_refused(tmp_path: Path, make_folder: Any) -> None:
     folder = make_folder(MARKED.replace("<|end|>", "<|im_end|>"), end="<|im_end|>")
     found = refusal(tmp_path, folder, [{"messages": LONG}] * 3)
     assert "talks.jsonl:1 needs the token '<|im_end|>', which only tokenizer_config.json of" in found
@@ -239,6 +214,27 @@ def test_both_sides_get_a_conversation_and_each_one_marks_progress(tmp_path: Pat
         assert len(marks) == 2 * (number + 1)
     line = "\ufeff" + json.dumps({"messages": LONG})  # a byte order mark is no part of a line
     assert "2 conversations" in load(tmp_path, make_folder(PLAIN), [line, {"messages": TALK}]).description
+
+
+RUN = (
+    "data=chat experiment=smoke precision=fp32 schedule=constant optim.lr=0.01 optim.compile=false report=false "
+    "train.steps=6 train.eval_every=0 train.save_every=0 train.global_batch_size=2 train.micro_batch_size=2 "
+    "train.log_every=1 train.sample_tokens=4 model.hidden_dim=16 model.max_seq_len=32 supervise.enabled=false "
+    "launch.device=cpu launch.threads_per_rank=1"
+)
+
+
+def test_a_run_on_conversations_lowers_the_loss_and_counts_answers(tmp_path: Path, make_folder: Any) -> None:
+    lines = [{"prompt": f"who is {number % 2}?", "completion": "nobody", "id": number} for number in range(20)]
+    folder, run_dir = make_folder(MARKED), tmp_path / "run"
+    data = load(tmp_path, folder, lines, 32)
+    sources = [f"data.files={tmp_path}/*.jsonl", f"data.tokenizer={folder}", f"run_dir={run_dir}"]
+    assert run_training(compose([*RUN.split(), *sources])) == 0
+    found = [line for line in read_metrics(run_dir / "metrics.jsonl") if "loss" in line]
+    targets = data.train.batch(data.train.order(RunConfig().seed, np.arange(12)))["targets"]
+    assert found[-1]["tokens"] == int((targets != IGNORE_INDEX).sum())
+    assert found[-1]["loss"] < found[0]["loss"] - 0.5
+    assert (run_dir / "tokenizer" / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
 
 
 def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -34,21 +35,11 @@ def test_the_samples_are_images_of_62_classes_in_fonts_that_are_trained_on_or_va
     assert not set(glyphs.TRAINING_FONTS) & set(glyphs.VALIDATION_FONTS)
     batch = dataset.train.batch(dataset.train.order(0, np.arange(2000)))
     assert list(batch) == ["inputs", "targets"]
-    assert batch["inputs"].shape == (2000, 1, 16, 16)
-    assert batch["inputs"].dtype == torch.float32
+    assert (batch["inputs"].shape, batch["inputs"].dtype) == ((2000, 1, 16, 16), torch.float32)
     assert abs(float(batch["inputs"].mean())) < 0.3
     assert 0.8 < float(batch["inputs"].std()) < 1.2
     targets = dataset.validation.batch(np.arange(992))["targets"]
     assert set(Counter(targets.tolist()).values()) == {16}, "of each character"
-
-
-def test_what_is_learned_from_the_training_fonts_reads_the_fonts_of_validation(dataset: Dataset) -> None:
-    """The mean image of each class is the simplest classifier; by chance it would be right once in 62 times."""
-    train = dataset.train.batch(dataset.train.order(0, np.arange(4000)))
-    means = torch.stack([train["inputs"][train["targets"] == label].mean(0) for label in range(62)]).flatten(1)
-    validation = dataset.validation.batch(np.arange(992))
-    distances = torch.cdist(validation["inputs"].flatten(1), means)
-    assert float((distances.argmin(1) == validation["targets"]).float().mean()) > 0.25
 
 
 @settings(max_examples=20)
@@ -73,10 +64,8 @@ def test_epochs_and_seeds_differ_and_validation_does_not(dataset: Dataset) -> No
     first, second = (validation.batch(validation.order(0, epoch * 992 + np.arange(992))) for epoch in (0, 5))
     order = [values.flatten(1).double().sum(1).sort().values for values in (first["inputs"], second["inputs"])]
     assert torch.equal(*order)
-    rows = [
-        batch for rank in range(3) for batch, counts in validation_batches(validation, 100, None, rank, 3) if counts
-    ]
-    assert len(torch.cat([batch["inputs"] for batch in rows]).flatten(1).unique(dim=0)) == 992
+    rows = [batch["inputs"] for batch, _ in validation_batches(validation, 100, None)]
+    assert len(torch.cat(rows).flatten(1).unique(dim=0)) == 992
 
 
 def test_the_interpolation_is_that_of_torch() -> None:
@@ -107,10 +96,9 @@ def test_any_size_shows_whole_characters(size: int) -> None:
 
 
 def test_the_fingerprint_tells_settings_apart_and_a_missing_font_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = [
-        GlyphsDataConfig(characters="digits", size=size, validation_percent=p) for size in (8, 9) for p in (0, 5)
-    ]
-    configs.append(GlyphsDataConfig(characters="digits", size=8, task="denoising"))
+    changes: list[dict[str, Any]] = [{"size": size, "validation_percent": p} for size in (8, 9) for p in (0, 5)]
+    changes.append({"size": 8, "task": "denoising"})
+    configs = [GlyphsDataConfig(characters="digits", **own) for own in changes]
     datasets = [load_dataset(config, 0) for config in configs]
     assert len({dataset.fingerprint for dataset in datasets}) == 5
     assert datasets[0].validation.num_samples == 10  # one of each class

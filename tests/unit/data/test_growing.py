@@ -17,7 +17,6 @@ from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
 from dtrain.models import build_model
-from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.token_shards import MemoryShards
 
 LENGTH, MICRO, WORLD = 16, 2, 2
@@ -111,11 +110,3 @@ def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str) -
                 for begin, end in pairwise(begins):
                     alone = model(tokens[None, begin:end]).logits[0]
                     torch.testing.assert_close(logits[row, begin:end], alone)
-
-
-def test_every_target_of_a_micro_batch_still_counts() -> None:
-    whole = sources()[1].batch(np.arange(4))
-    for length in (1, 2, 4, 8, 16):
-        targets = cut_rows(whole, length)["targets"]
-        assert targets.shape == (64 // length, length)
-        assert int((targets != IGNORE_INDEX).sum()) == int((whole["targets"] != IGNORE_INDEX).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -57,9 +58,8 @@ def test_a_share_of_the_samples_is_held_out(keys: dict[str, str]) -> None:
     batch = data.train.batch(np.arange(3))
     assert ("positions" in batch) == (keys.get("documents") != "cross")
     if "pack" not in keys:
-        assert sorted(first_tokens(data.train) + first_tokens(data.validation)) == list(
-            range(1, num_samples * SEQ_LEN, SEQ_LEN)
-        )
+        begins = sorted(first_tokens(data.train) + first_tokens(data.validation))
+        assert begins == list(range(1, num_samples * SEQ_LEN, SEQ_LEN))
 
 
 def test_the_description_counts_targets() -> None:
@@ -67,8 +67,8 @@ def test_the_description_counts_targets() -> None:
     web = SHARDS["web"]
     data = load(path="web")
     num_samples = (web.num_tokens - 1) // SEQ_LEN
-    counted = int((data.train.batch(np.arange(data.train.num_samples))["targets"] != IGNORE_INDEX).sum())
-    counted += int((data.validation.batch(np.arange(data.validation.num_samples))["targets"] != IGNORE_INDEX).sum())
+    sides = [side.batch(np.arange(side.num_samples))["targets"] for side in (data.train, data.validation)]
+    counted = sum(int((targets != IGNORE_INDEX).sum()) for targets in sides)
     assert data.description == (
         f"data=tokens: web (3,760 tokens, 200 documents, {num_samples} samples, "
         f"{100 * counted / num_samples / SEQ_LEN:.2f} % of the targets count); 5 % of the samples held out for "
@@ -112,9 +112,7 @@ def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, Me
     assert load(path="elsewhere").fingerprint == fingerprints[0]
 
 
-def test_the_mean_context_is_that_of_attention_and_few_tokens_are_read_at_a_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_mean_context_is_that_of_attention_and_few_tokens_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(path="web", documents="cross").mean_context is None
     data = load(path="web", validation_percent=0)
     positions = data.train.batch(np.arange(data.train.num_samples))["positions"]
@@ -123,10 +121,9 @@ def test_the_mean_context_is_that_of_attention_and_few_tokens_are_read_at_a_time
     assert data.mean_context == pytest.approx(sum(n * n for n in lengths) / sum(lengths))
     monkeypatch.setattr(token_samples, "_TOKENS_OF_CONTEXT", 5 * SEQ_LEN)
     sizes: list[int] = []
-    batch = token_samples.ShardWindows.batch
-    monkeypatch.setattr(
-        token_samples.ShardWindows, "batch", lambda self, ids: sizes.append(len(ids)) or batch(self, ids)
-    )
+    kind = token_samples.ShardWindows
+    batch = kind.batch
+    monkeypatch.setattr(kind, "batch", lambda self, ids: sizes.append(len(ids)) or batch(self, ids))
     load(path="web")
     assert sizes == [1] * 5
 
@@ -141,15 +138,10 @@ def test_the_codec_opens_the_tokenizer_for_the_first_text(
     file.write_text("not yet read")
     shards["web"] = MemoryShards([40] * 40, tokenizer_file=file)
     codec = load(path="web").codec
-
-    class Spelled:
-        def decode(self, tokens: list[int]) -> str:
-            return "".join(chr(token) for token in tokens)
-
-    opened: list[Path] = []
-    monkeypatch.setattr(tokens, "TokenizerFile", lambda path: opened.append(path) or Spelled())
-    assert codec.decode([104, 105]) == "hi"
-    assert opened == [file]
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens, "TokenizerFile", opened := Mock())
+        assert codec.decode([104, 105]) is opened.return_value.decode.return_value
+    opened.assert_called_once_with(file)
 
 
 def refusal(**keys: Any) -> str:

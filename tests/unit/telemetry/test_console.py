@@ -38,15 +38,11 @@ def test_memory_against_the_formula() -> None:
     assert lines[2].endswith("3.00 MiB  (ZeRO formula 1.00 MiB)")
 
 
-class _Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_the_progress_line_shows_steps_and_gives_the_stream_back(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    terminal = _Terminal()
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "160")
@@ -59,9 +55,7 @@ def test_the_progress_line_shows_steps_and_gives_the_stream_back(
     assert sys.stderr is terminal
     assert [h.stream for h in logger.handlers if isinstance(h, logging.StreamHandler)] == [terminal]
     shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", terminal.getvalue())
-    assert "loss 3.2140" in shown
-    assert "val_loss 2.5000" in shown
-    assert "skipped: overflow" in shown
+    assert not [text for text in ("loss 3.2140", "val_loss 2.5000", "skipped: overflow") if text not in shown]
 
 
 def test_a_log_line_cannot_control_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,31 +6,25 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.telemetry import gpu
-from dtrain.telemetry.gpu import (
-    GPUState,
-    attention_kernel,
-    cublaslt_version,
-    describe_state,
-    dotted_version,
-    loaded_library,
-)
+from dtrain.telemetry.gpu import GPUState, attention_kernel, cublaslt_version, describe_state, loaded_library
 
 H100 = "700.00, 600.00, 710.00, 1755, 1980, 2619, 2620, 41, Disabled\n"
 UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
 BUS = {"pci_domain_id": 0, "pci_bus_id": 0x9B, "pci_device_id": 0}
 CPU = torch.device("cpu")
+SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "seq_len": 16, "head_dim": 32}
 Answer = Callable[[str], "tuple[int, str]"]
 Smi = Callable[[Answer], "list[list[str]]"]
 
@@ -62,19 +56,12 @@ def test_a_state_has_each_value_under_its_name(smi: Smi, monkeypatch: pytest.Mon
     commands = smi(lambda name: (0, H100))
     state = describe_state(0)
     assert state == GPUState(700, 600, 710, 1755, 1980, 2619, 2620, 41, "Disabled")
-    assert state.summary() == (
-        "power limit 700 W (default 600, at most 710), SM clock 1,755 of 1,980 MHz, "
-        "memory clock 2,619 of 2,620 MHz, 41 °C"
-    )
-    (command,) = commands
-    assert command == [
-        "nvidia-smi",
-        "--query-gpu=power.limit,power.default_limit,power.max_limit,clocks.current.sm,clocks.max.sm,"
-        "clocks.current.memory,clocks.max.memory,temperature.gpu,mig.mode.current",
-        "--format=csv,noheader,nounits",
-        "-i",
-        f"GPU-{UUID}",
-    ]
+    limits = "power limit 700 W (default 600, at most 710)"
+    assert state.summary() == f"{limits}, SM clock 1,755 of 1,980 MHz, memory clock 2,619 of 2,620 MHz, 41 °C"
+    values = "power.limit power.default_limit power.max_limit clocks.current.sm clocks.max.sm clocks.current.memory "
+    query = ",".join((values + "clocks.max.memory temperature.gpu mig.mode.current").split())
+    options = f"--query-gpu={query} --format=csv,noheader,nounits -i GPU-{UUID}"
+    assert commands == [["nvidia-smi", *options.split()]]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +83,15 @@ def test_a_gpu_is_asked_for_by_all_names_until_one_is_known(
     assert [command[-1] for command in commands] == names
 
 
-def test_an_index_among_visible_gpus_is_no_name(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_without_cuda_or_by_an_index_among_visible_gpus(
+    smi: Smi, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     torch_gpu(monkeypatch)
     commands = smi(lambda name: (0, H100))
+    assert describe_state(0) == GPUState()
+    no_cuda = Mock(side_effect=AssertionError("Torch not compiled with CUDA enabled"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", no_cuda)
     assert describe_state(0) == GPUState()
     assert not commands
 
@@ -112,44 +104,27 @@ def test_what_the_gpu_does_not_have_is_none(smi: Smi, monkeypatch: pytest.Monkey
     assert state.summary() == "SM clock 300 MHz"
 
 
+FAILURES = FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10)
+
+
 @pytest.mark.parametrize(
-    "answer",
-    [
-        (2, H100),
-        (0, ""),
-        (0, "700.00, Disabled\n"),
-        (0, H100 + H100),
-        FileNotFoundError("nvidia-smi"),
-        subprocess.TimeoutExpired("nvidia-smi", 10),
-    ],
+    "answer", [(2, H100), (0, ""), (0, "700.00, Disabled\n"), (0, H100 + H100), *FAILURES], ids=repr
 )
 def test_an_nvidia_smi_that_fails_hangs_or_answers_oddly_is_no_state(
     answer: Any, smi: Smi, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def reply(name: str) -> tuple[int, str]:
-        if isinstance(answer, Exception):
-            raise answer
-        return answer  # type: ignore[no-any-return]
-
     torch_gpu(monkeypatch, uuid=UUID, **BUS)
-    commands = smi(reply)
+    commands = smi(Mock(side_effect=cycle([answer])))
     assert describe_state(0) == GPUState()
     if isinstance(answer, Exception):
         assert len(commands) == 1, "not tried with the other name"
     assert describe_state(0).summary() == "unknown: nvidia-smi does not tell"
 
 
-def test_without_cuda_nothing_is_asked(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(index: int) -> None:
-        raise AssertionError("Torch not compiled with CUDA enabled")
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
-    commands = smi(lambda name: (0, H100))
-    assert describe_state(0) == GPUState()
-    assert not commands
-
-
 def test_a_loaded_library_is_found_by_the_start_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if sys.platform == "linux":
+        own = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+        assert Path(loaded_library("libtorch_cpu.so") or "").samefile(own)
     maps = tmp_path / "maps"
     monkeypatch.setattr(gpu, "_MAPS", maps)
     assert loaded_library("libcudnn.so") is None
@@ -165,57 +140,26 @@ def test_a_loaded_library_is_found_by_the_start_of_its_name(monkeypatch: pytest.
     assert loaded_library("libcublasLt.so") is None
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists a process's libraries in /proc")
-def test_libraries_of_this_process_are_found() -> None:
-    file = loaded_library("libtorch_cpu.so")
-    assert file is not None
-    assert Path(file).samefile(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")
-
-
 def test_the_version_of_cublaslt_is_asked_of_the_loaded_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    class Function:
-        restype: object = ctypes.c_int
-
-        def __call__(self) -> int:
-            assert self.restype is ctypes.c_size_t
-            return 120804
-
+    function = Mock(return_value=120804)
     broken = tmp_path / "libcublasLt.so.12"
     broken.write_bytes(b"not a library")
     monkeypatch.setattr(gpu, "loaded_library", lambda stem: str(broken))
     assert cublaslt_version() is None
-    libraries = {"/opt/libcublasLt.so.13": SimpleNamespace(cublasLtGetVersion=Function())}
+    libraries = {"/opt/libcublasLt.so.13": SimpleNamespace(cublasLtGetVersion=function)}
     monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
     monkeypatch.setattr(gpu, "loaded_library", lambda stem: "/opt/libcublasLt.so.13" if "cublasLt" in stem else None)
     assert cublaslt_version() == "12.8.4"
-    assert [dotted_version(number) for number in (130100, 91002)] == ["13.1.0", "9.10.2"]
+    assert function.restype is ctypes.c_size_t
+    assert [gpu.dotted_version(number) for number in (130100, 91002)] == ["13.1.0", "9.10.2"]
     monkeypatch.setattr(gpu, "loaded_library", lambda stem: None)
     assert cublaslt_version() is None
 
 
-class Recorder(TorchDispatchMode):
-    """Names of the operations that ran."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("backend", "kernel"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
-def test_the_named_kernel_is_the_one_that_runs(backend: SDPBackend, kernel: str) -> None:
-    kv_heads = 2
-    queries, keys = (torch.zeros(2, count, 16, 32, dtype=torch.float32) for count in (8, kv_heads))
-    shape = {"batch": 2, "heads": 8, "kv_heads": kv_heads, "seq_len": 16, "head_dim": 32}
+def test_the_named_kernel_is_the_one_that_torch_chooses(backend: SDPBackend, kernel: str) -> None:
     with sdpa_kernel(backend):
-        found = attention_kernel(CPU, torch.float32, **shape)
-        with Recorder() as recorder:
-            F.scaled_dot_product_attention(queries, keys, keys, is_causal=True, enable_gqa=True)
-    assert found == kernel
-    assert ("aten._scaled_dot_product_flash_attention_for_cpu.default" in recorder.names) == (kernel == "flash")
+        assert attention_kernel(CPU, torch.float32, **SHAPE) == kernel
 
 
 def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,20 +178,12 @@ def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch
     choices = iter(known | unknown)
     for kernel in (known | unknown).values():
         with torch.no_grad():
-            found = attention_kernel(CPU, torch.float16, batch=2, heads=8, kv_heads=4, seq_len=16, head_dim=32)
-        assert found == kernel
+            assert attention_kernel(CPU, torch.float16, **SHAPE) == kernel
     queries, keys, values = asked[0]
     assert queries.shape == (2, 8, 16, 32)
     assert keys.shape == values.shape == (2, 4, 16, 32)
     assert {(x.dtype, x.requires_grad, x.stride(1)) for x in (queries, keys, values)} == {(torch.float16, True, 32)}
-
-
-def test_a_choice_that_fails_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*operands: Tensor, **options: object) -> int:
-        raise RuntimeError("no such device\nmore")
-
-    monkeypatch.setattr(torch, "_fused_sdp_choice", fail)
-    shape = {"batch": 1, "heads": 1, "kv_heads": 1, "seq_len": 1, "head_dim": 1}
-    assert attention_kernel(CPU, torch.float32, **shape) == "unknown: no such device"
+    monkeypatch.setattr(torch, "_fused_sdp_choice", Mock(side_effect=RuntimeError("no such device\nmore")))
+    assert attention_kernel(CPU, torch.float32, **SHAPE) == "unknown: no such device"
     monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert attention_kernel(CPU, torch.float32, **shape).startswith("unknown: module 'torch' has no attribute")
+    assert attention_kernel(CPU, torch.float32, **SHAPE).startswith("unknown: module 'torch' has no attribute")

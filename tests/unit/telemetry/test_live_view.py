@@ -30,13 +30,8 @@ def run() -> RunProgress:
         progress.add(vars(replace(STEP, step=10 * number, loss=5 - 3 * (1 - 0.8**number), tokens=5120 * number)))
     progress.add({"step": 100, "val_loss": 2.6, "val_loss_ema": 2.75})
     skipped = replace(STEP, step=121, applied=False, skipped_steps=3, loss_scale=4096.0, reason="overflow")
-    progress.add(
-        vars(
-            replace(
-                skipped, culprit="'layers.0.mlp' on rank 1", slowest_rank=3, busy_slowest_ms=301.0, busy_median_ms=270.0
-            )
-        )
-    )
+    times = {"slowest_rank": 3, "busy_slowest_ms": 301.0, "busy_median_ms": 270.0}
+    progress.add({**vars(skipped), "culprit": "'layers.0.mlp' on rank 1", **times})
     return progress
 
 

@@ -12,26 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
-from dtrain.telemetry.metrics import (
-    METRICS_FILE,
-    MetricsFile,
-    StepMetrics,
-    Summary,
-    finite,
-    read_metrics,
-    read_summary,
-    write_summary,
-)
+from dtrain.telemetry import metrics
+from dtrain.telemetry.metrics import METRICS_FILE, MetricsFile, read_metrics, read_summary
+from tests.helpers.run_folders import STEP
 
-STEP = StepMetrics(
-    step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
-)  # fmt: skip
-SUMMARY = Summary(
+SUMMARY = metrics.Summary(
     finished=True, steps=10, applied_steps=9, skipped_steps=1, tokens=90, train_loss=2.0, val_loss=math.nan,
-    val_loss_ema=None,
-    tokens_per_s=1.0, mfu=None, wall_s=3.0, memory={"master": 4}, memory_formula={"master": 4}, num_parameters=1,
-    world_size=2, device="cpu", engine="native", precision="bf16", contract={"precision": "bf16"},
+    val_loss_ema=None, tokens_per_s=1.0, mfu=None, wall_s=3.0, memory={"master": 4}, memory_formula={"master": 4},
+    num_parameters=1, world_size=2, device="cpu", engine="native", precision="bf16", contract={"precision": "bf16"},
 )  # fmt: skip
 
 
@@ -46,19 +34,14 @@ def _write(folder: Path, steps: list[int], start: int = 0) -> None:
 def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path, 0)
     file.step(STEP)
-    file.step(
-        replace(STEP, step=2, applied=False, loss=math.nan, grad_norm=math.inf, reason="overflow", culprit="rank 1")
-    )
+    skipped = replace(STEP, step=2, applied=False, loss=math.nan, grad_norm=math.inf)
+    file.step(replace(skipped, reason="overflow", culprit="rank 1"))
     file.validation(2, {"val_loss": 2.5})
     lines = [json.loads(line) for line in (tmp_path / METRICS_FILE).read_text().splitlines()]  # flushed before close
     file.close(0)
-    keys = (
-        "step loss lr grad_norm loss_scale applied skipped_steps tokens tokens_per_s step_ms data_wait_ms peak_memory"
-    )
-    assert list(lines[0]) == keys.split()
-    assert lines[1]["loss"] is None
-    assert lines[1]["grad_norm"] is None
-    assert (lines[1]["reason"], lines[1]["culprit"]) == ("overflow", "rank 1")
+    keys = "step loss lr grad_norm loss_scale applied skipped_steps tokens tokens_per_s step_ms data_wait_ms"
+    assert list(lines[0]) == [*keys.split(), "peak_memory"]
+    assert [lines[1][key] for key in ("loss", "grad_norm", "reason", "culprit")] == [None, None, "overflow", "rank 1"]
     assert lines[2] == {"step": 2, "val_loss": 2.5}
     assert replace(STEP, compiled_graphs=2).to_dict()["compiled_graphs"] == 2
 
@@ -88,7 +71,7 @@ def test_an_invalid_line_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_summary_comes_back_with_null_for_nan(tmp_path: Path) -> None:
-    write_summary(tmp_path, SUMMARY)
+    metrics.write_summary(tmp_path, SUMMARY)
     assert read_summary(tmp_path) == replace(SUMMARY, val_loss=None)
     assert [path.name for path in tmp_path.iterdir()] == ["summary.json"]
 
@@ -102,4 +85,4 @@ def test_an_invalid_summary_is_none(tmp_path: Path, text: str) -> None:
 
 @given(st.recursive(st.none() | st.floats() | st.text(max_size=3), lambda inner: st.lists(inner, max_size=3)))
 def test_finite_always_makes_json(value: object) -> None:
-    json.loads(json.dumps(finite({"value": value}), allow_nan=False))
+    json.loads(json.dumps(metrics.finite({"value": value}), allow_nan=False))

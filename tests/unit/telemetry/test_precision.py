@@ -15,19 +15,11 @@ import torch
 
 from dtrain.cli.resolve import compose
 from dtrain.errors import ConfigError
+from dtrain.precision import report
 from dtrain.precision.float8.cast import E4M3, E5M2, scale_of
 from dtrain.precision.formats import FP8_E4M3, FP8_E5M2
 from dtrain.precision.histogram import Histogram
-from dtrain.precision.report import (
-    Float8ProductPrecision,
-    GradientShares,
-    OperandPrecision,
-    ParameterPrecision,
-    PrecisionReport,
-    UpdateShares,
-    own_scale,
-    power_below,
-)
+from dtrain.precision.report import Float8ProductPrecision, OperandPrecision, ParameterPrecision, PrecisionReport
 from dtrain.telemetry.console import Console
 from dtrain.telemetry.envelope import Departure
 from dtrain.telemetry.metrics import METRICS_FILE, MetricsFile, read_metrics
@@ -38,10 +30,8 @@ from dtrain.telemetry.precision_files import PrecisionFiles, read_sample, sample
 def parameter(name: str, exponents: list[int], format: str = "fp16", *, better: float = 1.0) -> ParameterPrecision:
     histogram = Histogram.of(torch.tensor([2.0**exponent for exponent in exponents] + [0.0]))
     largest = 2.0 ** max(exponents)
-    shares = GradientShares.of(histogram, largest, better)
-    return ParameterPrecision(
-        name, len(exponents) + 1, format, largest, histogram, shares, UpdateShares(3, 0.01, 0.5, 0.25)
-    )
+    shares, update = report.GradientShares.of(histogram, largest, better), report.UpdateShares(3, 0.01, 0.5, 0.25)
+    return ParameterPrecision(name, len(exponents) + 1, format, largest, histogram, shares, update)
 
 
 def product(module: str, underflow: float, sqnr_db: float | None = 20.0) -> Float8ProductPrecision:
@@ -59,13 +49,13 @@ def findings(*parameters: ParameterPrecision, better: float | None = None, step:
 @pytest.mark.parametrize("amax", [0.0, 1.0, 1.75, 1.76, 448.0, 449.0, 3e-5, 1e-38, 3e38])
 def test_own_scale_is_the_reciprocal_of_the_casts_scale(amax: float) -> None:
     for dtype, floats in ((E4M3, FP8_E4M3), (E5M2, FP8_E5M2)):
-        assert own_scale(torch.tensor(amax).item(), floats) == 1 / float(scale_of(torch.tensor(amax), dtype))
-    assert own_scale(math.inf, FP8_E4M3) == own_scale(math.nan, FP8_E4M3) == 1.0
+        assert report.own_scale(torch.tensor(amax).item(), floats) == 1 / float(scale_of(torch.tensor(amax), dtype))
+    assert report.own_scale(math.inf, FP8_E4M3) == report.own_scale(math.nan, FP8_E4M3) == 1.0
 
 
 @pytest.mark.parametrize(("number", "power"), [(1.0, 1.0), (0.99, 0.5), (1000.0, 512.0), (2.0**-20, 2.0**-20)])
 def test_power_below(number: float, power: float) -> None:
-    assert power_below(number) == power
+    assert report.power_below(number) == power
 
 
 def test_noises_of_operands_add_up() -> None:
@@ -78,9 +68,9 @@ def test_noises_of_operands_add_up() -> None:
 def test_metrics_have_the_worst_parameters(tmp_path: Path) -> None:
     many = [parameter(f"p{number}", [-30] * number + [0] * (12 - number)) for number in range(12)]
     found = findings(*many, better=4.0)
-    report = replace(found.report, float8=(product("a", 0.0, 25.0), product("b", 0.1, 9.0), product("c", 0.0, None)))
+    float8 = product("a", 0.0, 25.0), product("b", 0.1, 9.0), product("c", 0.0, None)
     file = MetricsFile(tmp_path, 0)
-    file.precision(replace(found, report=report))
+    file.precision(replace(found, report=replace(found.report, float8=float8)))
     (line,) = read_metrics(tmp_path / METRICS_FILE)
     file.close(0)
     sampled = line["precision"]
@@ -98,39 +88,39 @@ def test_metrics_have_the_worst_parameters(tmp_path: Path) -> None:
 
 def test_files_after_the_resumed_step_are_removed(tmp_path: Path) -> None:
     files = PrecisionFiles(tmp_path, 0)
-    departed = Departure("p", "top", 3, 1)
-    for step in (5, 10, 15):
-        files.precision(PrecisionFindings(findings(parameter("p", [-30, 0]), step=step).report, (departed,)))
-    (tmp_path / "precision" / "step-notes.json").write_text("{}")
+    overflown = replace(parameter("p", [-30, 0]), largest=None)
+    sampled = {
+        step: PrecisionFindings(findings(overflown, step=step).report, (Departure("p", "top", 3, 1),))
+        for step in (5, 10, 15)
+    }
+    for own in sampled.values():
+        files.precision(own)
+    (notes := tmp_path / "precision" / "step-notes.json").write_text("{}")
     assert list(sample_files(tmp_path)) == [5, 10, 15]
-    assert read_sample(sample_files(tmp_path)[10]) == PrecisionFindings(
-        findings(parameter("p", [-30, 0]), step=10).report, (departed,)
-    )
-    PrecisionFiles(tmp_path, 10)
-    assert list(sample_files(tmp_path)) == [5, 10]
-    assert (tmp_path / "precision" / "step-notes.json").exists()
-    for file in (tmp_path / "precision" / "step-notes.json", _other_file(tmp_path)):
-        with pytest.raises(ConfigError, match="a sampled step of a run"):
-            read_sample(file)
-
-
-def _other_file(folder: Path) -> Path:
-    """JSON with the keys of a sample, and other values."""
-    path = folder / "other.json"
-    keys = ("step", "applied", "loss_scale", "better_scale")
-    path.write_text(json.dumps({**dict.fromkeys(keys, 1), "departures": [], "parameters": []}))
-    return path
-
-
-def test_numbers_that_are_not_finite_are_null(tmp_path: Path) -> None:
-    bad = replace(parameter("p", [0]), largest=None)
-    PrecisionFiles(tmp_path, 0).precision(findings(bad))
-    text = (tmp_path / "precision" / "step-3.json").read_text()
+    assert read_sample(sample_files(tmp_path)[10]) == sampled[10]
+    text = sample_files(tmp_path)[5].read_text()
     assert json.loads(text)["parameters"]["p"]["largest"] is None
     assert "NaN" not in text
+    PrecisionFiles(tmp_path, 10)
+    assert list(sample_files(tmp_path)) == [5, 10]
+    assert notes.exists()
+    keys = dict.fromkeys(("step", "applied", "loss_scale", "better_scale"), 1)  # those of a sample, with other values
+    for other in ("{}", json.dumps({**keys, "departures": [], "parameters": []})):
+        notes.write_text(other)
+        with pytest.raises(ConfigError, match="a sampled step of a run"):
+            read_sample(notes)
 
 
 ROOM = parameter("blocks.0.up.weight", [-20] * 5 + [-3] * 95)
+CALIBRATED = (
+    "the largest gradients leave room for a scale of 8192, which precision.loss_scale.mode=calibrated would choose"
+)
+NO_ROOM = "no larger scale fits the largest gradients: use precision=bf16"
+BELOW = "5.0% of the nonzero gradient of '{}' is below FP16's normal range at loss scale 1, and 1.0% of it is zero; {}"
+
+
+def fp8(*products: Float8ProductPrecision) -> PrecisionFindings:
+    return PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), products))
 
 
 @pytest.mark.parametrize(
@@ -139,21 +129,16 @@ ROOM = parameter("blocks.0.up.weight", [-20] * 5 + [-3] * 95)
         (findings(), None),
         (findings(parameter("p", [-20] * 1 + [-3] * 99), better=8.0), None),  # 1 % are not more than 1 %
         (findings(replace(ROOM, format="bf16"), better=8.0), None),
-        (
-            findings(ROOM, better=8192.0),
-            "5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, and "
-            "1.0% of it is zero; the largest gradients leave room for a scale of 8192, which "
-            "precision.loss_scale.mode=calibrated would choose",
-        ),
+        (findings(ROOM, better=8192.0), BELOW.format(ROOM.name, CALIBRATED)),
         (
             findings(ROOM, better=1.0),
-            "5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, and "
-            "1.0% of it is zero; no larger scale fits the largest gradients: use precision=bf16, or "
-            "'precision.rules={\"blocks.0.up\": fp32}'",
+            BELOW.format(ROOM.name, NO_ROOM + ", or 'precision.rules={\"blocks.0.up\": fp32}'"),
         ),
-        (PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.05),))), None),
+        # a parameter of the model itself is in no module
+        (findings(replace(ROOM, name="scale"), better=1.0), BELOW.format("scale", NO_ROOM)),
+        (fp8(product("a", 0.05)), None),
         (
-            PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), (product("a", 0.01), product("b", 0.06)))),
+            fp8(product("a", 0.01), product("b", 0.06)),
             "FP8 flushes 6.0% of the gradient of 'b' to zero in dgrad; to keep the module out of FP8: "
             "'precision.rules={\"b\": bf16}'",
         ),
@@ -164,17 +149,10 @@ def test_console_speaks_of_the_formats_of_the_run(found: PrecisionFindings, mess
     assert (None if advice is None else advice[1]) == message
 
 
-def test_a_parameter_of_the_model_itself_gets_no_rule() -> None:
-    advice = findings(replace(ROOM, name="scale"), better=1.0).advice()
-    assert advice is not None
-    assert advice[1].endswith("no larger scale fits the largest gradients: use precision=bf16")
-
-
 def test_rules_in_advice_are_accepted() -> None:
     modules, written = ("blocks.0", "experts[0]", "a b", "x:y", "0"), []
     for module in modules:
-        report = PrecisionReport(3, True, 1.0, None, (), (product(module, 0.06),))
-        advice = PrecisionFindings(report).advice()
+        advice = fp8(product(module, 0.06)).advice()
         assert advice is not None
         (override,) = shlex.split(advice[1].partition("out of FP8: ")[2])
         written.append(override.removeprefix("precision.rules={").removesuffix("}"))
@@ -189,11 +167,9 @@ def test_console_says_it_once_and_each_departure(caplog: pytest.LogCaptureFixtur
         console.precision(findings(ROOM))
         console.precision(findings(ROOM, step=4))
         console.precision(departed)
-    assert [record.getMessage().split(";")[0] for record in caplog.records] == [
-        "step 3: 5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's normal range at loss scale 1, "
-        "and 1.0% of it is zero",
-        "step 3: the largest gradient of 'p' has reached 2^3",
-    ]
-    assert caplog.messages[1].endswith(
-        "holds below 2^2 (and 1 more, in precision/step-3.json); run dtrain probe with more steps"
+    sampled, departure = caplog.messages
+    assert sampled.startswith("step 3: 5.0% of the nonzero gradient of 'blocks.0.up.weight' is below FP16's")
+    assert departure == (
+        "step 3: the largest gradient of 'p' has reached 2^3; the probe's advice holds below 2^2 (and 1 more, in "
+        "precision/step-3.json); run dtrain probe with more steps"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,14 +27,9 @@ def test_half_the_peak_is_half() -> None:
     assert device_name(torch.device("cpu")) == "cpu"
 
 
-class _Clock:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-
 def test_pauses_do_not_count_and_the_first_step_is_separate(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = _Clock(monkeypatch)
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
     timer = StepTimer()
     clock.now += 8.0  # compiles
     timer.step_done(100, 0.5)

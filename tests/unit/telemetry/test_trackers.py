@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,13 +16,8 @@ from dtrain.config.schema import TensorboardConfig, TrackerConfig, WandbConfig
 from dtrain.errors import ConfigError
 from dtrain.precision.report import PrecisionReport
 from dtrain.telemetry import trackers
-from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.precision import PrecisionFindings
-
-STEP = StepMetrics(
-    step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
-)  # fmt: skip
+from tests.helpers.run_folders import STEP
 
 FOUND = PrecisionFindings(PrecisionReport(step=4, applied=True, loss_scale=1.0, better_scale=8.0, parameters=()))
 
@@ -38,9 +34,8 @@ def logged_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 def test_mode(logged_out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mode(asked: str, variable: str | None = None) -> str:
-        if variable is None:
-            monkeypatch.delenv("WANDB_MODE", raising=False)
-        else:
+        monkeypatch.delenv("WANDB_MODE", raising=False)
+        if variable is not None:
             monkeypatch.setenv("WANDB_MODE", variable)
         return trackers.wandb_mode(asked)
 
@@ -65,7 +60,8 @@ from dataclasses import replace
 from pathlib import Path
 from dtrain.config.schema import WandbConfig
 from dtrain.telemetry.trackers import open_tracker
-from tests.unit.telemetry.test_trackers import FOUND, STEP
+from tests.helpers.run_folders import STEP
+from tests.unit.telemetry.test_trackers import FOUND
 for _ in range(2):  # the second continues the run of the first
     [tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
     for step in (1, 2):
@@ -92,21 +88,14 @@ def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
 def test_a_tracker_that_fails_warns_once_and_is_silent(
     logged_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Broken:
-        def __init__(self, *args: object) -> None: ...
-
-        def step(self, metrics: StepMetrics) -> None:
-            raise ConnectionError("no network")
-
-        def close(self, exit_code: int) -> None:
-            raise AssertionError("must not be called again")
-
-    monkeypatch.setattr(trackers, "WandbTracker", Broken)
+    broken = Mock(**{"return_value.step.side_effect": ConnectionError("no network")})
+    monkeypatch.setattr(trackers, "WandbTracker", broken)
     [tracker] = trackers.open_tracker(WandbConfig(), tmp_path, settings={}, start_step=0)
     with caplog.at_level(logging.WARNING):
         tracker.step(STEP)
         tracker.step(STEP)
         tracker.close(0)
+    assert [name for name, _, _ in broken.return_value.method_calls] == ["step"]
     assert [record.getMessage() for record in caplog.records] == [
         "wandb failed and is switched off; training continues: ConnectionError: no network"
     ]

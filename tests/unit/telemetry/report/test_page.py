@@ -5,19 +5,16 @@ from __future__ import annotations
 import base64
 import json
 import re
-import shutil
-import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
-import numpy as np
 import pytest
 import yaml
 
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import ConfigError
-from dtrain.telemetry.report.page import page, write_report
+from dtrain.telemetry.report.page import page
 from dtrain.telemetry.report.read import Run
 from tests.helpers.run_folders import make_run, training_line
 from tests.unit.telemetry.report.regenerate_golden import GOLDEN, golden_page
@@ -44,12 +41,8 @@ class _Balanced(HTMLParser):
         if tag not in _VOID:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.attributes += attrs
-
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag in _VOID or self.open.pop() == tag
 
 
 def require_safe(text: str) -> None:
@@ -73,22 +66,6 @@ def test_the_same_files_give_the_golden_bytes(tmp_path: Path) -> None:
     text = golden_page(tmp_path)
     require_safe(text)
     assert text == GOLDEN.read_text(encoding="utf-8"), "run python -m tests.unit.telemetry.report.regenerate_golden"
-
-
-def test_what_a_reader_looks_for(tmp_path: Path) -> None:
-    text = page_of(make_run(tmp_path / "run", lr=2e-3))
-    for expected in (
-        "finished · 40 of 200 steps · tiny · native",
-        "<td>optim.lr</td><td>0.002</td><td>0.001</td>",
-        "<td>7</td><td>overflow</td><td>3.277e+04</td><td>rank 1, blocks.0.attn.qkv.weight</td>",
-        "<td>backward</td><td>30.00 ms</td><td>50.0 %</td>",
-        "<td>other</td><td>1.00 ms</td><td>1.7 %</td>",
-        "<td>peak</td><td>1.00 GiB to 2.00 GiB</td><td>1.50 GiB</td>",
-        "MFU 41.0 % = FLOPs of the model for a token x",
-        "step 7 skipped",
-        "<td>slowest rank</td><td>1</td>",
-    ):
-        assert expected.replace("3.277e+04", "32.77k") in text, expected
 
 
 def change_config(run: Path, **options: str) -> None:
@@ -146,12 +123,8 @@ def test_damaged_files_are_left_out(tmp_path: Path, content: str) -> None:
 
 def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a<b>&'c", name=HOSTILE, sample_txt=f"{HOSTILE} api_key=sk-abcdefghijklmnopqrstuvwx1234")
-    skipped = {
-        **training_line(7),
-        "step": 41,
-        "culprit": HOSTILE,
-        "reason": "token=hf_abcdefghijklmnopqrstuvwxyz123456",
-    }
+    reason = "token=hf_abcdefghijklmnopqrstuvwxyz123456"
+    skipped = {**training_line(7), "step": 41, "culprit": HOSTILE, "reason": reason}
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(skipped) + "\n")
     text = page_of(run, make_run(tmp_path / "other")) + page_of(run)
@@ -164,21 +137,19 @@ def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
 def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", sample_txt="48 of 50 validation samples right")
     change_config(run, data="glyphs")
-    lines = [
-        {"step": step, "val_loss": 1.0, "val_accuracy": step / 50, "val_accuracy_ema": step / 100, HOSTILE: 1.0}
-        for step in (30, 48)
-    ]
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps(line) + "\n" for line in lines)
+        for step in (30, 48):
+            line = {"step": step, "val_loss": 1.0, "val_accuracy": step / 50, "val_accuracy_ema": step / 100}
+            file.write(json.dumps({**line, HOSTILE: 1.0}) + "\n")
     picture = b"\x89PNG\r\n\x1a\n rest"
     (run / "sample.png").write_bytes(picture)
     text = page_of(run)
     assert text.count("<h2>Accuracy</h2>") == 1
-    assert "run val_accuracy: 0.96 at step 48" in text
-    assert "run val_accuracy_ema: 0.48 at step 48" in text
-    assert "<b>0.96</b><span>accuracy</span>" in text
-    assert "<h2>Samples per second</h2>" in text
-    assert "<span>samples / s</span>" in text
+    for shown in (
+        *("run val_accuracy: 0.96 at step 48", "run val_accuracy_ema: 0.48 at step 48"),
+        *("<b>0.96</b><span>accuracy</span>", "<h2>Samples per second</h2>", "<span>samples / s</span>"),
+    ):
+        assert shown in text
     assert f'src="data:image/png;base64,{base64.b64encode(picture).decode()}"' in text
     for other in (b"GIF89a", b"", picture + bytes(4_000_000)):
         (run / "sample.png").write_bytes(other)
@@ -204,30 +175,3 @@ def test_many_lines_are_read_in_time(tmp_path: Path) -> None:
     text = page_of(run)
     assert time.process_time() - start < 3
     assert len(text) < 400_000
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-def test_a_browser_shows_the_page(tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium is installed")
-    write_report([make_run(tmp_path / "run")], tmp_path / "report.html")
-    picture = tmp_path / "page.png"
-    flags = (
-        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-        "--disable-component-update --disable-sync --enable-logging=stderr --window-size=1280,1600"
-    )
-    done = subprocess.run(
-        [browser, *flags.split(), f"--user-data-dir={tmp_path}/profile", f"--screenshot={picture}",
-         f"file://{tmp_path}/report.html"],
-        capture_output=True, text=True, timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    from matplotlib import image
-
-    pixels = (255 * image.imread(picture)[..., :3]).astype(np.uint8)
-    colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
-    assert pixels.shape[:2] == (1600, 1280)
-    assert len(colors) > 100
-    assert counts.max() < 0.9 * pixels[..., 0].size
