@@ -21,8 +21,6 @@ DECAYED = UpdateClass(weight_decay=0.1)
 PLAIN = UpdateClass()
 SLOWER = UpdateClass(weight_decay=0.03, lr_factor=0.3)
 CLASSES = (DECAYED, PLAIN, SLOWER)
-
-
 CPU = torch.device("cpu")
 
 
@@ -33,22 +31,16 @@ def scalars(
 
 
 class Arena:
-    """Contiguous masters, gradients, states and replica.
+    """Contiguous masters, gradients, states and replica, with the same values on any device.
 
     Args:
         record: hyper-parameters, with ``compile`` decided.
         classes: the update class of each chunk.
         dtype: of the replica.
-        device: of all tensors; the values are the same on any.
     """
 
     def __init__(
-        self,
-        record: Any,
-        classes: Sequence[UpdateClass],
-        seed: int = 0,
-        dtype: torch.dtype = torch.bfloat16,
-        device: torch.device = CPU,
+        self, record: Any, classes: Sequence[UpdateClass], seed: int = 0, dtype: Any = torch.bfloat16, device: Any = CPU
     ) -> None:
         self._generator = torch.Generator().manual_seed(seed)
         self.rule = rule_of(record)
@@ -63,17 +55,12 @@ class Arena:
         changes = [i for i in range(1, len(self.classes)) if self.classes[i] != self.classes[i - 1]]
         bounds = sorted({0, len(self.classes), *changes, *cuts})
         parts = [slice(start * CHUNK, stop * CHUNK) for start, stop in itertools.pairwise(bounds)]
-        return [
-            UpdateSlice(
-                self.classes[part.start // CHUNK],
-                (7, part.start),
-                self.master[part],
-                self.main_grad[part],
-                tuple(state[part] for state in self.states.values()),
-                self.replica[part],
-            )
-            for part in parts
-        ]
+        return [self._slice(part) for part in parts]
+
+    def _slice(self, part: slice) -> UpdateSlice:
+        states, key = tuple(state[part] for state in self.states.values()), (7, part.start)
+        own = self.classes[part.start // CHUNK]
+        return UpdateSlice(own, key, self.master[part], self.main_grad[part], states, self.replica[part])
 
     def optimizer(self, cuts: Sequence[int] = ()) -> FlatUpdate:
         return FlatUpdate([self.rule], [self.slices(cuts)])

@@ -68,7 +68,6 @@ def start(recipe: str = "tensorwise", model: nn.Module | None = None, **options:
 
 
 def batch(step: int, index: int) -> Tensor:
-    """[6, DIM]."""
     return torch.randn(6, DIM, generator=torch.Generator().manual_seed(100 * step + index))
 
 
@@ -88,7 +87,6 @@ def copies(engine: NativeEngine) -> dict[str, Tensor]:
     found = {"scales": table.scale.clone()}
     for replica in (buffer.replica for buffer in engine.sharded.buffers):
         if replica.layout.dtype.itemsize == 1:
-            found |= {
-                f"{replica.layout.name}/{n}": local.view(torch.uint8).clone() for n, local in enumerate(replica.local)
-            }
+            for n, local in enumerate(replica.local):
+                found[f"{replica.layout.name}/{n}"] = local.view(torch.uint8).clone()
     return found

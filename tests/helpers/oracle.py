@@ -102,14 +102,6 @@ class Oracle:
         """A copy of every parameter by name, frozen ones too; tied ones once, under their first name."""
         return {name: p.detach().clone() for name, p in self.model.named_parameters()}
 
-    def exp_avg(self) -> dict[str, Tensor]:
-        """A copy of the first moment of every parameter that is trained."""
-        return {name: moment.clone() for name, moment in self._exp_avg.items()}
-
-    def exp_avg_sq(self) -> dict[str, Tensor]:
-        """A copy of the second moment of every parameter that is trained."""
-        return {name: moment.clone() for name, moment in self._exp_avg_sq.items()}
-
     def step(self, micro_batches: Iterable[tuple[Any, float | Tensor]]) -> OracleStep:
         """Takes one step on the (micro-batch, weight) pairs of all ranks, in the order of their global index.
 

@@ -39,15 +39,11 @@ class ZooEntry:
     Attributes:
         build: seed -> a new model in FP32 and training mode; the global random state stays as it was.
         batch: index -> the micro-batch with that index, always the same.
-        has_dropout: two forwards on one micro-batch differ unless their random numbers are seeded.
-        writes_buffers: a training forward changes buffers.
     """
 
     name: str
     build: Callable[[int], nn.Module]
     batch: Callable[[int], Micro]
-    has_dropout: bool = False
-    writes_buffers: bool = False
 
     def loss(self, model: Callable[..., Any], micro: Micro) -> Tensor:
         """Runs the forward of ``model``, or of an engine around it, and returns the mean loss of the micro-batch."""
@@ -106,13 +102,13 @@ def _build(factory: Callable[[], nn.Module], seed: int) -> nn.Module:
         return factory()
 
 
-def _entry(name: str, factory: Callable[[], nn.Module], batch: Callable[[int], Micro], **traits: bool) -> ZooEntry:
-    return ZooEntry(name, functools.partial(_build, factory), batch, **traits)
+def _entry(name: str, factory: Callable[[], nn.Module], batch: Callable[[int], Micro]) -> ZooEntry:
+    return ZooEntry(name, functools.partial(_build, factory), batch)
 
 
 _ENTRIES = [
     _entry("mlp", models.mlp, vector_batch),
-    _entry("transformer", functools.partial(models.Transformer, dropout=0.2), token_batch, has_dropout=True),
+    _entry("transformer", functools.partial(models.Transformer, dropout=0.2), token_batch),
     _entry("tied", functools.partial(models.Transformer, tied=True), token_batch),
     _entry("partly_frozen", models.PartlyFrozen, token_batch),
     _entry("unused", models.Unused, vector_batch),
@@ -121,8 +117,8 @@ _ENTRIES = [
     _entry("gru", models.Recurrent, token_batch),
     _entry("attention", models.Attention, token_batch),
     _entry("conv_group_norm", functools.partial(models.ConvNet, functools.partial(nn.GroupNorm, 2)), image_batch),
-    _entry("conv_batch_norm", functools.partial(models.ConvNet, nn.BatchNorm2d), image_batch, writes_buffers=True),
-    _entry("buffers", models.Buffers, vector_batch, writes_buffers=True),
+    _entry("conv_batch_norm", functools.partial(models.ConvNet, nn.BatchNorm2d), image_batch),
+    _entry("buffers", models.Buffers, vector_batch),
     _entry("mixed_arguments", models.MixedArguments, mixed_batch),
     _entry("object_output", models.ObjectOutput, labelled_batch),
     _entry("odd_sizes", models.OddSizes, functools.partial(vector_batch, in_dim=7, out_dim=5)),

@@ -106,10 +106,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, 6)
-        self.gru = nn.GRU(6, 5, num_layers=2, batch_first=True)
-        self.norm = nn.LayerNorm(5)
-        self.head = nn.Linear(5, VOCAB)
+        self.embedding, self.gru = nn.Embedding(VOCAB, 6), nn.GRU(6, 5, num_layers=2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         states, _ = self.gru(self.embedding(tokens))
@@ -121,10 +119,8 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, 8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm = nn.LayerNorm(8)
-        self.head = nn.Linear(8, VOCAB)
+        self.embedding, self.attention = nn.Embedding(VOCAB, 8), nn.MultiheadAttention(8, 2, batch_first=True)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

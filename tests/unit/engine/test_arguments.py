@@ -93,16 +93,6 @@ def test_metrics_of_a_save(tmp_path: Path) -> None:
     assert start().save(tmp_path, metrics={"val_loss": torch.tensor(1.0), "train_loss": None}).is_dir()
 
 
-def test_an_invalid_weight_tensor_is_refused_by_step() -> None:
-    for value in (-1.0, math.nan, math.inf):
-        engine = start()
-        before = masters(engine)
-        engine.backward(loss_of(engine), weight=torch.tensor(value))
-        with pytest.raises(UsageError, match="weight of micro-batch 0 of step 0 on rank 0 is negative or not finite"):
-            engine.step()
-        assert unchanged(engine, before)
-
-
 def test_loss_that_is_not_fp32_is_refused_with_the_fix() -> None:
     engine = start(nn.Linear(4, 1), precision="bf16")
     value = engine.module(X.bfloat16()).square().mean()

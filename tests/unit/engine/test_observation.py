@@ -16,7 +16,6 @@ from dtrain.errors import ContractError
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.precision.regions import full_precision
 
 BF16 = torch.bfloat16
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -176,24 +175,10 @@ def test_modules_of_other_formats_keep_the_contract() -> None:
     run(model, contract, autocast)  # a user's own hook runs after the check
 
 
-def test_full_precision_keeps_the_contract() -> None:
-    class Exempt(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = wide()
-
-        def forward(self, x: Tensor) -> Tensor:
-            with full_precision():
-                return self.inner(x)
-
-    model, contract, autocast = prepared(Exempt(), FLOAT8)
-    assert run(model, contract, autocast).dtype == torch.float32
-
-
 # -- reductions --------------------------------------------------------------------------------------------------------
 
 
-def test_reduce_dtype_check_by_label() -> None:
+def test_reduce_dtype_check_by_label_and_of_fp32_sums() -> None:
     check = ReduceDtypeCheck(policy("bf16"), {"block": BF16, "block fp32": torch.float32})
     check.record("vote", torch.zeros(1, dtype=torch.float64))
     with pytest.raises(ContractError, match=r"'block'.*not seen"):
@@ -204,9 +189,6 @@ def test_reduce_dtype_check_by_label() -> None:
     assert check.seen == {"block": BF16, "block fp32": torch.float32}
     with pytest.raises(ContractError, match=r"'block fp32'.*torch.bfloat16; .* torch.float32"):
         check.record("block fp32", torch.zeros(1, dtype=BF16))
-
-
-def test_reduce_dtype_check_of_fp32_sums() -> None:
     check = ReduceDtypeCheck(PrecisionPolicy.named("bf16").reducing("fp32", reduces_every_micro_batch=False))
     with pytest.raises(ContractError, match="any gradient"):
         check.require_complete()

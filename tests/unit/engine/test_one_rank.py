@@ -93,7 +93,6 @@ def test_none_as_a_gradient_is_zero(micro_batches: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
-    """A sweep builds one engine after the other in one process."""
     engine = start(zero_stage=stage)
     train_step(engine)
     held = [weakref.ref(thing) for thing in (engine, engine.sharded, engine.module)]
@@ -105,7 +104,7 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
 # -- evaluation and random numbers -------------------------------------------------------------------------------------
 
 
-def test_eval_restores_the_mode_of_every_module() -> None:
+def test_eval_restores_the_mode_of_every_module_and_may_be_nested() -> None:
     engine = start()
     engine.module[1].eval()  # as one does with a frozen norm
     modes: list[bool] = []
@@ -117,7 +116,6 @@ def test_eval_restores_the_mode_of_every_module() -> None:
     assert modes == [False] * 3
     assert [module.training for module in (engine.module, *engine.module)] == [True, True, False, True]
     assert torch.is_grad_enabled()
-
     before = engine._current.num_forwards
     with engine.eval():
         with engine.eval():

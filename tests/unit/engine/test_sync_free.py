@@ -104,12 +104,8 @@ def states(engine: NativeEngine) -> list[Tensor]:
 
 @pytest.mark.parametrize(("stage", "read_probability"), [(0, 1.0), (2, 0.0), (3, 0.5)])
 def test_reading_outcomes_late_or_never_changes_no_bit(stage: int, read_probability: float) -> None:
-    options: dict[str, Any] = {
-        "precision": "bf16",
-        "zero_stage": stage,
-        "loss_scale": DYNAMIC,
-        "schedule": dtrain.Cosine(warmup_steps=5, total_steps=30),
-    }
+    schedule = dtrain.Cosine(warmup_steps=5, total_steps=30)
+    options: dict[str, Any] = {"precision": "bf16", "zero_stage": stage, "loss_scale": DYNAMIC, "schedule": schedule}
     prompt, (late, reads) = start_one(**options), lagging(**options)
     dice = random.Random(stage)
     expected, outcomes = [], []

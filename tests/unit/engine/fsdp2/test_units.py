@@ -13,6 +13,8 @@ from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.zoo import make
 
+BF16 = torch.bfloat16
+
 
 def plan(model: nn.Module, precision: str = "bf16", in_fp32: tuple[str, ...] = ()) -> UnitPlan:
     contract = resolve(PrecisionPolicy.named(precision, rules=dict.fromkeys(in_fp32, "fp32")), model)
@@ -37,7 +39,7 @@ def test_what_is_replicated() -> None:
     """Norms beside low-precision weights only, and parameters without dimensions or elements."""
     model = make("transformer").build(0)
     planned, in_fp32 = plan(model), plan(model, "fp32")
-    assert {unit.dtype for unit in planned.units} == {torch.bfloat16}
+    assert {unit.dtype for unit in planned.units} == {BF16}
     assert {unit.dtype for unit in in_fp32.units} == {torch.float32}
     assert "blocks.0.ffn_norm.weight" in planned.replicated
     assert in_fp32.replicated == {}
@@ -45,8 +47,6 @@ def test_what_is_replicated() -> None:
 
 
 class Shared(nn.Module):
-    """A weight that two units share, and one that a unit shares with the model."""
-
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
@@ -73,14 +73,8 @@ def test_large_fp32_modules_get_units_of_their_own(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fsdp2_units, "LARGE_NUMEL", 100)
     model = make("transformer").build(0)
     found = plan(model, in_fp32=("blocks.0.ffn", "head", "blocks.1.out"))
-    dtypes = {unit.name: unit.dtype for unit in found.units}
-    assert dtypes == {
-        "blocks.0.ffn": torch.float32,
-        "head": torch.float32,
-        "blocks.0": torch.bfloat16,
-        "blocks.1": torch.bfloat16,
-        "": torch.bfloat16,
-    }
+    dtypes = dict.fromkeys(("blocks.0.ffn", "head"), torch.float32) | dict.fromkeys(("blocks.0", "blocks.1", ""), BF16)
+    assert {unit.name: unit.dtype for unit in found.units} == dtypes
     assert "blocks.1.out.weight" in found.replicated, "72 elements"
     assert names(found)["blocks.0.ffn"] == [f"blocks.0.ffn.{n}" for n in ("0.bias", "0.weight", "2.bias", "2.weight")]
 
@@ -93,11 +87,8 @@ def test_units_without_a_forward_are_split_into_their_children() -> None:
 
 
 def test_weight_decay_acts_on_matrices_outside_norms() -> None:
-    class Norm2d(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2, 2))
-
-    model = nn.Sequential(nn.Linear(2, 2), Norm2d(), nn.Linear(2, 2))
+    norm = type("Norm2d", (nn.Module,), {})()
+    norm.weight = nn.Parameter(torch.ones(2, 2))
+    model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2))
     model[2].requires_grad_(False)
     assert decayed_names(model) == {"0.weight"}
