@@ -114,10 +114,6 @@ class Player:
 SAME = ""  # as the script without what is refused
 SCRIPTS: dict[str, tuple[str, str]] = {
     # a script, and another one with the same outcomes and weights
-    "numbered from 0 in each step": (
-        "more back end more back end last back end step more back end last back end step",
-        "batch3 back next back next back done step batch2 back next back done step",
-    ),
     "one that is left out has a number": ("more end last back end step", "batch2 next back done step"),
     "evaluations have none": ("more eval back end last eval back eval end step", "more back end last back end step"),
     "after the last one": ("last back end last!after step last back end step", SAME),

@@ -89,9 +89,6 @@ def test_a_gradient_that_overflows_by_the_loss_scale_is_named() -> None:
     assert (culprit.tensor, origin.place, origin.module) == ("head.bias", "output gradient", "head")
 
 
-# -- models ------------------------------------------------------------------------------------------------------------
-
-
 class Small(nn.Module):
     """A body under a loss; ``body`` takes and returns [4, DIM]."""
 

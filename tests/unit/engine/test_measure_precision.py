@@ -67,9 +67,6 @@ def plain_gradients(name: str) -> dict[str, list[Tensor]]:
     return found
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("model", "name", "stage"), [("tied", "native", 0), ("partly_frozen", "native", 3), ("sometimes_used", "fsdp2", 2)]
 )
@@ -119,9 +116,6 @@ def test_planted_underflow_is_named_with_its_share() -> None:
     scaled = torch.cat((lost, kept)) * 2.0**20
     assert worst.shares.flushed_e4m3 == pytest.approx(float((scaled.to(E4M3).float() == 0).float().mean()))
     assert other.shares.flushed_fp16 == other.shares.subnormal_fp16 == 0.0
-
-
-# -- updates -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "stage"), [("native", 3), ("fsdp2", 2)])
@@ -175,9 +169,6 @@ def test_a_skipped_step_has_no_updates_and_neither_dummies_nor_its_explanation_a
         activations.append([counted for own in report.activations for counted in (own.output, own.gradient)])
     assert any(histogram.total for histogram in activations[0])
     assert activations[0] == activations[1]
-
-
-# -- FP8 ---------------------------------------------------------------------------------------------------------------
 
 
 def test_an_operand_with_an_infinity_has_no_underflow() -> None:
@@ -243,9 +234,6 @@ def test_float8_operands_are_measured_as_they_are_cast(name: str, stage: int, re
     assert not expected
 
 
-# -- activations -------------------------------------------------------------------------------------------------------
-
-
 class Repeated(nn.Module):
     """Its block may run under activation checkpointing, which repeats the forward in backward."""
 
@@ -274,9 +262,6 @@ def test_activations_are_counted_once(checkpoints: bool) -> None:
     assert report.activations[0].output == Histogram.of(outputs[0])
     assert report.activations[0].gradient == Histogram.of(gradient)
     assert report.activations[1].output.total == 24
-
-
-# -- the step ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "stage"), [("native", 3), ("ddp", 0), ("fsdp2", 2)])

@@ -22,8 +22,6 @@ from dtrain.precision.forward import set_matmul_precision
 from tests.engines.helpers import same
 from tests.helpers.one_rank import X, build, loss_of, masters, start, train_step, unchanged
 
-# -- the model after initialize ----------------------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -101,9 +99,6 @@ def test_an_engine_ends_with_its_last_reference(stage: int) -> None:
     assert [reference() for reference in held] == [None] * 3
 
 
-# -- evaluation and random numbers -------------------------------------------------------------------------------------
-
-
 def test_eval_restores_the_mode_of_every_module_and_may_be_nested() -> None:
     engine = start()
     engine.module[1].eval()  # as one does with a frozen norm
@@ -123,9 +118,6 @@ def test_eval_restores_the_mode_of_every_module_and_may_be_nested() -> None:
         engine.module.train()
         engine(X)
     assert engine._current.num_forwards == before, "a forward inside eval() takes no random numbers from the training"
-
-
-# -- arguments ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_record_and_its_shorthand_are_the_same() -> None:
@@ -194,9 +186,6 @@ def test_a_stop_is_requested_once() -> None:
     assert [train_step(engine).stop_requested for _ in range(2)] == [True, False]
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
-
-
 def test_frozen_float64_keeps_its_dtype_and_a_torch_dtype_is_a_precision() -> None:
     model = nn.Linear(8, 8)
     model.table = nn.Parameter(torch.full((3,), 0.1, dtype=torch.float64), requires_grad=False)
@@ -226,9 +215,6 @@ def test_fp32_is_fp32_in_convolutions_and_rnns() -> None:
         torch.backends.fp32_precision = "none"
         torch.set_float32_matmul_precision("highest")
         cudnn.allow_tf32 = before
-
-
-# -- the record of what an engine does ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, torch.AcceleratorError])

@@ -175,9 +175,6 @@ def test_lazy_outcome_equals_its_values() -> None:
         assert repr(asdict(copied)) == repr(asdict(outcome)) == repr(asdict(want))
 
 
-# -- the lag of several ranks ------------------------------------------------------------------------------------------
-
-
 def only_rank_0_reads(rank: int, world: int, stage: int) -> list[str]:
     """Rank 0 reads the culprit at once, rank 1 continues and reads it at the end."""
     engine = start(Run("transformer", options={"precision": "bf16", "zero_stage": stage, "loss_scale": DYNAMIC}))
