@@ -40,17 +40,12 @@ class MemoryShards:
 
     end_id = 0
 
-    def __init__(
-        self,
-        lengths: list[int] | Int64,
-        *,
-        vocab_size: int = 70_000,
-        tokenizer_sha256: str | None = None,
-        tokenizer_file: Path | None = None,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.tokenizer_sha256 = tokenizer_sha256
-        self.tokenizer_file = tokenizer_file
+    vocab_size = 70_000
+    tokenizer_sha256: str | None = None
+    tokenizer_file: Path | None = None
+
+    def __init__(self, lengths: list[int] | Int64, **attributes: Any) -> None:
+        vars(self).update(attributes)
         self.fingerprint = hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()
         ends = np.cumsum(np.asarray(lengths, np.int64))
         self.document_ends = Ends(ends)

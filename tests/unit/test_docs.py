@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/examples/*.md"), *ROOT.glob("docs/decisions/*.md")]
-)
+PAGES = sorted(page for glob in ("", "docs/", "docs/examples/", "docs/decisions/") for page in ROOT.glob(f"{glob}*.md"))
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
 # Decision records and the change log name files as they were at the time.
 _PATH = re.compile(r"(?<![\w./<{-])((?:dtrain|tests|docs|conf|launch|\.ci)/[\w./-]*\w)(?![\w*<{…]|/?[*<{]|\.\.\.)")

@@ -1,5 +1,3 @@
-"""What must answer at once does not import torch, and the package is whole all the same."""
-
 from __future__ import annotations
 
 import subprocess

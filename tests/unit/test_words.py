@@ -6,18 +6,9 @@ import re
 from collections import defaultdict
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        *ROOT.glob("docs/*.md"),
-        *ROOT.glob("docs/examples/*.*"),
-        *ROOT.glob("docs/decisions/*.md"),
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-    ]
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES += sorted(page for glob in ("*.md", "examples/*.*", "decisions/*.md") for page in ROOT.glob(f"docs/{glob}"))
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 
 # whole words; an identifier counts as the words between its underscores and humps
@@ -28,16 +19,7 @@ WORDS = (
     "obstacles twin twins grave graves lone news"
 ).replace(" ", "|")
 STEMS = ("quantis", "initialis", "normalis", "serialis", "synchronis", "optimis", "recognis", "summaris")  # US: -iz-
-PHRASES = (
-    "for ever",
-    "so many",
-    "part company",
-    "sign of life",
-    "one rank alone",
-    "the leaves",
-    "all leaves",
-    "num leaves",
-)
+PHRASES = ("for ever", "so many", "part company", "sign of life", "one rank alone", "(?:the|all|num) leaves")
 
 # names of libraries and terms of the field that contain one of the words
 ALLOWED = re.compile(
@@ -52,21 +34,9 @@ def private_words(line: str) -> list[str]:
     return _WORD.findall(line.replace("_", " ").lower())
 
 
-@pytest.mark.parametrize(
-    ("line", "words"),
-    [
-        ("own_pieces = leafBuffers", ["pieces", "leaf"]),
-        ("class GradientLeaf: ...", ["leaf"]),
-        ("Quantised weights wait for ever", ["quantised", "for ever"]),
-        ("tree_leaves(x); planet; relief; wireless; deleaf", []),
-        ("A torn write of a leaf tensor", []),
-    ],
-)
-def test_identifiers_are_split_into_words(line: str, words: list[str]) -> None:
-    assert private_words(line) == words
-
-
 def test_no_private_word_in_code_and_documents() -> None:
+    assert private_words("own_pieces = leafBuffers; Quantised for ever") == ["pieces", "leaf", "quantised", "for ever"]
+    assert private_words("tree_leaves(x); planet; wireless; deleaf; a torn write of a leaf tensor") == []
     found = [
         f"{page.relative_to(ROOT)}:{number}: {word}"
         for page in [*SOURCES, *PAGES]

@@ -36,9 +36,7 @@ def experiments() -> str:
     for group in ("experiment", "debug"):
         for path in sorted((config_folder() / group).glob("*.yaml")):
             values = _flat(config_to_dict(compose([f"{group}={path.stem}"])))
-            found[f"{group}={path.stem}"] = {
-                key: value for key, value in values if key not in plain or plain[key] != value
-            }
+            found[f"{group}={path.stem}"] = {key: value for key, value in values if plain.get(key, ...) != value}
     return to_yaml(found)
 
 

@@ -4,6 +4,7 @@ import json
 import tomllib
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -70,9 +71,8 @@ def test_every_option_is_composed_and_is_yaml_and_schema() -> None:
     named = {option for option in options if not option.startswith(("experiment=", "debug="))}
     assert named <= {word for overrides in CHOICES for word in overrides.split()}
     for group, records in GROUP_OPTIONS.items():
-        assert {option for option in options if option.startswith(f"{group}=")} == {
-            f"{group}={name}" for name in records
-        }
+        of_group = {option for option in options if option.startswith(f"{group}=")}
+        assert of_group == {f"{group}={name}" for name in records}
 
 
 def test_golden_experiments() -> None:
@@ -111,25 +111,13 @@ def test_values_and_interpolations_reach_the_records(monkeypatch: pytest.MonkeyP
 
 
 def test_free_keys_of_factories_and_no_key_of_an_option_that_is_not_chosen() -> None:
-    config = compose(
-        [
-            "schedule=constant",
-            "model.factory=mine.nets:build",
-            "model.args.depth=3",
-            "model.args.names=[a,b]",
-            "optim=torch",
-            "optim.factory=torch.optim:NAdam",
-            "optim.options={betas: [0.8, 0.99]}",
-            "optim.options.momentum_decay=0.1",
-            "optim.groups={'*.bias': {lr_factor: 2.0, eps: 1e-6}}",
-        ]
-    )
+    words = "schedule=constant model.factory=mine.nets:build model.args.depth=3 model.args.names=[a,b] optim=torch "
+    words += "optim.factory=torch.optim:NAdam optim.options={betas:[0.8,0.99]} optim.options.momentum_decay=0.1"
+    config = compose([*words.split(), "optim.groups={'*.bias': {lr_factor: 2.0, eps: 1e-6}}"])
     assert set(config_to_dict(config.schedule)) == {"name", "warmup_steps", "total_steps"}
     assert config.model.args == {"depth": 3, "names": ["a", "b"]}
-    record = config.optim.optimizer
-    assert record == TorchOptimizer(
-        "torch.optim:NAdam", betas=(0.8, 0.99), momentum_decay=0.1, groups={"*.bias": {"lr_factor": 2.0, "eps": 1e-6}}
-    )
+    record, groups = config.optim.optimizer, {"*.bias": {"lr_factor": 2.0, "eps": 1e-6}}
+    assert record == TorchOptimizer("torch.optim:NAdam", betas=(0.8, 0.99), momentum_decay=0.1, groups=groups)
     assert record.with_changes("*.bias").options == {"betas": (0.8, 0.99), "momentum_decay": 0.1, "eps": 1e-6}
     assert config.optim.max_grad_norm == 1.0
 
@@ -144,23 +132,12 @@ def test_yaml_of_a_run_reads_back_as_the_same_values() -> None:
 
 def test_hash_follows_what_ranks_must_agree_on_and_nothing_else() -> None:
     base = config_hash(RunConfig())
-    same = {
-        "run_dir": "/a",
-        "resume": "none",
-        "report": False,
-        "tracker": TensorboardConfig(),
-        "launch": LaunchConfig(device="cpu"),
-        "supervise": SuperviseConfig(limit_s=5),
-    }
+    same: dict[str, Any] = {"run_dir": "/a", "resume": "none", "report": False, "tracker": TensorboardConfig()}
+    same |= {"launch": LaunchConfig(device="cpu"), "supervise": SuperviseConfig(limit_s=5)}
     assert same.keys() == set(HASH_EXCLUDES)
     assert config_hash(RunConfig(**same)) == base
-    others = (
-        RunConfig(seed=1),
-        RunConfig(optim=OptimConfig(lr=2e-3)),
-        RunConfig(engine=Native(zero_stage=1)),
-        RunConfig(train=TrainConfig(eval_every=7)),
-        RunConfig(precision=PrecisionConfig("fp32")),
-    )
+    others = [RunConfig(seed=1), RunConfig(optim=OptimConfig(lr=2e-3)), RunConfig(engine=Native(zero_stage=1))]
+    others += [RunConfig(train=TrainConfig(eval_every=7)), RunConfig(precision=PrecisionConfig("fp32"))]
     assert len({base, *map(config_hash, others)}) == 1 + len(others)
 
 

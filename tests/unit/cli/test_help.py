@@ -51,13 +51,9 @@ def test_help_shows_default_meaning_values_and_owner(monkeypatch: pytest.MonkeyP
     shown = help_text(TRAIN, TRAIN.schema())
     titles = [line for line in shown.splitlines() if line.isalpha()]
     assert titles == ["run", *(group.name for group in documented_keys(TRAIN) if group.name)]
-    facts = [
-        "  train.steps=200                 Steps to attempt; skipped steps count. [at least 1]",
-        "[native, fsdp2, deepspeed, ddp]",
-        "2 (ddp: 0)",
-        "[engine=native|deepspeed only]",
-        "schedule=cosine|linear|wsd",
-    ]
+    facts = ["[native, fsdp2, deepspeed, ddp]", "2 (ddp: 0)", "[engine=native|deepspeed only]"]
+    facts.append("  train.steps=200                 Steps to attempt; skipped steps count. [at least 1]")
+    facts.append("schedule=cosine|linear|wsd")
     assert not [fact for fact in facts if fact not in shown]
 
 
@@ -67,16 +63,9 @@ def test_help_shows_default_meaning_values_and_owner(monkeypatch: pytest.MonkeyP
         ("train model=gpt2-124m engine=ddp", ("model=gpt2-124m", "model.num_layers=12", "engine=ddp")),
         ("plan precision engine.zero_stage=0", ("engine.zero_stage=0",)),
         ("parity", ("optim.lr=0.0003",)),
-        *(
-            pytest.param(primary.command, (), marks=pytest.mark.exhaustive)
-            for primary in PRIMARIES
-            if primary.name not in ("train", "parity")
-        ),
     ],
 )
-def test_help_shows_the_values_of_the_command_line(
-    argv: str, entries: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_shows_the_command_line(argv: str, entries: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     command = " ".join(word for word in argv.split() if "=" not in word)
     assert main([*argv.split(), "--help"]) == 0
     shown = capsys.readouterr().out

@@ -1,7 +1,6 @@
-"""The table of engines: it refuses with the reason, and is true of every engine."""
-
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 import dtrain
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check, supporting_engines
-from dtrain.config.engines import ENGINES, engines_with, settings_of
+from dtrain.config.engines import ENGINES, settings_of
 from dtrain.config.optim import OPTIMIZERS
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import Float8Linear
@@ -52,6 +51,8 @@ def test_table_is_consistent() -> None:
         used = any(key in e.supported or any(key in x.settings for x in e.unsupported) for e in CAPABILITIES.values())
         assert used or key == "precision", f"{key} distinguishes no engines"
     assert all(reason and not reason.endswith(".") for _, _, reason in reasons())
+    # a setting of one engine needs no row
+    assert {name for name, what, _ in reasons() if what == "prefetch"} == CAPABILITIES.keys() - {"native"}
 
 
 def test_defaults_of_every_engine_are_supported() -> None:
@@ -61,19 +62,7 @@ def test_defaults_of_every_engine_are_supported() -> None:
         check(name, **{key: getattr(config, key) for key in settings_of(record) if key in SETTINGS})
 
 
-def test_a_setting_of_one_engine_needs_no_row() -> None:
-    own = [settings_of(record) for record in ENGINES.values()]
-    shared = set.intersection(*map(set, own))
-    assert shared & SETTINGS.keys() == {"zero_stage", "reproducible", "reduce_dtype"}
-    assert not {key for keys in own for key in keys if key not in shared} & SETTINGS.keys()
-    assert engines_with("sharding_units") == ["native", "fsdp2"]
-    refused = {(name, what) for name, what, _ in reasons()}
-    assert ("fsdp2", "prefetch") in refused
-    assert ("native", "prefetch") not in refused
-
-
-# -- the table is true ---------------------------------------------------------------------------------------
-
+RADAM = dtrain.TorchOptimizer(torch.optim.RAdam)
 FEW = {"zero_stage": (0, 1, 2, 3), "precision": ("bf16",), "rules": ("fp32",), "optimizer": ("lion",)}
 """Values started with DeepSpeed, whose start takes seconds; its own tests have the rest."""
 
@@ -97,29 +86,27 @@ def wide() -> nn.Module:
         return nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 1))
 
 
+def arguments(key: str, value: Any) -> dict[str, Any]:
+    """Arguments of ``initialize`` with this value."""
+    named: dict[str, Callable[[], tuple[str, Any]]] = {
+        "compile": lambda: ("optimizer", dtrain.AdamW(compile=value)),
+        "optimizer": lambda: (key, RADAM if value == "torch" else OPTIMIZERS[value]()),
+        "replay_every": lambda: ("audit", dtrain.Audit(replay_every=1 if value else 0)),
+        "compile_blocks": lambda: ("blocks", dtrain.Blocks(compile=value)),
+        "rules": lambda: ("precision", dtrain.PrecisionPolicy.named("bf16", rules={"0": value})),
+    }
+    precision = "fp16" if (key, value) == ("reduce_dtype", "fp16") else "fp32"
+    return {"precision": precision, "loss_scale": 1.0, **dict([named.get(key, lambda: (key, value))()])}
+
+
 def attempt(engine: str, key: str, value: Any) -> str:
     """Starts the engine with this one value and takes a step; returns the contradiction to the table, or nothing."""
     reason = reason_of(engine, key, value)
     if reason is None and engine == "deepspeed" and value not in FEW.get(key, ()):
         return ""
-    settings: dict[str, Any] = {"precision": "fp32", "loss_scale": 1.0}
-    if key == "compile":
-        settings["optimizer"] = dtrain.AdamW(compile=value)
-    elif key == "optimizer":
-        settings["optimizer"] = dtrain.TorchOptimizer(torch.optim.RAdam) if value == "torch" else OPTIMIZERS[value]()
-    elif key == "replay_every":
-        settings["audit"] = dtrain.Audit(replay_every=1 if value else 0)
-    elif key == "compile_blocks":
-        settings["blocks"] = dtrain.Blocks(compile=value)
-    elif key == "rules":
-        settings["precision"] = dtrain.PrecisionPolicy.named("bf16", rules={"0": value})
-    else:
-        settings[key] = value
-    if key == "reduce_dtype" and value == "fp16":
-        settings["precision"] = "fp16"
     model = wide()
     try:
-        started = dtrain.initialize(model, engine=engine, seed=0, **settings)
+        started = dtrain.initialize(model, engine=engine, seed=0, **arguments(key, value))
         started.backward(loss_of(started, torch.ones(3, 16)))
         outcome = started.step()
     except ConfigError as error:

@@ -1,5 +1,3 @@
-"""Sizes by attempted step: which batch a step gets."""
-
 from __future__ import annotations
 
 import json
@@ -29,9 +27,7 @@ def number_at(numbers: dict[int, int], step: int) -> int:
 
 
 @given(sizes, lengths, st.integers(0, 35), st.integers(0, 35))
-def test_phases_are_the_sizes_of_each_step(
-    sizes: dict[int, int], lengths: dict[int, int], start: int, stop: int
-) -> None:
+def test_phases_are_sizes_by_step(sizes: dict[int, int], lengths: dict[int, int], start: int, stop: int) -> None:
     sizes, lengths = {**sizes, 0: 3}, {**lengths, 0: 16}
     growth = BatchGrowth.of(sizes, lengths, LENGTH)
     expected = [(number_at(sizes, step), number_at(lengths, step)) for step in range(40)]

@@ -1,10 +1,8 @@
-"""Every check of the configuration: one line that names the key, its value and the fix."""
-
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import make_dataclass, replace
 from typing import Any
 
 import pytest
@@ -42,9 +40,7 @@ from dtrain.errors import ConfigError
 RAdam = torch.optim.RAdam
 
 
-@dataclass
-class NoOptimizer:
-    lr: float = 0.1
+NoOptimizer = make_dataclass("NoOptimizer", [("lr", float, 0.1)])
 
 
 def assert_refused(build: Callable[[], object], message: str) -> None:
@@ -101,10 +97,7 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: ModelConfig(factory=GPT2_FACTORY, num_kv_heads=4), "num_kv_heads=4 is not used with ... learned"),
     (lambda: ModelConfig(factory=HF_FACTORY), "model=hf needs ModelConfig.path, a folder with config.json"),
     (lambda: ModelConfig(factory=HF_FACTORY, path="a", num_layers=9), "num_layers=9 is not used with model=hf"),
-    (
-        lambda: ModelConfig(factory=HF_FACTORY, path="a", args={"b": 1}),
-        "args.b replaces ... ModelConfig.weights=random",
-    ),
+    (lambda: ModelConfig(factory=HF_FACTORY, path="a", args={"b": 1}), "args.b ... ModelConfig.weights=random"),
     (lambda: ModelConfig(factory=HF_IMAGES_FACTORY, path="a", args={"b": 1}), "args.b ... ModelConfig.weights=random"),
     (lambda: ModelConfig(factory=CONVNET_FACTORY, num_heads=8), "num_heads=8 is not used ... takes num_layers,"),
     (lambda: ModelConfig(factory=MLP_FACTORY, path="/x"), "path=/x is not used with ... num_layers, hidden_dim,"),
@@ -118,10 +111,7 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: PrecisionConfig("bf16", float8=Float8(recipe="rowwise")), "PrecisionConfig.float8.recipe=rowwise is not"),
     (lambda: PrecisionConfig("bf16", loss_scale=LossScale(init=8.0)), "loss_scale.init=8.0 is not used with"),
     (lambda: PrecisionConfig("fp16", loss_scale=LossScale("none", hysteresis=2)), "hysteresis=2 ... mode=dynamic"),
-    (
-        lambda: PrecisionConfig("fp16", loss_scale=LossScale("static", growth_factor=4.0)),
-        "growth_factor=4.0 ... =dynamic",
-    ),
+    (lambda: PrecisionConfig("fp16", loss_scale=LossScale("static", growth_factor=4)), "factor=4.0 ... =dynamic"),
     (lambda: PrecisionConfig("fp16", loss_scale=LossScale(margin=4.0)), "margin=4.0 ... loss_scale.mode=calibrated"),
     (lambda: LossScale(init=1e9), "LossScale.init=1000000000.0 must lie between LossScale.min="),
     (lambda: LossScale.of(None), "loss_scale=null is not a mode"),  # type: ignore[arg-type]
@@ -136,10 +126,7 @@ RECORDS: list[tuple[Callable[[], object], str]] = [
     (lambda: Tokens(path="a", mixture={"b": 1.0}), "data=tokens needs ... and not both"),
     (lambda: Tokens(mixture={"a": 0.0}), "mixture gives a the weight 0; expected above 0"),
     (lambda: Tokens(mixture={"a": 1.0}, validation_path="a"), "validation_path=a is trained on"),
-    (
-        lambda: Tokens(path="a", pack="best_fit", documents="cross"),
-        "pack=best_fit ... needs TokensDataConfig.documents=m",
-    ),
+    (lambda: Tokens(path="a", pack="best_fit", documents="cross"), "pack=best_fit ... needs ... Config.documents=m"),
     # sizes by step
     (lambda: TrainConfig(seq_len={}), "TrainConfig.seq_len={} has no number for step 0 ... such as {0: 1}"),
     (lambda: TrainConfig(seq_len={5: 8}), "seq_len={5: 8} has no number for step 0 ... such as {0: 8,5: 8}"),
@@ -195,15 +182,16 @@ def test_a_record_refuses(build: Callable[[], object], message: str) -> None:
     assert_refused(build, message)
 
 
-def model(name: str, factory: str) -> dict[str, Any]:
-    return {"model": ModelConfig(name=name, factory=factory)}
-
-
-CONVNET = model("convnet", CONVNET_FACTORY)
-DENOISER = model("denoiser", DENOISER_FACTORY)
-MLP = model("mlp", MLP_FACTORY)
+FACTORIES = {"convnet": CONVNET_FACTORY, "denoiser": DENOISER_FACTORY, "mlp": MLP_FACTORY}
+CONVNET, DENOISER, MLP = ({"model": ModelConfig(name=name, factory=path)} for name, path in FACTORIES.items())
 NOISY = {"data": Glyphs(task="denoising")}
 OFFLOADED = {"engine": Native(offload="cpu")}
+FP16_HEAD, FP8_BLOCKS = (PrecisionConfig("bf16", rules=rules) for rules in ({"head": "fp16"}, {"blocks.*": "fp8"}))
+OF_TORCH = {
+    "optim": OPTIM_KEYS["torch"](factory="torch.optim:RAdam"),
+    "engine": Native(master="remainder"),
+    "precision": PrecisionConfig("bf16"),
+}
 RUNS: list[tuple[dict[str, Any], str]] = [
     ({"train": TrainConfig(global_batch_size=12)}, "global_batch_size=12 does not ... 8 x 1 rank; ... do: 8 or 16"),
     ({"train": TrainConfig(global_batch_size=4)}, "train.global_batch_size=4 does not ... the nearest that does: 8"),
@@ -227,27 +215,14 @@ RUNS: list[tuple[dict[str, Any], str]] = [
     ({"engine": DeepSpeed(), "audit": Audit(replay_every=5)}, "audit.replay_every=above 0: ... use"),
     ({"engine": DeepSpeed(), "optim": OPTIM_KEYS["muon"]()}, "cannot do optim=muon: ... no whole matrix"),
     ({"engine": DeepSpeed(), "precision": PrecisionConfig("fp8")}, "cannot do precision=fp8: ... engine=native, fsdp2"),
-    (
-        {"engine": DeepSpeed(), "precision": PrecisionConfig("bf16", rules={"head": "fp16"})},
-        "cannot do precision.rules=fp16: ... use precision.rules=fp32, or engine=native, fsdp2 or ddp",
-    ),
+    ({"engine": DeepSpeed(), "precision": FP16_HEAD}, "precision.rules=fp16: ... use precision.rules=fp32, or engine="),
     ({"engine": DeepSpeed(zero_stage=3), "model": ModelConfig(compile="blocks")}, "cannot do model.compile=blocks"),
     ({**OFFLOADED, "precision": PrecisionConfig("fp8")}, "engine.offload=cpu with precision=fp8: ... remove one of"),
-    (
-        {**OFFLOADED, "precision": PrecisionConfig("bf16", rules={"blocks.*": "fp8"})},
-        "engine.offload=cpu with precision.rules=fp8: ... remove one of the two",
-    ),
+    ({**OFFLOADED, "precision": FP8_BLOCKS}, "engine.offload=cpu with precision.rules=fp8: ... remove one of the two"),
     ({**OFFLOADED, "optim": OPTIM_KEYS["muon"]()}, "engine.offload=cpu with optim=muon: whole matrices ... remove one"),
     ({"engine": Native(grad_dtype="bf16"), "precision": PrecisionConfig("fp16")}, "engine.grad_dtype=bf16 with"),
     ({"engine": Native(master="remainder"), "precision": PrecisionConfig("fp32")}, "engine.master=remainder with"),
-    (
-        {
-            "engine": Native(master="remainder"),
-            "precision": PrecisionConfig("bf16"),
-            "optim": OPTIM_KEYS["torch"](factory="torch.optim:RAdam"),
-        },
-        "engine.master=remainder with optim=torch: ... use one of dtrain's optimizers, or engine.master=full",
-    ),
+    (OF_TORCH, "engine.master=remainder with optim=torch: ... use one of dtrain's optimizers, or engine.master=full"),
 ]
 """Records that contradict each other, and the message in the keys of the command line."""
 

@@ -1,5 +1,3 @@
-"""Learning-rate schedules: end points and shape."""
-
 from __future__ import annotations
 
 import itertools

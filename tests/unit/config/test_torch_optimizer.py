@@ -1,5 +1,3 @@
-"""The record of an optimizer of torch: text and numbers, and the class that it was given."""
-
 from __future__ import annotations
 
 import copy

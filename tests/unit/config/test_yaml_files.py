@@ -12,12 +12,8 @@ from dtrain.config import yaml_files
 from dtrain.config.yaml_files import check_size, read_yaml
 from dtrain.errors import ConfigError
 
-BOMB = "\n".join(
-    [
-        "a0: &a0 [x, x, x, x, x, x, x, x, x, x]",
-        *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)),
-    ]
-)
+TENFOLD = (f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12))
+BOMB = "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x, x]", *TENFOLD])
 LONG_CHAIN = "\n".join(["a0: &a0 [x]", *(f"a{i}: &a{i} [*a{i - 1}]" for i in range(1, 200))])
 REFUSED = {
     "lists": (BOMB, "its aliases stand for more than 100,000 values"),

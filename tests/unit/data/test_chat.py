@@ -139,9 +139,7 @@ def test_only_the_answers_count_by_both_kinds_of_template(tmp_path: Path, make_f
 
 
 @pytest.mark.parametrize("trims_offsets", [False, True])
-def test_each_token_of_an_answer_counts_also_one_with_the_space_before_it(
-    tmp_path: Path, make_folder: Any, trims_offsets: bool
-) -> None:
+def test_each_token_of_an_answer_counts(tmp_path: Path, make_folder: Any, trims_offsets: bool) -> None:
     data = load(tmp_path, make_folder(UNTERMINATED, trims_offsets=trims_offsets), [{"messages": TALK}] * 2, seq_len=96)
     assert "cut" not in data.description
     ((_, counted),) = shown(data)

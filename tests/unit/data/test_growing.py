@@ -62,8 +62,6 @@ def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start:
     assert shapes == {(8, 4), (4, 8), (2, 16)}, "one for each length"
 
 
-# -- documents ---------------------------------------------------------------------------------------------------------
-
 DOCUMENTS = [5, 21, 2, 9, 16, 1, 11, 30, 3, 7]
 
 

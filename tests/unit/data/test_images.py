@@ -74,9 +74,7 @@ def test_the_largest_square_in_the_middle_is_shown_unless_it_is_cut_at_random(tm
 @given(
     st.floats(0.25, 1), st.floats(0.75, 1.34), st.floats(0, 1), st.floats(0, 1), st.tuples(*[st.integers(1, 5000)] * 2)
 )
-def test_a_part_is_inside_of_its_image(
-    share: float, aspect: float, across: float, down: float, size: tuple[int, int]
-) -> None:
+def test_a_part_is_in_its_image(share: float, aspect: float, across: float, down: float, size: tuple[int, int]) -> None:
     width, height = size
     left, top, right, bottom = box((share, aspect, across, down, False), width, height)
     assert 0 <= left < right <= width
@@ -117,9 +115,7 @@ def test_the_orientation_of_exif_is_applied(tmp_path: Path) -> None:
         ("l.jpg", "CMYK", (0, 0, 0, 0), WHITE),
     ],
 )
-def test_every_kind_of_pixel_becomes_color_or_gray(
-    tmp_path: Path, name: str, mode: str, fill: Any, expected: Any
-) -> None:
+def test_pixels_become_color_or_gray(tmp_path: Path, name: str, mode: str, fill: Any, expected: Any) -> None:
     image = Image.new(mode, (12, 9), fill)
     if mode == "P":
         image.putpalette([*RED, *BLUE])
@@ -291,9 +287,7 @@ def test_a_damaged_image_is_named_and_a_format_of_another_suffix_starts_no_progr
 
 
 @pytest.mark.processes
-def test_a_damaged_image_or_a_killed_process_ends_the_batch_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_image_or_a_killed_process_ends_the_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "struct.py").write_text("raise SystemExit('code of the working directory runs')")
     make_folder(tmp_path, {"a": 4})

@@ -38,9 +38,7 @@ def samples(source: SampleSource, seed: int, indices: Indices) -> list[tuple[int
 
 @settings(max_examples=40)
 @given(st.integers(0, 5), st.integers(0, 50), WEIGHTS)
-def test_each_block_has_exactly_the_shares_which_are_within_one_of_the_weights(
-    seed: int, block: int, weights: list[float]
-) -> None:
+def test_each_block_has_shares_within_one_of_the_weights(seed: int, block: int, weights: list[float]) -> None:
     found = shares(weights)
     assert sum(found) == BLOCK
     for share, weight in zip(found, weights, strict=True):

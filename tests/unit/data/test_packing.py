@@ -1,5 +1,3 @@
-"""Documents packed into samples, held against loops over documents."""
-
 from __future__ import annotations
 
 import json
@@ -123,9 +121,7 @@ def test_windows_of_one_stream_use_each_token_but_the_first_as_a_target_once(len
 
 
 @given(STREAMS, st.integers(1, 17), st.data())
-def test_masked_windows_restart_positions_and_count_no_target_across_a_border(
-    lengths: list[int], seq_len: int, data: st.DataObject
-) -> None:
+def test_masked_windows_restart_at_borders(lengths: list[int], seq_len: int, data: st.DataObject) -> None:
     source = windows(lengths, seq_len, masks=True)
     if not source.num_samples:
         return

@@ -89,9 +89,7 @@ BILLION = 10**9
 
 
 @pytest.mark.parametrize("cursor", [0, BILLION - 12, 10**15 + 5], ids=str)
-def test_a_loader_resumes_at_any_cursor_of_a_billion_samples_at_once(
-    cursor: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loader_resumes_at_any_cursor_at_once(cursor: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch ends at one of them. To shuffle or to skip would take minutes, and gigabytes."""
     computed, feistel = 0, sampling._feistel
 
@@ -141,9 +139,7 @@ def test_loaders_of_any_world_size_and_a_run_resumed_at_another_batch_size_consu
 
 @quick
 @given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 10), st.sampled_from([1, 2, 3, 4, 8]))
-def test_validation_is_the_same_at_every_world_size(
-    n: int, micro_batch_size: int, num_batches: int, world: int
-) -> None:
+def test_validation_is_the_same_at_any_world_size(n: int, micro_batch_size: int, num_batches: int, world: int) -> None:
     shares = [list(validation_batches(Numbers(n), micro_batch_size, num_batches, r, world)) for r in range(world)]
     assert len({len(share) for share in shares}) == 1
     merged = [item for together in zip(*shares, strict=True) for item in together]

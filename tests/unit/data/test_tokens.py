@@ -1,5 +1,3 @@
-"""Data sets of folders of token shards."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -1,5 +1,3 @@
-"""Console lines, and a progress bar that restores the logger."""
-
 from __future__ import annotations
 
 import io
@@ -38,9 +36,7 @@ def test_memory_against_the_formula() -> None:
     assert lines[2].endswith("3.00 MiB  (ZeRO formula 1.00 MiB)")
 
 
-def test_the_progress_line_shows_steps_and_gives_the_stream_back(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_progress_line_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)

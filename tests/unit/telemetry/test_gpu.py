@@ -83,9 +83,7 @@ def test_a_gpu_is_asked_for_by_all_names_until_one_is_known(
     assert [command[-1] for command in commands] == names
 
 
-def test_nothing_is_asked_without_cuda_or_by_an_index_among_visible_gpus(
-    smi: Smi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_asked_by_an_index_or_without_cuda(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
     torch_gpu(monkeypatch)
     commands = smi(lambda name: (0, H100))
@@ -110,9 +108,7 @@ FAILURES = FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-sm
 @pytest.mark.parametrize(
     "answer", [(2, H100), (0, ""), (0, "700.00, Disabled\n"), (0, H100 + H100), *FAILURES], ids=repr
 )
-def test_an_nvidia_smi_that_fails_hangs_or_answers_oddly_is_no_state(
-    answer: Any, smi: Smi, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_nvidia_smi_that_fails_is_no_state(answer: Any, smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_gpu(monkeypatch, uuid=UUID, **BUS)
     commands = smi(Mock(side_effect=cycle([answer])))
     assert describe_state(0) == GPUState()

@@ -1,5 +1,3 @@
-"""The live view at several widths, in Unicode and ASCII."""
-
 from __future__ import annotations
 
 import io

@@ -1,5 +1,3 @@
-"""Peak memory of this process."""
-
 from __future__ import annotations
 
 import mmap

@@ -1,11 +1,10 @@
-"""The metrics file and the summary, also with non-finite numbers."""
-
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -48,9 +47,7 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
 
 @settings(max_examples=30)
 @given(last=st.integers(0, 12), start=st.integers(0, 12), incomplete=st.booleans())
-def test_a_resumed_run_does_not_repeat_lines(
-    tmp_path_factory: pytest.TempPathFactory, last: int, start: int, incomplete: bool
-) -> None:
+def test_a_resumed_run_does_not_repeat_lines(tmp_path_factory: Any, last: int, start: int, incomplete: bool) -> None:
     folder = tmp_path_factory.mktemp("run")
     _write(folder, list(range(1, last + 1)))
     if incomplete:

@@ -1,5 +1,3 @@
-"""What is written and said of a sampled step."""
-
 from __future__ import annotations
 
 import glob

@@ -1,5 +1,3 @@
-"""Progress of a run from its lines, also from those that no run writes."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""MFU against datasheet peaks, and step times without pauses."""
-
 from __future__ import annotations
 
 import time

@@ -1,5 +1,3 @@
-"""Curves: what thinning keeps, and the axes."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""The page of one run and of several."""
-
 from __future__ import annotations
 
 import base64
