@@ -15,8 +15,8 @@ from dtrain.telemetry.metrics import StepMetrics
 
 STEPS = 40
 STEP = StepMetrics(
-    step=1, loss=3.0, lr=1e-3, grad_norm=1.0, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=100.0, step_ms=5.0, data_wait_ms=0.25, peak_memory=1 << 30,
+    step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=5120,
+    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2, peak_memory=3 << 30,
 )  # fmt: skip
 
 

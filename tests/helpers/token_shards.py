@@ -16,30 +16,17 @@ from tests.helpers.token_files import write_shards
 Int64 = NDArray[np.int64]
 
 
-class Ends:
+class Ends(np.ndarray[Any, np.dtype[np.int64]]):
     """Ends of documents in the stream of tokens."""
 
-    def __init__(self, ends: Int64) -> None:
-        self._ends = ends
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, key: int | slice) -> Any:
-        return self._ends[key]
-
-    def take(self, documents: Int64) -> Int64:
-        return self._ends[documents]
-
     def search(self, positions: Int64) -> Int64:
-        return np.searchsorted(self._ends, positions, side="right").astype(np.int64)
+        return np.searchsorted(self, positions, side="right").astype(np.int64)
 
 
 class MemoryShards:
     """Documents of these lengths; each token is its own number in the stream, plus 1."""
 
     end_id = 0
-
     vocab_size = 70_000
     tokenizer_sha256: str | None = None
     tokenizer_file: Path | None = None
@@ -47,10 +34,9 @@ class MemoryShards:
     def __init__(self, lengths: list[int] | Int64, **attributes: Any) -> None:
         vars(self).update(attributes)
         self.fingerprint = hashlib.sha256(np.asarray(lengths, np.int64).tobytes()).hexdigest()
-        ends = np.cumsum(np.asarray(lengths, np.int64))
-        self.document_ends = Ends(ends)
-        self.num_documents = len(ends)
-        self.num_tokens = int(ends[-1])
+        self.document_ends = np.cumsum(np.asarray(lengths, np.int64)).view(Ends)
+        self.num_documents = len(self.document_ends)
+        self.num_tokens = int(self.document_ends[-1])
         self.stream = np.arange(1, self.num_tokens + 1).astype(np.uint16)
 
     def read(self, starts: Int64, length: int) -> Int64:

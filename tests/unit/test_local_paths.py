@@ -19,7 +19,7 @@ from dtrain.checkpoint.inspection import lease_holder, newest_checkpoint
 from dtrain.config.data import ArraysDataConfig, ChatDataConfig, ImagesDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.model import ModelConfig
 from dtrain.config.probe import ProbeConfig
-from dtrain.config.schema import RunConfig, TelemetryConfig
+from dtrain.config.schema import RunConfig
 from dtrain.errors import ConfigError
 from dtrain.local_paths import local_path, require_local
 from dtrain.tools.checkpoint.prune import prune
@@ -52,18 +52,10 @@ def test_a_path_is_none(path: str) -> None:
 
 RECORDS: list[Callable[[], Any]] = [
     lambda: RunConfig(run_dir=URL),
-    lambda: RunConfig(resume=URL),
-    lambda: TelemetryConfig(advice=URL),
     lambda: ModelConfig(path=URL),
     lambda: ProbeConfig(run_dir=URL),
     lambda: TextDataConfig(files=f"{URL}/**/*.txt"),
-    lambda: TextDataConfig(files="a", tokenizer=URL),
-    lambda: ChatDataConfig(files=URL, tokenizer="a"),
-    lambda: TokensDataConfig(path=URL),
     lambda: TokensDataConfig(mixture={"a": 1.0, URL: 2.0}),
-    lambda: TokensDataConfig(path="a", validation_path=URL),
-    lambda: ImagesDataConfig(path=URL),
-    lambda: ArraysDataConfig(path=URL),
     lambda: dtrain.FrozenSource(URL),
 ]
 CALLS: list[Callable[[], Any]] = [
@@ -103,7 +95,7 @@ def test_the_command_line_refuses_a_url(line: str, capsys: pytest.CaptureFixture
 
 
 def test_every_key_that_names_a_file_or_folder_is_marked() -> None:
-    """A new key must be marked, or be named here."""
+    """So it is refused like the keys of RECORDS. A new key must be marked, or be named here."""
     records = [RunConfig(), TextDataConfig(files="a"), ChatDataConfig(files="a", tokenizer="a")]
     records += [TokensDataConfig(path="a"), ImagesDataConfig(path="a"), ArraysDataConfig(path="a")]
 

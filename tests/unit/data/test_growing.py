@@ -10,13 +10,11 @@ import torch
 from torch import Tensor
 
 from dtrain.config.growth import BatchGrowth
-from dtrain.config.model import GPT2_FACTORY, ModelConfig
 from dtrain.data import BatchLoader, PrefetchedBatches, SampleSource
 from dtrain.data.growing import GrowingBatches, cut_rows
 from dtrain.data.packing import pack_documents
 from dtrain.data.sampling import Indices
 from dtrain.data.token_samples import PackedDocuments, ShardWindows, mean_context
-from dtrain.models import build_model
 from tests.helpers.token_shards import MemoryShards
 
 LENGTH, MICRO, WORLD = 16, 2, 2
@@ -65,15 +63,10 @@ def test_a_step_has_its_size_however_far_ahead_it_is_prepared(depth: int, start:
 DOCUMENTS = [5, 21, 2, 9, 16, 1, 11, 30, 3, 7]
 
 
-def sources() -> list[SampleSource]:
-    shards = MemoryShards(DOCUMENTS, vocab_size=200)
-    packed = PackedDocuments(shards, pack_documents(np.cumsum(DOCUMENTS), LENGTH), LENGTH)
-    return [ShardWindows(shards, LENGTH, masks_documents=True), packed]  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_positions_restart_with_rows_and_documents(number: int) -> None:
-    source = sources()[number]
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_positions_restart_with_rows_and_documents(is_packed: bool) -> None:
+    shards, plan = MemoryShards(DOCUMENTS), pack_documents(np.cumsum(DOCUMENTS), LENGTH)
+    source = PackedDocuments(shards, plan, LENGTH) if is_packed else ShardWindows(shards, LENGTH, True)  # type: ignore[arg-type]
     whole = source.batch(np.arange(source.num_samples))
     rows = cut_rows(whole, 4)
     assert torch.equal(rows["targets"].flatten(), whole["targets"].flatten())
@@ -90,21 +83,4 @@ def test_positions_restart_with_rows_and_documents(number: int) -> None:
 
 def _documents(positions: list[int]) -> list[int]:
     begins = [place for place, position in enumerate(positions) if position == 0]
-    return [end - begin for begin, end in zip(begins, [*begins[1:], len(positions)], strict=True)]
-
-
-@pytest.mark.parametrize("factory", [GPT2_FACTORY, ModelConfig.factory])
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_model_sees_only_the_row_and_the_document(number: int, factory: str) -> None:
-    """Logits of cut rows are those of their documents alone, also with learned positions."""
-    sizes = {"num_layers": 1, "hidden_dim": 8, "num_heads": 2, "ffn_dim": 8, "max_seq_len": LENGTH}
-    model = build_model(ModelConfig(factory=factory, **sizes), 200, seed=1).eval()  # type: ignore[arg-type]
-    whole = sources()[number].batch(np.arange(3))
-    for rows in (whole, cut_rows(whole, 8)):
-        with torch.no_grad():
-            logits = model(**rows).logits
-            for row, tokens in enumerate(rows["tokens"]):
-                begins = [*(rows["positions"][row] == 0).nonzero().flatten().tolist(), len(tokens)]
-                for begin, end in pairwise(begins):
-                    alone = model(tokens[None, begin:end]).logits[0]
-                    torch.testing.assert_close(logits[row, begin:end], alone)
+    return [end - begin for begin, end in pairwise([*begins, len(positions)])]

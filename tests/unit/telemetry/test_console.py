@@ -12,12 +12,7 @@ import pytest
 
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.telemetry.console import Console, format_step, memory_lines
-from dtrain.telemetry.metrics import StepMetrics
-
-STEP = StepMetrics(
-    step=20, loss=3.214, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=512,
-    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2, peak_memory=3 << 30,
-)  # fmt: skip
+from tests.helpers.run_folders import STEP
 
 
 def test_a_step_is_one_line() -> None:

@@ -62,6 +62,9 @@ def test_a_state_has_each_value_under_its_name(smi: Smi, monkeypatch: pytest.Mon
     query = ",".join((values + "clocks.max.memory temperature.gpu mig.mode.current").split())
     options = f"--query-gpu={query} --format=csv,noheader,nounits -i GPU-{UUID}"
     assert commands == [["nvidia-smi", *options.split()]]
+    smi(lambda name: (0, "[N/A], [Not Supported], N/A, 300, [Unknown Error], [N/A], [N/A], [N/A], [N/A]\n"))
+    assert describe_state(0) == GPUState(sm_clock_mhz=300)
+    assert describe_state(0).summary() == "SM clock 300 MHz"
 
 
 @pytest.mark.parametrize(
@@ -92,14 +95,6 @@ def test_nothing_is_asked_by_an_index_or_without_cuda(smi: Smi, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "get_device_properties", no_cuda)
     assert describe_state(0) == GPUState()
     assert not commands
-
-
-def test_what_the_gpu_does_not_have_is_none(smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_gpu(monkeypatch, uuid=UUID)
-    smi(lambda name: (0, "[N/A], [Not Supported], N/A, 300, [Unknown Error], [N/A], [N/A], [N/A], [N/A]\n"))
-    state = describe_state(0)
-    assert state == GPUState(sm_clock_mhz=300)
-    assert state.summary() == "SM clock 300 MHz"
 
 
 FAILURES = FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10)
@@ -162,9 +157,7 @@ def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch
     asked: list[tuple[Tensor, ...]] = []
 
     def choose(*operands: Tensor, is_causal: bool, enable_gqa: bool) -> int:
-        assert is_causal
-        assert enable_gqa
-        assert torch.is_grad_enabled()
+        assert (is_causal, enable_gqa, torch.is_grad_enabled()) == (True, True, True)
         asked.append(operands)
         return next(choices)
 
@@ -175,10 +168,8 @@ def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch
     for kernel in (known | unknown).values():
         with torch.no_grad():
             assert attention_kernel(CPU, torch.float16, **SHAPE) == kernel
-    queries, keys, values = asked[0]
-    assert queries.shape == (2, 8, 16, 32)
-    assert keys.shape == values.shape == (2, 4, 16, 32)
-    assert {(x.dtype, x.requires_grad, x.stride(1)) for x in (queries, keys, values)} == {(torch.float16, True, 32)}
+    assert [operand.shape for operand in asked[0]] == [(2, 8, 16, 32), (2, 4, 16, 32), (2, 4, 16, 32)]
+    assert {(x.dtype, x.requires_grad, x.stride(1)) for x in asked[0]} == {(torch.float16, True, 32)}
     monkeypatch.setattr(torch, "_fused_sdp_choice", Mock(side_effect=RuntimeError("no such device\nmore")))
     assert attention_kernel(CPU, torch.float32, **SHAPE) == "unknown: no such device"
     monkeypatch.delattr(torch, "_fused_sdp_choice")

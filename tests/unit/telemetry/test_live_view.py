@@ -14,12 +14,9 @@ from dtrain.telemetry.live_view import LiveView, sparkline
 from dtrain.telemetry.metrics import StepMetrics
 from dtrain.telemetry.progress import RunProgress, Saved, Skip
 from dtrain.telemetry.texts import clean, compact, duration, span
+from tests.helpers.run_folders import STEP
 
 NOW = 1_000_000.0
-STEP = StepMetrics(
-    step=10, loss=5.0, lr=2e-3, grad_norm=1.0234, loss_scale=1.0, applied=True, skipped_steps=0, tokens=5120,
-    tokens_per_s=45_210.0, step_ms=310.4, data_wait_ms=0.2, peak_memory=3 << 30,
-)  # fmt: skip
 
 
 def run() -> RunProgress:

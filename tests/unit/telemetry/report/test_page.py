@@ -26,9 +26,7 @@ class _Balanced(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.open: list[str] = []
-        self.tags: set[str] = set()
-        self.attributes: list[tuple[str, str | None]] = []
+        self.open, self.tags, self.attributes = list[str](), set[str](), list[tuple[str, str | None]]()
         self.feed(text)
         self.close()
         assert not self.open
@@ -102,10 +100,9 @@ def test_a_killed_run_and_an_older_one(tmp_path: Path) -> None:
     with (killed / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 41, "loss": 1.')
     assert "unfinished · 40 of 200 steps" in page_of(killed)
-    older = tmp_path / "older"
-    older.mkdir()
-    lines = [{"step": step, "loss": 1.0, "applied": True} for step in (1, 2)]
-    (older / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    (older := tmp_path / "older").mkdir()
+    lines = [f'{{"step": {step}, "loss": 1.0, "applied": true}}\n' for step in (1, 2)]
+    (older / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     assert "<h2>Loss</h2>" in page_of(older)
     (older / "metrics.jsonl").write_text("", encoding="utf-8")
     assert "unfinished" in page_of(older)
@@ -126,10 +123,8 @@ def test_texts_of_a_run_are_escaped_and_secrets_blanked(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write(json.dumps(skipped) + "\n")
     text = page_of(run, make_run(tmp_path / "other")) + page_of(run)
-    assert "<script" not in text
     assert "&lt;script&gt;" in text
-    assert "hf_abcdefghijklmnopqrstuvwxyz123456" not in text
-    assert "sk-abcdefghijklmnopqrstuvwx1234" not in text
+    assert not re.search(r"<script|hf_abcdef|sk-abcdef", text)
 
 
 def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
