@@ -48,7 +48,9 @@ class Case:
 
     @property
     def exists(self) -> bool:
-        """Whether the engine has the stage and the precision, here on a CPU."""
+        """Whether the engine has the stage and the precision, here on a CPU, and that of the source too."""
+        if self.source is not None and not replace(self.source, precision=self.precision).exists:
+            return False
         engine = CAPABILITIES[self.engine]
         has = engine.supports("zero_stage", self.stage) and engine.supports("precision", self.precision)
         return has and (self.engine, self.precision) != ("deepspeed", "fp16")

@@ -9,23 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from dtrain.checkpoint import open_newest
 from dtrain.errors import CheckpointError, ConfigError, UsageError
 from dtrain.optim import average
+from tests.engines.checks.optimizers import DECAY, averages_of
+from tests.engines.checks.optimizers import equal as same
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.one_rank import loss_of, start, train_step
-
-DECAY = 0.9
-
-
-def averages_of(engine: Any, kind: str = "ema") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_state(kind)}
-
-
-def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_small_blocks_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,6 +99,7 @@ def test_an_overflow_of_two_ranks_is_reproduced_on_one(run_dir: Path, tmp_path: 
     check_dump(dump)
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_a_batch_that_grows_is_reproduced(tmp_path: Path) -> None:
     data = write_text(tmp_path / "text.txt", SEQ_LEN, NUM_SAMPLES, 0, {})
     sizes = ["train.global_batch_size={0: 2, 3: 4}", f"train.seq_len={{0: 4, 4: {SEQ_LEN}}}"]

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import dtrain
 from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.errors import CorruptionError, UsageError
 from tests.engines.checks.skips import Normalized, inputs, statistics
@@ -19,16 +18,8 @@ from tests.engines.checks.skips import start_normalized as start
 from tests.engines.checks.skips import step_normalized as step
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.host_reads import forbidden, like_a_gpu
-from tests.helpers.ranks import run_ranks
 from tests.helpers.operations import operations_of
-
-
-def test_an_overflow_of_fp16_leaves_them() -> None:
-    engine = start(precision="fp16", loss_scale=dtrain.LossScale(mode="dynamic", init=1.0))
-    assert step(engine, 1.0).applied
-    before = statistics(engine)
-    assert not step(engine, 1e6).applied
-    assert statistics(engine) == before
+from tests.helpers.ranks import run_ranks
 
 
 def test_what_belongs_to_no_step_stays(tmp_path: Path) -> None:

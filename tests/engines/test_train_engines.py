@@ -51,9 +51,8 @@ def _train(run_dir: Path, engine: str, *overrides: str, steps: int = STEPS) -> l
     return train(run_dir, *COMMAND, f"train.steps={steps}", f"engine={engine}", *overrides, world=WORLD)
 
 
-@pytest.mark.parametrize(
-    "engine", ["deepspeed", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("ddp", "fsdp2"))]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2", "deepspeed"])
 def test_one_command_one_curve(tmp_path: Path, data: str, native: Path, engine: str) -> None:
     run_dir = tmp_path / "run"
     assert _train(run_dir, engine, data) == [0] * WORLD

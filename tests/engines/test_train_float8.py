@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.launch import log_of, losses, record_of, summary, train
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.exhaustive]
 
 SMALL = (
     "data=text",  # a part of what data=stdlib reads
@@ -52,7 +52,6 @@ def near(got: Path, want: Path) -> None:
     assert summary(got)["val_loss"] == pytest.approx(summary(want)["val_loss"], rel=BOUND)
 
 
-@pytest.mark.exhaustive
 def test_rowwise_is_within_the_bound(tmp_path: Path, bf16: Path) -> None:
     fp8 = run(tmp_path, "run", "precision=fp8", "precision.float8.recipe=rowwise")
     near(fp8, bf16)

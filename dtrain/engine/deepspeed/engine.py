@@ -205,6 +205,10 @@ class DeepSpeedEngine(StepEngine):
     def _refresh(self) -> None:
         self._zero.refresh()
 
+    def _refresh_averaged(self) -> None:
+        self._zero.release()  # else the next forwards would compute with the old unsharded weights
+        super()._refresh_averaged()
+
     def _clear_gradients(self) -> None:
         self._zero.clear(stepped=self._has_stepped)
         self._has_stepped = self._is_finished = False
@@ -265,7 +269,7 @@ class DeepSpeedEngine(StepEngine):
             return super().save(*args, **kwargs)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        self._zero.release()  # else the next forwards would compute with the old unsharded weights
+        self._zero.release()  # as before an average
         with self._whole_frozen():
             return super().load(path)
 

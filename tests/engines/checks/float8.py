@@ -1,4 +1,4 @@
-"""FP8: one training under every engine that has it, weights cast when they must be, skips, checkpoints, no waiting."""
+"""FP8: one training under every engine that has it, weights cast when they must be, skips, no waiting."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtrain.precision.float8.weights import Cache
 from dtrain.precision.policy import PrecisionPolicy
 from tests.engines import float8_model
 from tests.engines.float8_model import FLOAT8, batch, train_step
-from tests.engines.helpers import digest, held, same, state_digests
+from tests.engines.helpers import digest, held, same
 from tests.engines.matrix import Case, Trial, check
 from tests.helpers import needs
 from tests.helpers.host_reads import forbidden, like_a_gpu
@@ -41,7 +41,7 @@ def float8_trains_alike_and_near_bf16(trial: Trial) -> list[float]:
     """FSDP2 casts to FP8 what BF16 has rounded before; the others the masters."""
 
     def curve(engine: StepEngine) -> list[float]:
-        outcomes = [train_step(engine) for _ in range(6)]
+        outcomes = [train_step(engine) for _ in range(4)]
         assert all(outcome.applied for outcome in outcomes)
         return [outcome.loss for outcome in outcomes]
 
@@ -86,32 +86,6 @@ def float8_reads_nothing_on_the_host_in_a_step(trial: Trial) -> None:
     with forbidden():
         outcomes = [train_step(made, 2) for _ in range(3)]
     assert all(outcome.applied for outcome in outcomes)
-
-
-def train_and_save(trial: Trial) -> tuple[dict[str, str], list[float]]:
-    is_fp8 = trial.case.variant != "from-bf16"
-    engine = float8_model.start(trial.case.engine, trial.case.stage, "fp8" if is_fp8 else "bf16")
-    train_step(engine)
-    engine.save(trial.folder)
-    return state_digests(engine), [train_step(engine).loss for _ in range(2)]
-
-
-@check(
-    engines=ENGINES,
-    precisions=("fp8",),
-    ranks=(2, 1),
-    variants={"from-fp8": {}, "from-bf16": {}, "to-bf16": {}},
-    sources=(Case("native", 3), Case("ddp", 0), Case("fsdp2", 3)),
-    source=train_and_save,
-)
-def float8_loads_what_any_other_saved(trial: Trial) -> None:
-    """And FP8 what was trained in BF16, and the other way round."""
-    precision = "bf16" if trial.case.variant == "to-bf16" else "fp8"
-    engine = float8_model.start(trial.case.engine, trial.case.stage, precision, seed=1)
-    engine.load(trial.folder)
-    state, losses = trial.saved
-    assert state_digests(engine) == state
-    assert [train_step(engine).loss for _ in range(2)] == pytest.approx(losses, rel=2e-2)
 
 
 @check(engines=("ddp",), precisions=("fp8",))

@@ -118,10 +118,11 @@ def follows_torch(trial: Trial) -> None:
 
 @check(
     engines=("native",),
-    precisions=("bf16",),
+    precisions=("bf16", "fp8"),
     ranks=(2, 3, 1),
     variants={**OPTIMIZERS, **COMPACT},
     equals=lambda case: Case("native", 0, case.precision, 1, case.variant),
+    unless=lacks,
 )
 def has_the_same_bits_at_every_stage_and_world_size(trial: Trial) -> dict[str, str]:
     engine = start(trial, reproducible=True)
