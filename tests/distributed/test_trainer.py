@@ -23,7 +23,7 @@ from dtrain.train.run import run_training
 from tests.helpers.hf_models import load_hf, save_hf
 from tests.helpers.oracle import normwise_error
 from tests.helpers.ranks import RankFailure, run_ranks
-from tests.helpers.token_files import write_shards
+from tests.helpers.token_shards import write_shards
 from tests.helpers.trainers import (
     EngineTrainer,
     KilledInSave,

@@ -33,13 +33,11 @@ class Screen:
 
     def feed(self, text: str) -> None:
         while text:
-            code = _CODE.match(text)
-            if code:
+            if code := _CODE.match(text):
                 self._control(code[1], code[2])
-                text = text[code.end() :]
             else:
                 self._put(text[0])
-                text = text[1:]
+            text = text[code.end() if code else 1 :]
 
     def _control(self, argument: str, letter: str) -> None:
         if letter == "A":
@@ -73,13 +71,9 @@ class Terminal:
         self._master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, width, 0, 0))
         plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _RUN, str(slave), *argv],
-            cwd=cwd,
-            env={**plain, "PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **(env or {})},
-            pass_fds=[slave],
-            start_new_session=True,
-        )
+        plain |= {"PYTHONPATH": str(ROOT), "TERM": "xterm-256color", "OMP_NUM_THREADS": "1", **(env or {})}
+        command = [sys.executable, "-c", _RUN, str(slave), *argv]
+        self._process = subprocess.Popen(command, cwd=cwd, env=plain, pass_fds=[slave], start_new_session=True)
         os.close(slave)
         self.screen = Screen(width)
         self._undecoded = b""
@@ -91,9 +85,8 @@ class Terminal:
         """
         deadline = time.monotonic() + PATIENCE_S
         while not condition(self.screen.lines) or self._is_ready(_QUIET_S):
-            is_read = self._read()
-            assert is_read, "it ended or shows nothing new:\n" + "\n".join(self.screen.lines)
-            assert time.monotonic() < deadline, "\n".join(self.screen.lines)
+            is_news = self._read() and time.monotonic() < deadline
+            assert is_news, "it ended or shows nothing new:\n" + "\n".join(self.screen.lines)
 
     def wait_for(self, text: str) -> None:
         self.wait_until(lambda lines: text in "\n".join(lines))
@@ -117,9 +110,8 @@ class Terminal:
         except OSError:  # the other end is closed (EIO)
             data = b""
         self._undecoded += data
-        whole = self._undecoded.rpartition(b"\n")
         # a character or a control sequence may come in two parts
-        end = len(self._undecoded) if _is_whole(self._undecoded) else len(whole[0] + whole[1])
+        end = len(self._undecoded) if _is_whole(self._undecoded) else self._undecoded.rfind(b"\n") + 1
         self.screen.feed(self._undecoded[:end].decode())
         self._undecoded = self._undecoded[end:]
         return data != b""

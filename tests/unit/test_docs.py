@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.helpers.promises import FAULTS, PROMISES, RESULTS, ROOT, in_page, promise_table
+
 PAGES = sorted(page for glob in ("", "docs/", "docs/examples/", "docs/decisions/") for page in ROOT.glob(f"{glob}*.md"))
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
 # Decision records and the change log name files as they were at the time.
@@ -43,3 +45,22 @@ def test_linked_files_and_headings_exist() -> None:
 def test_named_paths_exist() -> None:
     named = [(page.name, path) for page in GUIDES for path in _PATH.findall(page.read_text(encoding="utf-8"))]
     assert not [(page, path) for page, path in named if not (ROOT / path).exists() and "NNNN" not in path]
+
+
+def test_the_page_has_the_recorded_figures() -> None:
+    assert in_page()[0] == promise_table(), "python -m tests.helpers.promises"
+
+
+def test_each_promise_names_tests_that_exist() -> None:
+    assert [promise.name.split()[0] for promise in PROMISES] == [f"P{number}" for number in range(1, 17)]
+    for promise in PROMISES:
+        assert [test for test in promise.tests if not (ROOT / "tests" / test).exists()] == [], promise.name
+
+
+def test_every_fault_has_a_promise_and_the_record_of_a_full_run() -> None:
+    recorded = set()
+    for path in RESULTS.glob("*.json"):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        assert record["counts"] == "full", path.name
+        recorded.add(record["fault"])
+    assert recorded == set(FAULTS) == {fault for promise in PROMISES for fault in promise.faults}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -106,7 +107,7 @@ def test_every_key_that_names_a_file_or_folder_is_marked() -> None:
             key = f"{prefix}{item.name}"
             if is_dataclass(value):
                 found |= unmarked(value, f"{key}.")
-            elif any(word in item.metadata.get("doc", "").lower() for word in ("folder", "directory", " path", "file")):
+            elif re.search("folder|directory| path|file", item.metadata.get("doc", "").lower()):
                 found |= set() if item.metadata.get("is_path") or not isinstance(value, (str, type(None))) else {key}
         return found
 

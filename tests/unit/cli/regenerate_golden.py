@@ -31,19 +31,19 @@ TABLES = {"engines": (ROOT / "README.md", engine_table), "keys": (ROOT / "docs/r
 
 def experiments() -> str:
     """Returns what each experiment and debug option changes of the default run."""
-    plain = dict(_flat(config_to_dict(RunConfig())))
+    plain = dict(flat(config_to_dict(RunConfig())))
     found = {}
     for group in ("experiment", "debug"):
         for path in sorted((config_folder() / group).glob("*.yaml")):
-            values = _flat(config_to_dict(compose([f"{group}={path.stem}"])))
+            values = flat(config_to_dict(compose([f"{group}={path.stem}"])))
             found[f"{group}={path.stem}"] = {key: value for key, value in values if plain.get(key, ...) != value}
     return to_yaml(found)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -3,12 +3,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dtrain.cli.checks import check_config
 from dtrain.config.schedule import WSD, AnySchedule, Constant, Cosine, Linear, Schedule
+from dtrain.config.schema import RunConfig, TrainConfig
 
 steps = st.tuples(st.integers(0, 50), st.integers(1, 100)).map(lambda pair: (pair[0], pair[0] + pair[1]))
 ratios = st.floats(0, 1)
@@ -56,6 +58,10 @@ def test_nulls_follow_the_run() -> None:
     assert Cosine().over(1000) == Cosine(20, 1000)
     assert Cosine().over(50) == Cosine(5, 50) == Cosine(5).over(50)
     assert Cosine(total_steps=50).over(1000) == Cosine(5, 50), "its own number of steps counts"
+    for steps in (1, 9, 10, 199, 200, 100_000):  # which any run may have
+        for schedule in (Cosine(), Linear(), Constant()):
+            assert schedule.over(steps).warmup_steps == (20 if steps >= 200 else steps // 10)
+            check_config(replace(RunConfig(), train=TrainConfig(steps=steps), schedule=schedule), 1)
     assert Constant().over() == Constant(0)
     assert Constant().over(100) == Constant(10, 100)
     assert Cosine(total_steps=50).factor(4) == 1.0, "the default warm-up is five steps"

@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import copy
+import json
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.cli.checks import check_config
 from dtrain.config.data import ArraysDataConfig, ChatDataConfig, ImagesDataConfig, TextDataConfig, TokensDataConfig
 from dtrain.config.fields import CheckedRecord, check_field, setting
-from dtrain.config.optim import AdamW, OptimConfig
-from dtrain.config.schedule import Constant, Cosine, Linear, ScheduleConfig
+from dtrain.config.optim import AdamW, OptimConfig, TorchOptimizer
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.errors import ConfigError
 
@@ -122,15 +124,6 @@ def test_hyper_parameters_go_without_the_keys_beside_them() -> None:
     assert OptimConfig(lr=0.5, max_grad_norm=None).optimizer == AdamW(lr=0.5)
 
 
-@given(st.integers(1, 100_000), st.sampled_from([Cosine(), Linear(), Constant()]))
-def test_any_number_of_steps_is_accepted_by_default(steps: int, schedule: ScheduleConfig) -> None:
-    config = replace(RunConfig(), train=TrainConfig(steps=steps), schedule=schedule)
-    check_config(config, 1)
-    factors = schedule.over(steps)
-    assert factors.factor(0) > 0
-    assert factors.warmup_steps == (20 if steps >= 200 else steps // 10)
-
-
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 2000))
 def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro: int, world: int, batch: int) -> None:
     config = replace(RunConfig(), train=TrainConfig(micro_batch_size=micro, global_batch_size=batch))
@@ -142,3 +135,30 @@ def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro:
     named = [int(word) for word in str(caught.value).rpartition(": ")[2].split(" or ")]
     divisible = [size for size in range(1, batch + micro * world + 1) if size % (micro * world) == 0]
     assert named == [size for size in divisible if abs(size - batch) < micro * world]
+
+
+def test_the_record_is_text_and_numbers_and_keeps_the_class() -> None:
+    class Local(torch.optim.RAdam):
+        pass
+
+    record = TorchOptimizer(Local, 0.1, weight_decay=0.2, groups={"*.bias": {"weight_decay": 0.0, "lr_factor": 2.0}})
+    assert record.factory == f"{__name__}:test_the_record_is_text_and_numbers_and_keeps_the_class.<locals>.Local"
+    assert json.loads(json.dumps(asdict(record)))["options"] == {"weight_decay": 0.2}
+    for other in (replace(record, lr=0.2), record.with_changes("*.bias"), copy.deepcopy(record)):
+        assert other.load() is Local
+        assert other.factory == record.factory
+    assert record.with_changes("*.bias").options == {"weight_decay": 0.0}
+    assert record.with_changes("*.bias").groups == {}
+    assert copy.deepcopy(record) == record != replace(record, lr=0.2)
+    named = TorchOptimizer("torch.optim:RAdam", 1e-3, options={"betas": [0.9, 0.99]})
+    assert named == replace(TorchOptimizer(torch.optim.RAdam, betas=(0.9, 0.99)), factory="torch.optim:RAdam")
+    assert named.load() is torch.optim.RAdam
+    assert named.options == {"betas": (0.9, 0.99)}
+
+
+def test_the_weight_decay_is_the_option_or_the_default_of_the_class() -> None:
+    assert TorchOptimizer(torch.optim.AdamW).decay == 0.01
+    assert TorchOptimizer(torch.optim.AdamW).without_decay().options == {"weight_decay": 0.0}
+    assert TorchOptimizer("torch.optim:AdamW", weight_decay=0.3).decay == 0.3
+    assert TorchOptimizer(torch.optim.Rprop).decay == 0.0
+    assert TorchOptimizer(torch.optim.Rprop).without_decay() == TorchOptimizer(torch.optim.Rprop)

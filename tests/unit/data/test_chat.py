@@ -126,9 +126,8 @@ def test_only_the_answers_count_by_both_kinds_of_template(tmp_path: Path, make_f
         assert data.validation.num_samples == 1
         assert "3 conversations in 1 files, 1 of them held out for validation" in data.description
         batch = data.train.batch(np.arange(data.train.num_samples))
-        assert {name: (v.dtype, v.shape[1]) for name, v in batch.items()} == dict.fromkeys(
-            ("tokens", "targets", "positions"), (torch.int64, 64)
-        )
+        assert list(batch) == ["tokens", "targets", "positions"]
+        assert {(values.dtype, values.shape[1]) for values in batch.values()} == {(torch.int64, 64)}
         assert (batch["tokens"] >= 0).all()
         assert data.mean_context == mean_context(data.train)
         found.append((batch, data.fingerprint))

@@ -164,10 +164,8 @@ def test_classes_are_the_folders_in_sorted_order_and_images_may_lie_deeper(tmp_p
         (int(t), round(float(x.mean()), 3)) for row in rows for x, t in zip(row["inputs"], row["targets"], strict=True)
     }
     assert found == {(label, round(level / 127.5 - 1, 3)) for label, level in ((1, 0), (0, 10), (0, 20), (1, 30))}
-    gray = open_images(str(tmp_path), channels="gray").train.batch(np.arange(2))
-    assert gray["inputs"].shape == (2, 1, 8, 8)
-    assert gray["inputs"].dtype == torch.float32
-    assert gray["targets"].dtype == torch.int64
+    inputs, targets = open_images(str(tmp_path), channels="gray").train.batch(np.arange(2)).values()
+    assert (inputs.shape, inputs.dtype, targets.dtype) == ((2, 1, 8, 8), torch.float32, torch.int64)
 
 
 @pytest.mark.processes
@@ -221,9 +219,6 @@ def test_images_stay_on_their_side_and_every_class_is_trained_on(tmp_path: Path)
     # nothing falls below 0 %, so one image of each class that has two
     held_out = open_images(path, validation_percent=0).validation.batch(np.arange(2))
     assert held_out["targets"].tolist() == [0, 1]
-
-
-# -- mistakes ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_that_holds_no_classes_is_refused_in_one_line(tmp_path: Path) -> None:
@@ -281,9 +276,6 @@ def test_a_damaged_image_is_named_and_a_format_of_another_suffix_starts_no_progr
             decode(str(path), (), 8, "rgb")
     noise(0).save(path, format="JPEG")
     assert len(decode(str(path), (), 8, "rgb")) == 8 * 8 * 3
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.processes

@@ -103,26 +103,22 @@ def test_a_loader_resumes_at_any_cursor_at_once(cursor: int, monkeypatch: pytest
     loaders = [BatchLoader(Numbers(BILLION), 5, 4, 3, rank, 2, cursor) for rank in range(2)]
     batches = [next(loader) for loader in loaders]
     assert computed < 10_000  # some steps are put in order at once; the few places outside of the range are walked on
-    ids = torch.cat([batches[rank][micro]["ids"] for micro in range(3) for rank in range(2)]).tolist()
-    assert ids == expected
-    assert len(set(ids)) == 24
+    assert torch.cat([batches[rank][micro]["ids"] for micro in range(3) for rank in range(2)]).tolist() == expected
+    assert len(set(expected)) == 24
     assert {loader.cursor for loader in loaders} == {cursor + 24}
 
 
 def consumed(world: int, steps: int, num_micro_batches: int, micro_batch_size: int, cursor: int) -> list[int]:
     """All samples of ``steps`` steps in global order, from the loaders of all ranks."""
-    loaders = [
-        BatchLoader(Numbers(101), 5, micro_batch_size, num_micro_batches, rank, world, cursor) for rank in range(world)
-    ]
-    ids: list[int] = []
+    sizes = micro_batch_size, num_micro_batches
+    loaders = [BatchLoader(Numbers(101), 5, *sizes, rank, world, cursor) for rank in range(world)]
+    found: list[int] = []
     for _ in range(steps):
         batches = [next(loader) for loader in loaders]
-        assert all(len(batch) == num_micro_batches for batch in batches)
-        for micro in range(num_micro_batches):
-            for batch in batches:
-                ids += batch[micro]["ids"].tolist()
-    assert {loader.cursor for loader in loaders} == {cursor + len(ids)}
-    return ids
+        assert len(batches[0]) == num_micro_batches
+        found += chain.from_iterable(ids(list(together)) for together in zip(*batches, strict=True))
+    assert {loader.cursor for loader in loaders} == {cursor + len(found)}
+    return found
 
 
 def test_loaders_of_any_world_size_and_a_run_resumed_at_another_batch_size_consume_one_stream() -> None:

@@ -19,12 +19,17 @@ from dtrain.data.shards import foreign, reader
 from dtrain.data.shards.format import BLOCK, MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError, DataError
-from tests.helpers.token_files import rewrite_manifest, write_shards
+from tests.helpers.token_shards import rewrite_manifest, write_shards
 
 
 def documents(lengths: list[int], vocab_size: int = 1000) -> list[np.ndarray]:
     generator = np.random.default_rng(len(lengths))
     return [generator.integers(vocab_size, size=length) for length in lengths]
+
+
+def refuse(message: str, folder: Path, vocab_size: int | None = None, error: type[Exception] = DataError) -> None:
+    with pytest.raises(error, match=message):
+        TokenShards.open(folder, vocab_size)
 
 
 LENGTHS = st.lists(st.lists(st.integers(1, 40), max_size=6), min_size=1, max_size=5)
@@ -92,8 +97,7 @@ def test_a_flipped_byte_of_a_small_file_is_found_at_the_start(tmp_path: Path, fi
         changed = bytearray(content)
         changed[position] ^= 4
         (tmp_path / file).write_bytes(changed)
-        with pytest.raises(DataError, match=expected):
-            TokenShards.open(tmp_path)
+        refuse(expected, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -113,32 +117,26 @@ def test_a_wrong_manifest_is_refused(tmp_path: Path, old: str, new: str, expecte
     text = (tmp_path / MANIFEST).read_text()
     assert old in text
     rewrite_manifest(tmp_path, text.replace(old, new, 1))
-    with pytest.raises(DataError, match=expected):
-        TokenShards.open(tmp_path)
+    refuse(expected, tmp_path)
 
 
 def test_a_manifest_is_canonical_and_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="none is not a folder"):
-        TokenShards.open(tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"has neither manifest\.json nor \.bin files; write token shards with"):
-        TokenShards.open(tmp_path)
+    refuse("none is not a folder", tmp_path / "none", error=ConfigError)
+    refuse(r"has neither manifest\.json nor \.bin files; write token shards with", tmp_path, error=ConfigError)
     write_shards(tmp_path, [documents([5, 6])], 1000)
     content = (tmp_path / MANIFEST).read_bytes()
     assert ShardManifest.from_bytes(content, "m").to_bytes() == content
     shards = TokenShards.open(tmp_path)
     assert shards.fingerprint == hashlib.sha256(content).hexdigest()
-    with pytest.raises(ConfigError, match=r"states the vocabulary; remove data.vocab_size=5"):
-        TokenShards.open(tmp_path, 5)
+    refuse(r"states the vocabulary; remove data.vocab_size=5", tmp_path, 5, ConfigError)
     (tmp_path / MANIFEST).unlink()
-    with pytest.raises(ConfigError, match="was interrupted; the same command finishes it"):
-        TokenShards.open(tmp_path)
+    refuse("was interrupted; the same command finishes it", tmp_path, error=ConfigError)
     (tmp_path / "00000.bin").unlink()
     with pytest.raises(DataError, match=r"00000\.bin cannot be read any more: No such file"):
         shards.read(np.array([0]), 4)
     write_shards(tmp_path, [documents([5, 6])], 1000)
     (tmp_path / "00000.crc").unlink()
-    with pytest.raises(DataError, match=r"00000\.crc cannot be read: No such file"):
-        TokenShards.open(tmp_path)
+    refuse(r"00000\.crc cannot be read: No such file", tmp_path)
 
 
 def test_20_gb_cost_little_memory(tmp_path: Path) -> None:
@@ -181,8 +179,7 @@ def test_shards_of_llmc(tmp_path: Path, magic: int) -> None:
     second = tmp_path / "web_000002.bin"
     llmc(tmp_path / "web_000001.bin", tokens[:900], magic)
     llmc(second, tokens[900:], magic)
-    with pytest.raises(ConfigError, match=r"do not state the vocabulary; set data.vocab_size=N"):
-        TokenShards.open(tmp_path)
+    refuse("do not state the vocabulary; set data.vocab_size=N", tmp_path, error=ConfigError)
     shards, narrow = TokenShards.open(tmp_path, 700), TokenShards.open(tmp_path, 699)
     assert shards.read(np.array([0, 890, 1900]), 100).tolist() == [tokens[s : s + 100].tolist() for s in (0, 890, 1900)]
     assert shards.document_ends[:].tolist() == [900, 2000]
@@ -195,11 +192,9 @@ def test_shards_of_llmc(tmp_path: Path, magic: int) -> None:
     llmc(second, tokens[900:][::-1], magic)
     assert TokenShards.open(tmp_path, 700).fingerprint != shards.fingerprint
     second.write_bytes(second.read_bytes()[:-2])
-    with pytest.raises(DataError, match=r"web_000002.bin has \d+ bytes; its header states 1100 tokens"):
-        TokenShards.open(tmp_path, 700)
+    refuse(r"web_000002.bin has \d+ bytes; its header states 1100 tokens", tmp_path, 700)
     second.write_bytes(tokens.astype("<u2").tobytes())
-    with pytest.raises(DataError, match=r"expected 20240520 or 20240801, and version 1, of a shard of llm.c"):
-        TokenShards.open(tmp_path, 700)
+    refuse("expected 20240520 or 20240801, and version 1, of a shard of llm.c", tmp_path, 700)
 
 
 def test_more_shards_than_open_files_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +204,7 @@ def test_more_shards_than_open_files_are_allowed(tmp_path: Path, monkeypatch: py
     try:
         with monkeypatch.context() as patch:
             patch.setattr(reader, "allow_open_files", lambda count: None)  # as at the hard limit
-            with pytest.raises(DataError, match=r"cannot be read: Too many open files; raise the hard limit"):
-                TokenShards.open(tmp_path)
+            refuse("cannot be read: Too many open files; raise the hard limit", tmp_path)
         assert TokenShards.open(tmp_path).num_tokens == 540
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -243,19 +237,14 @@ def test_shards_of_megatron(tmp_path: Path, code: int, monkeypatch: pytest.Monke
 
 def test_wrong_indices_of_megatron(tmp_path: Path) -> None:
     index = tmp_path / "a.idx"
-
-    def refuse(message: str) -> None:
-        with pytest.raises(DataError, match=message):
-            TokenShards.open(tmp_path, 1000)
-
     megatron(index, documents([10, 20]), [0, 1, 2], code=5)
-    refuse(r"the code of its dtype is 5; supported are 4 \(int32\) and 8 \(uint16\)")
+    refuse(r"the code of its dtype is 5; supported are 4 \(int32\) and 8 \(uint16\)", tmp_path, 1000)
     megatron(index, documents([10, 20]), [0, 1])
-    refuse("its documents do not cover its 2 sequences")
+    refuse("its documents do not cover its 2 sequences", tmp_path, 1000)
     megatron(index, documents([10, 20]), [0, 1, 2])
     index.with_suffix(".bin").write_bytes(b"short")
-    refuse(r"a.bin: 5 bytes; a.idx states 30 tokens of 2 bytes")
+    refuse(r"a.bin: 5 bytes; a.idx states 30 tokens of 2 bytes", tmp_path, 1000)
     index.write_bytes(index.read_bytes()[:-1])
-    refuse(r"a.idx has \d+ bytes; its header states")
+    refuse(r"a.idx has \d+ bytes; its header states", tmp_path, 1000)
     index.write_bytes(b"nothing of Megatron's")
-    refuse(r"expected .*MMIDIDX.*, version 1, of Megatron")
+    refuse(r"expected .*MMIDIDX.*, version 1, of Megatron", tmp_path, 1000)

@@ -143,7 +143,6 @@ def test_any_bytes_are_text(tmp_path: Path) -> None:
     data = load(tmp_path / "a.bin")
     assert data.task.num_outputs == 257
     assert data.codec.decode(torch.tensor([104, 105, END_OF_DOCUMENT, 195, 169, 255])) == "hi<|end|>é�"
-    assert data.codec.decode([104, 105]) == "hi"
     assert data.codec.decode([104, 257, 50256, 105]) == "h\ufffd\ufffdi"  # of a model with a larger vocabulary
 
 

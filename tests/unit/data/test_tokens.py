@@ -66,17 +66,12 @@ def test_the_description_counts_targets() -> None:
     data = load(path="web")
     num_samples = (web.num_tokens - 1) // SEQ_LEN
     sides = [side.batch(np.arange(side.num_samples))["targets"] for side in (data.train, data.validation)]
-    counted = sum(int((targets != IGNORE_INDEX).sum()) for targets in sides)
-    assert data.description == (
-        f"data=tokens: web (3,760 tokens, 200 documents, {num_samples} samples, "
-        f"{100 * counted / num_samples / SEQ_LEN:.2f} % of the targets count); 5 % of the samples held out for "
-        "validation"
-    )
+    share = sum(int((targets != IGNORE_INDEX).sum()) for targets in sides) / num_samples / SEQ_LEN
+    counts = f"web (3,760 tokens, 200 documents, {num_samples} samples, {100 * share:.2f} % of the targets count)"
+    assert data.description == f"data=tokens: {counts}; 5 % of the samples held out for validation"
     assert "100.00 % of the targets count" in load(path="web", documents="cross").description
-    apart = load(path="web", validation_path="code/").description
-    assert apart.endswith(
-        "; validation on code/ (1,320 tokens, 30 documents, 82 samples, 97.79 % of the targets count)"
-    )
+    apart = "; validation on code/ (1,320 tokens, 30 documents, 82 samples, 97.79 % of the targets count)"
+    assert load(path="web", validation_path="code/").description.endswith(apart)
 
 
 def test_a_mixture_takes_its_shares_also_in_validation() -> None:
@@ -92,17 +87,10 @@ def test_a_mixture_takes_its_shares_also_in_validation() -> None:
 
 def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, MemoryShards]) -> None:
     pack("web")
-    choices: list[dict[str, Any]] = [
-        {"path": "web"},
-        {"path": "code"},
-        {"path": "web", "documents": "cross"},
-        {"path": "web", "pack": "best_fit"},
-        {"path": "web", "validation_percent": 6.0},
-        {"path": "web", "validation_path": "code"},
-        {"path": "web", "validation_path": "two"},
-        {"mixture": {"web": 1.0, "code": 1.0}},
-        {"mixture": {"web": 1.0, "code": 2.0}},
-    ]
+    changes: list[dict[str, Any]] = [{}, {"documents": "cross"}, {"pack": "best_fit"}, {"validation_percent": 6.0}]
+    changes += [{"validation_path": "code"}, {"validation_path": "two"}, {"path": "code"}]
+    mixtures = [{"path": None, "mixture": {"web": 1.0, "code": weight}} for weight in (1.0, 2.0)]
+    choices = [{"path": "web", **keys} for keys in [*changes, *mixtures]]
     fingerprints = [load(**keys).fingerprint for keys in choices]
     assert len(set(fingerprints)) == len(choices)
     assert fingerprints == [load(**keys).fingerprint for keys in choices]
@@ -151,9 +139,8 @@ def refusal(**keys: Any) -> str:
 
 
 def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards]) -> None:
-    assert refusal(path="short") == (
-        "short holds 9 tokens, which give no sample of model.max_seq_len=16; add text or lower model.max_seq_len"
-    )
+    short = "short holds 9 tokens, which give no sample of model.max_seq_len=16; add text or lower model.max_seq_len"
+    assert refusal(path="short") == short
     shards["one"] = MemoryShards([SEQ_LEN + 1])
     assert refusal(path="one").startswith("one gives one sample, but training and validation need one each")
     load(path="two")
@@ -161,9 +148,8 @@ def test_mistakes_are_refused_by_name(shards: dict[str, MemoryShards]) -> None:
     assert "is trained on; name another folder" in refusal(path="web", validation_path="web")
     assert "is trained on; name another folder" in refusal(mixture={"web": 1.0, "code": 1.0}, validation_path="code")
     assert refusal(path="web", pack="best_fit").endswith("; run dtrain data pack web seq_len=16")
-    assert refusal(mixture={"web": 1.0, "code": 1e-6}).startswith(
-        "data.mixture gives code the weight 1e-06 of 1, less than one sample in 10,000"
-    )
+    small = "data.mixture gives code the weight 1e-06 of 1, less than one sample in 10,000"
+    assert refusal(mixture={"web": 1.0, "code": 1e-6}).startswith(small)
     other = "other has a vocabulary of 300, but web 70000; their tokens mean other text"
     assert refusal(mixture={"web": 1.0, "other": 1.0}).startswith(other)
     assert refusal(path="web", validation_path="other").startswith(other)

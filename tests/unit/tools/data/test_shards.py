@@ -15,7 +15,7 @@ from dtrain.data.shards.format import BLOCK, KINDS, MANIFEST, shard_file
 from dtrain.data.shards.reader import TokenShards
 from dtrain.errors import ConfigError
 from dtrain.tools.data.writer import ShardWriter
-from tests.helpers.token_files import rewrite_manifest, write_shards
+from tests.helpers.token_shards import rewrite_manifest, write_shards
 
 
 @pytest.fixture
