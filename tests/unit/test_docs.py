@@ -16,13 +16,9 @@ GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.
 _PATH = re.compile(r"(?<![\w./<{-])((?:dtrain|tests|docs|conf|launch|\.ci)/[\w./-]*\w)(?![\w*<{…]|/?[*<{]|\.\.\.)")
 
 
-def python_blocks(page: Path) -> str:
-    return "\n".join(re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL))
-
-
 @pytest.mark.parametrize("page", ["README.md", "docs/library.md", "docs/optimizers.md"])
 def test_code_blocks_run(page: str) -> None:
-    code = python_blocks(ROOT / page)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL))
     assert "dtrain.initialize" in code
     exec(compile(code, page, "exec"), {"__name__": page})  # noqa: S102 - the documents are ours
 

@@ -12,20 +12,13 @@ import yaml
 from dtrain.cli.checks import check_config
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
+from dtrain.config import schema
 from dtrain.config.dump import HASH_EXCLUDES, config_hash, config_to_dict, to_yaml
 from dtrain.config.engines import Native
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY
 from dtrain.config.optim import OptimConfig, TorchOptimizer
 from dtrain.config.precision import PrecisionConfig
-from dtrain.config.schema import (
-    GROUP_OPTIONS,
-    LaunchConfig,
-    RunConfig,
-    SuperviseConfig,
-    TensorboardConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from dtrain.config.schema import GROUP_OPTIONS, LaunchConfig, RunConfig, TrainConfig, WandbConfig
 from tests.unit.cli.regenerate_golden import EXPERIMENTS, experiments
 
 ROOT = Path(__file__).parents[3]
@@ -132,8 +125,8 @@ def test_yaml_of_a_run_reads_back_as_the_same_values() -> None:
 
 def test_hash_follows_what_ranks_must_agree_on_and_nothing_else() -> None:
     base = config_hash(RunConfig())
-    same: dict[str, Any] = {"run_dir": "/a", "resume": "none", "report": False, "tracker": TensorboardConfig()}
-    same |= {"launch": LaunchConfig(device="cpu"), "supervise": SuperviseConfig(limit_s=5)}
+    same: dict[str, Any] = {"run_dir": "/a", "resume": "none", "report": False, "tracker": schema.TensorboardConfig()}
+    same |= {"launch": LaunchConfig(device="cpu"), "supervise": schema.SuperviseConfig(limit_s=5)}
     assert same.keys() == set(HASH_EXCLUDES)
     assert config_hash(RunConfig(**same)) == base
     others = [RunConfig(seed=1), RunConfig(optim=OptimConfig(lr=2e-3)), RunConfig(engine=Native(zero_stage=1))]

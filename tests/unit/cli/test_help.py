@@ -1,5 +1,3 @@
-"""What ``--help`` prints of every key, and the same keys in the documents."""
-
 from __future__ import annotations
 
 from typing import Any

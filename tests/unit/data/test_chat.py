@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -242,14 +243,12 @@ def test_text_by_a_tokenizer(tmp_path: Path, make_folder: Any) -> None:
     data = load_dataset(TextDataConfig(tokenizer=str(folder / "tokenizer.json"), **keys), 8)
     tokenizer = TokenizerFile(folder)
     assert (data.task.num_outputs, data.codec.end_id) == (tokenizer.vocab_size, tokenizer.end_id)
-    batch = data.train.batch(np.arange(data.train.num_samples))
-    text = data.codec.decode(batch["tokens"].flatten())
-    assert "<|end|>what is two plus " in text
-    assert "? é<|end|>" in text
+    text = data.codec.decode(data.train.batch(np.arange(data.train.num_samples))["tokens"].flatten())
+    assert re.search(r"<\|end\|>what is two plus \d+\? é<\|end\|>", text)
     bytes_only = load_dataset(TextDataConfig(**keys), 8)
     assert bytes_only.task.num_outputs == 257
-    assert bytes_only.fingerprint != data.fingerprint
-    assert bytes_only.fingerprint != load_dataset(TextDataConfig(**keys | {"validation_percent": 30.0}), 8).fingerprint
+    more = load_dataset(TextDataConfig(**keys | {"validation_percent": 30.0}), 8)
+    assert len({dataset.fingerprint for dataset in (data, bytes_only, more)}) == 3
     (tmp_path / "bad.txt").write_bytes(b"abc\xff")
     with pytest.raises(ConfigError, match=r"bad\.txt is not UTF-8 at byte 3, so it cannot be tokenized"):
         load_dataset(TextDataConfig(tokenizer=str(folder), **keys), 8)

@@ -106,9 +106,6 @@ def test_the_fingerprint_tells_settings_apart_and_a_missing_font_is_named(monkey
         load_dataset(configs[0], 0)
 
 
-# -- denoising ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def noisy() -> Dataset:
     return load_dataset(GlyphsDataConfig(task="denoising", size=16, characters="digits"), 0)

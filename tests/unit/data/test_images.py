@@ -58,9 +58,6 @@ def is_gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-# -- what is decoded ---------------------------------------------------------------------------------------------------
-
-
 def test_the_largest_square_in_the_middle_is_shown_unless_it_is_cut_at_random(tmp_path: Path) -> None:
     path = tmp_path / "wide.png"
     blocks((RED, GREEN, BLUE, RED)).save(path)  # 80 x 20
@@ -142,9 +139,6 @@ def test_a_large_jpeg_that_is_decoded_at_a_part_of_its_size_looks_the_same(tmp_p
     for view in ((), (0.3, 1.3, 0.2, 0.9, True)):
         difference = pixels(tmp_path / "a.jpg", view, 32).astype(int) - pixels(tmp_path / "a.png", view, 32)
         assert np.abs(difference).mean() < 2
-
-
-# -- the samples -------------------------------------------------------------------------------------------------------
 
 
 def test_classes_are_the_folders_in_sorted_order_and_images_may_lie_deeper(tmp_path: Path) -> None:

@@ -87,9 +87,6 @@ def test_a_plan_that_is_absent_damaged_or_of_other_shards_is_refused(tmp_path: P
         write_plan(tmp_path / "other", pack([5, 9], 6), 6, SHARDS)
 
 
-# -- samples of token shards -------------------------------------------------------------------------------------------
-
-
 STREAMS = LENGTHS.filter(lambda lengths: sum(lengths) > 1)
 
 

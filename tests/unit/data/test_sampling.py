@@ -14,15 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.data import (
-    BatchLoader,
-    PrefetchedBatches,
-    SampleSource,
-    sample_id,
-    sample_ids,
-    sampling,
-    validation_batches,
-)
+from dtrain.data import BatchLoader, PrefetchedBatches, SampleSource, sample_id, sample_ids, sampling
+from dtrain.data.loader import validation_batches
 from dtrain.data.sampling import Indices
 
 quick = settings(max_examples=40)

@@ -1,5 +1,3 @@
-"""Facts about a GPU are what nvidia-smi, the system and PyTorch say. What is missing is no error."""
-
 from __future__ import annotations
 
 import ctypes
@@ -25,15 +23,14 @@ UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
 BUS = {"pci_domain_id": 0, "pci_bus_id": 0x9B, "pci_device_id": 0}
 CPU = torch.device("cpu")
 SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "seq_len": 16, "head_dim": 32}
-Answer = Callable[[str], "tuple[int, str]"]
-Smi = Callable[[Answer], "list[list[str]]"]
+Smi = Callable[[Callable[[str], tuple[int, str]]], list[list[str]]]
 
 
 @pytest.fixture
 def smi(monkeypatch: pytest.MonkeyPatch) -> Smi:
     """Replaces nvidia-smi by a function of the GPU's name, and returns the list of commands that were started."""
 
-    def replace(answer: Answer) -> list[list[str]]:
+    def replace(answer: Callable[[str], tuple[int, str]]) -> list[list[str]]:
         commands: list[list[str]] = []
 
         def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
