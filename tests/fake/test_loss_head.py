@@ -54,6 +54,7 @@ def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
         assert products.count == (4 if dtype == torch.bfloat16 else 8)
 
 
+@pytest.mark.exhaustive
 def test_a_step_of_an_engine_waits_for_nothing() -> None:
     with fake_engine(2, config=replace(CONFIG, loss_chunk=8, vocab_size=VOCAB), zero_stage=3) as rank:
         rank.step()

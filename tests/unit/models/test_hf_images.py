@@ -33,6 +33,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+each_family = pytest.mark.parametrize(
+    "family", ["vit", "convnext", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("resnet", "swin"))]
+)
+
+
 @pytest.fixture(autouse=True)
 def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     block_network(monkeypatch)
@@ -60,9 +65,7 @@ def network(task: Any = TASK, **keys: Any) -> TaskModel:
     return build("images.hf", task, **keys)
 
 
-@pytest.mark.parametrize(
-    "family", ["vit", "convnext", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("resnet", "swin"))]
-)
+@each_family
 def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, tmp_path: Path) -> None:
     import transformers
 
@@ -80,7 +83,7 @@ def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, tmp_path:
     assert all(loss > 0 for loss in train(engine, TASK, steps=2))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_family_is_built_for_the_data(family: str) -> None:
     task = classification(1, 20, 20, classes=7)
     model = network(task, args={"model_type": family, **FAMILIES[family]})

@@ -190,7 +190,7 @@ def test_the_host_reads_nothing() -> None:
         linear_cross_entropy(hidden, weight, targets, chunk_rows=8, label_smoothing=0.1, z_loss=1e-3).backward()
 
 
-@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("dtype", [FP32, pytest.param(BF16, marks=pytest.mark.exhaustive)])
 def test_temporaries_are_a_twentieth_of_full_fp32_logits(dtype: torch.dtype) -> None:
     """At 4,096 tokens, the share does not depend on the vocabulary; both gradients are counted apart."""
     with StorageTracker() as tracker:

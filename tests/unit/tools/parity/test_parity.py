@@ -293,6 +293,7 @@ def test_engines_agree_with_the_oracle(ranks: int, tmp_path: Path, capsys: pytes
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.usefixtures("single_ranks_in_process")
 def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
