@@ -77,6 +77,7 @@ def test_other_precisions(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "## Modules" not in capsys.readouterr().out, "on a terminal the table is drawn"
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_needs_values_gets_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
