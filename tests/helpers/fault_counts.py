@@ -13,9 +13,7 @@ import pytest
 
 from dtrain.telemetry.host import describe_host
 
-FEW_AND_MANY = pytest.mark.parametrize(
-    "many", [False, pytest.param(True, marks=pytest.mark.exhaustive)], ids=["few", "many"]
-)
+FEW_AND_MANY = pytest.mark.parametrize("many", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 """Each kind of fault once by default; the counts of the fault suite in the exhaustive run."""
 
 

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 
 from dtrain.distributed.progress import Phase, Progress
 from dtrain.supervision.member import Member, WatchJob, share_progress
@@ -79,6 +78,7 @@ def main(rank: str, phase: str, action: str, mark: str) -> None:
     with ExitStack() as held:
         progress = Progress()
         progress.end_step(41)
+        progress.begin(Phase.LOAD)  # in no other phase, because a watcher learns how long each takes
         print(json.dumps(asdict(share_progress(int(rank), progress, held))), flush=True)
         while not select.select([sys.stdin], [], [], 0.1)[0]:
             progress.advance()
@@ -160,9 +160,7 @@ class WatchedProcesses:
     def __enter__(self) -> WatchedProcesses:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.communicate()

@@ -11,12 +11,9 @@ from unittest import mock
 import torch
 
 from dtrain.checkpoint.async_saver import AsyncSaver
-from dtrain.checkpoint.snapshot import Snapshot, TensorShard
+from dtrain.checkpoint.snapshot import Snapshot
 from dtrain.distributed.single_rank import SingleRank
-
-
-def shard(name: str, device: str) -> TensorShard:
-    return TensorShard(name, "master", (4,), torch.float32, 0, 4, torch.arange(4.0, device=device))
+from tests.helpers.checkpoints import shard
 
 
 def test_only_what_lies_on_the_gpu_is_copied_first(tmp_path: Path) -> None:
@@ -28,7 +25,8 @@ def test_only_what_lies_on_the_gpu_is_copied_first(tmp_path: Path) -> None:
         copied.extend(one.name for one in snapshot.shards)
         return snapshot
 
-    shards = (shard("on the host", "cpu"), shard("on the device", "meta"))
+    on_device = shard(("master", "on the device"), torch.arange(4.0, device="meta"), 0, 4)
+    shards = shard(("master", "on the host"), torch.arange(4.0), 0, 4), on_device
     saved: list[Snapshot] = []
 
     def save(directory: Path, snapshot: Snapshot, *_: Any, **__: Any) -> Path:

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import Snapshot
-from dtrain.checkpoint.snapshot import HostCopy, TensorShard, _pinned_block, _places
+from dtrain.checkpoint.snapshot import HostCopy, _pinned_block, _places
+from tests.helpers.checkpoints import shard
 
 
 def test_pinned_memory_is_little_more_than_the_shards() -> None:
@@ -40,11 +41,8 @@ def test_no_two_shards_share_a_byte(nbytes: list[int]) -> None:
 
 
 def _snapshot(*numels: int) -> Snapshot:
-    shards = [
-        TensorShard(f"w{i}", "master", (n,), torch.float32, 0, n, torch.full((n,), float(i)))
-        for i, n in enumerate(numels)
-    ]
-    return Snapshot(1, tuple(shards), {})
+    tensors = {("master", f"w{i}"): torch.full((n,), float(i)) for i, n in enumerate(numels)}
+    return Snapshot(1, tuple(shard(key, tensor, 0, tensor.numel()) for key, tensor in tensors.items()), {})
 
 
 _empty = torch.empty
@@ -67,5 +65,5 @@ def test_memory_is_kept_for_snapshots_that_fit(in_blocks: bool, monkeypatch: pyt
         copy._on_gpu = False
         assert ([block.data_ptr() for block in copy._blocks] != before) == grows
         taken = copy.take(snapshot)
-        for i, (shard, numel) in enumerate(zip(taken.shards, numels, strict=True)):
-            assert torch.equal(shard.data, torch.full((numel,), float(i)))
+        for i, (held, numel) in enumerate(zip(taken.shards, numels, strict=True)):
+            assert torch.equal(held.data, torch.full((numel,), float(i)))

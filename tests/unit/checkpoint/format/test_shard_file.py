@@ -99,8 +99,6 @@ def test_a_save_needs_no_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.M
 
 
 class SlowDigest:
-    """A slow hash."""
-
     def __init__(self, name: str, first: bytes) -> None:
         pass
 

@@ -207,8 +207,9 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         export(path, out, dtype="fp8")
     with pytest.raises(CheckpointError, match="is inside the checkpoint"):
         export(path, path / "hf")
+    (tmp_path / "empty").mkdir()
     with pytest.raises(NoCheckpointError):
-        export(tmp_path / "nothing", out)
+        export(tmp_path / "empty", out)
     out.mkdir()
     assert main(["export", str(path), str(out)]) == 2
     assert "exists; an export creates a new folder" in capsys.readouterr().err
