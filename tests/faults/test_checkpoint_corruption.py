@@ -189,7 +189,7 @@ def try_one(template: Path, name: str, seed: int) -> bool:
 @FEW_AND_MANY
 def test_random_corruption(tmp_path: Path, many: bool, faults: FaultCounts) -> None:
     make_good(tmp_path)
-    count = faults.count(ci=62, full=1000) if many else 4
+    count = faults.count(ci=66, full=1000) if many else 4
     for name in KINDS:
         first = zlib.crc32(name.encode()) + many
         found: Counter[bool] = Counter()
