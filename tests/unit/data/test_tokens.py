@@ -86,7 +86,7 @@ def test_the_fingerprint_is_of_all_that_decides_the_samples(shards: dict[str, Me
     pack("web")
     changes: list[dict[str, Any]] = [{}, {"documents": "cross"}, {"pack": "best_fit"}, {"validation_percent": 6.0}]
     changes += [{"validation_path": "code"}, {"validation_path": "two"}, {"path": "code"}]
-    mixtures = [{"path": None, "mixture": {"web": 1.0, "code": weight}} for weight in (1.0, 2.0)]
+    mixtures = [{"path": "", "mixture": {"web": 1.0, "code": weight}} for weight in (1.0, 2.0)]
     choices = [{"path": "web", **keys} for keys in [*changes, *mixtures]]
     fingerprints = [load(**keys).fingerprint for keys in choices]
     assert len(set(fingerprints)) == len(choices)
