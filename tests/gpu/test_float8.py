@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -17,17 +18,22 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.precision import Float8
 from dtrain.models import build_model
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.linear import Float8Linear, convert
+from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe, resolve_float8
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
-from tests.gpu.test_engine import (
+from tests.gpu.test_engine import (  # noqa: F401 - fixtures
     ADAMW,
     CONFIG,
     VOCAB,
-    _one_rank_of_nccl,  # noqa: F401 - a fixture
+    WAITS,
+    _one_rank_of_nccl,
+    batch,
+    forbid_waiting,
     train,
 )
 from tests.helpers.needs import row_scales_on_cpu
@@ -47,6 +53,36 @@ def recipe_of(options: Float8) -> Recipe:
 
 
 # -- products ----------------------------------------------------------------------------------------------------------
+
+
+@tensor_cores
+@pytest.mark.parametrize("grad_format", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("shape", [(16, 16, 16), (64, 48, 2064), (1000, 144, 272), (4096, 1024, 1024)])
+def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str, grad_format: str) -> None:
+    """Beyond one rounding to BF16 a sum of K products may be off by the bits that the Tensor Core accumulates in.
+
+    Hopper keeps 13 bits of a partial sum of up to 128 products, then adds it in FP32.
+    """
+    if (recipe, grad_format) == ("rowwise", "e5m2"):
+        pytest.skip("torch._scaled_mm takes E4M3 alone, row by row")
+    m, n, k = shape
+    chosen = replace(recipe_of(Float8(recipe=recipe, grad_format=grad_format)), compile=False)
+    m = -(-m // 16) * 16
+    x, w = torch.randn(m, k, device=DEVICE) * 3, torch.randn(n, k, device=DEVICE) * 0.02
+    # strided: what is cast may be a transpose
+    a = quantize(x.t().contiguous().t(), chosen.grad_dtype, rowwise=chosen.rowwise)
+    b = quantize(w, E4M3, rowwise=chosen.rowwise)
+    exact_a, exact_b = (
+        (operand.values.double() * (operand.scale.double()[:, None] if chosen.rowwise else operand.scale.double()))
+        for operand in (a, b)
+    )
+    exact, size = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
+    for emulate in (False, True):
+        y = multiply(a, b, torch.bfloat16, emulate=emulate)
+        assert y.shape == (m, n)
+        allowed = exact.abs() * 2**-8 + size * (2**-20 if emulate else 2**-12)
+        assert bool(((y.double() - exact).abs() <= allowed).all())
 
 
 def run_linear(linear: nn.Linear, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
@@ -85,6 +121,36 @@ def test_a_linear_on_tensor_cores_follows_float64_and_the_emulation(
         assert got.shape == want.shape
         assert sqnr(got, want) > 20  # two operands of 3 or 2 mantissa bits
         assert sqnr(got, same.double()) > 45  # the same operands; other sums, and BF16 rounds once
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+def test_compiled_casts_have_the_bits_of_eager_ones(options: Float8) -> None:
+    torch.manual_seed(0)
+    plain = nn.Linear(256, 192, device=DEVICE).bfloat16()
+    x = torch.randn(512, 256, device=DEVICE).bfloat16() * torch.logspace(-20, 4, 512, device=DEVICE)[:, None].bfloat16()
+    gradient = torch.randn(512, 192, device=DEVICE).bfloat16() * 1e-6
+    eager, compiled = (
+        run_linear(convert(copy.deepcopy(plain), replace(recipe_of(options), compile=compiles)), x, gradient)
+        for compiles in (False, True)
+    )
+    for one, other in zip(eager, compiled, strict=True):
+        assert torch.equal(one, other)
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["input", "weight", "gradient"])
+def test_an_overflow_is_never_hidden(options: Float8, value: float, where: str) -> None:
+    linear = nn.Linear(64, 32, device=DEVICE).bfloat16()
+    x, gradient = (torch.randn(48, size, device=DEVICE).bfloat16() for size in (64, 32))
+    victim = {"input": x, "weight": linear.weight.data, "gradient": gradient}[where]
+    victim[3, 5] = value
+    y, dx, dw = run_linear(convert(linear, recipe_of(options)), x, gradient)
+    assert bool(y.isfinite().all()) == (where == "gradient")
+    assert bool(dx.isfinite().all()) == (where == "input")
+    assert bool(dw.isfinite().all()) == (where == "weight")
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -145,6 +211,29 @@ def make_engine(options: Float8 | None, engine: str = "native", stage: int = 2, 
     )
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+def test_frozen_weights_take_a_byte_and_train_near_bf16(options: Float8) -> None:
+    """The same bits sharded or not; each product has its own transposes, which are freed."""
+
+    def make(options: Float8 | None, stage: int) -> Any:
+        model = build_model(CONFIG, VOCAB, seed=0)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("blocks." not in name or "norm" in name)
+        policy = PrecisionPolicy.named("bf16" if options is None else "fp8")
+        policy = policy if options is None else replace(policy, float8=options)
+        return dtrain.initialize(
+            model.to(DEVICE), optimizer=ADAMW, zero_stage=stage, precision=policy, seed=0, reproducible=True
+        )
+
+    whole, sharded, low = make(options, 0), make(options, 3), make(None, 0)
+    losses = [[outcome.loss for outcome in train(engine, 8)] for engine in (whole, sharded, low)]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2], rel=0.02)
+    frozen = sum(p.numel() for name, p in whole.frozen.items())
+    assert frozen <= whole.memory()["frozen"] <= 1.15 * frozen
+    assert low.memory()["frozen"] == 2 * frozen
+
+
 def float8_linears(engine: Any) -> list[Float8Linear]:
     return [module for module in engine.module.modules() if isinstance(module, Float8Linear)]
 
@@ -159,3 +248,44 @@ def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8, name: s
     for outcome, other in zip(outcomes, expected, strict=True):
         assert outcome.loss == pytest.approx(other.loss, rel=0.02)
     assert normwise_error(engine.master_state(), low.master_state()) < 0.05
+
+
+@tensor_cores
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+def test_tensor_cores_train_as_the_emulation_does(options: Float8) -> None:
+    if ON_CPU:
+        row_scales_on_cpu(rowwise=options.recipe == "rowwise")
+    real, emulated = (make_engine(replace(options, emulate=emulates)) for emulates in (False, True))
+    assert not float8_linears(real)[0].recipe.emulate
+    assert float8_linears(emulated)[0].recipe.emulate
+    losses = [[outcome.loss for outcome in train(engine, 12)] for engine in (real, emulated)]
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
+def test_stages_give_the_same_bits(options: Float8) -> None:
+    engines = [make_engine(options, "native", stage, reproducible=True) for stage in range(4)]
+    for engine in engines:
+        train(engine, 4)
+    states = [engine.master_state() for engine in engines]
+    for one, other in pairwise(states):
+        for name, tensor in one.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize(("name", "stage"), ENGINES)
+def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> None:
+    engine = make_engine(OPTIONS[0], name, stage)
+    train(engine, 1)
+    before = engine.master_state()
+
+    def spoil(_: nn.Module, grads: Any) -> Any:
+        return (torch.full_like(grads[0], torch.inf),)
+
+    handle = float8_linears(engine)[0].register_full_backward_pre_hook(spoil)
+    outcome = train(engine, 1, start=1)[0]
+    handle.remove()
+    assert outcome.reason == "overflow"
+    for key, tensor in engine.master_state().items():
+        assert torch.equal(tensor, before[key]), key
+    assert train(engine, 1, start=2)[0].applied
