@@ -1,4 +1,4 @@
-"""Hosts on which ranks train."""
+"""Two or more hosts on which each launcher starts ranks."""
 
 from __future__ import annotations
 
@@ -6,15 +6,21 @@ import ctypes
 import gc
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
 from dtrain.__main__ import main
-from tests.helpers.hosts import INTERFACE, Host, Hosts
-from tests.helpers.launch import LAUNCHER, Job, write_samples
+from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
+from tests.helpers.launch import LAUNCHER, ROOT, SBATCH, Job, slurm_job, write_samples
 from tests.helpers.ranks import fork
+from tests.helpers.remote_shell import NODES, install
+
+SCRIPT = str(ROOT / "launch/train.py")
+_SERVE = (sys.executable, "-m", "tests.helpers.remote_shell", "serve")
 
 
 class HostRank(Job):
@@ -64,7 +70,7 @@ def _train_on(init: int, log: str, argv: list[str], env: dict[str, str]) -> None
 
 
 class Cluster:
-    """Hosts and a folder that they share.
+    """Hosts, a folder that they share, and ``ssh`` between them.
 
     Attributes:
         data: override that names data in the folder.
@@ -74,6 +80,8 @@ class Cluster:
         self.hosts = hosts
         self.shared = hosts.shared
         self.data = write_samples(self.shared)
+        self._env = {**install(self.shared), "GLOO_SOCKET_IFNAME": INTERFACE}
+        self._servers = ExitStack()
         self._numbers = itertools.count(1)
 
     def folder(self) -> Path:
@@ -82,9 +90,18 @@ class Cluster:
         folder.mkdir()
         return folder
 
+    @contextmanager
+    def shells(self) -> Iterator[None]:
+        """Answers ``ssh`` on every host until the block ends."""
+        with ExitStack() as stack:
+            for host in self.hosts:
+                stack.enter_context(host.job(self.folder(), *_SERVE, env=self._env))
+                wait_for(self.shared / f"{host.name}.sock")
+            yield
+
     def ranks(self, *argv: str, per_host: int = 1, num_hosts: int = 0) -> list[HostRank]:
         """Forks ranks on the first hosts, without a launcher: each has the variables that torchrun would set."""
-        port, ranks = str(20000 + next(self._numbers)), []  # the network is the cluster's own
+        port, ranks = str(self._port()), []
         num_hosts = num_hosts or len(self.hosts)
         for rank in range(per_host * num_hosts):
             env = {
@@ -94,7 +111,40 @@ class Cluster:
                 "LOCAL_WORLD_SIZE": str(per_host),
                 "MASTER_ADDR": self.hosts[0].name,
                 "MASTER_PORT": port,
-                "GLOO_SOCKET_IFNAME": INTERFACE,
             }
-            ranks.append(HostRank(self.hosts[rank // per_host], self.folder() / "log", argv, env))
+            ranks.append(HostRank(self.hosts[rank // per_host], self.folder() / "log", argv, {**self._env, **env}))
         return ranks
+
+    def torchrun(self, *argv: str, per_host: int = 1) -> list[Job]:
+        """Starts torchrun on each host; they meet by its c10d rendezvous."""
+        endpoint = f"{self.hosts[0].name}:{self._port()}"
+        options = [f"--nnodes={len(self.hosts)}", f"--nproc-per-node={per_host}", "--rdzv-backend=c10d"]
+        options += [f"--rdzv-endpoint={endpoint}", "--rdzv-id=test"]
+        command = (sys.executable, "-m", "torch.distributed.run", *options, SCRIPT, *argv)
+        return [host.job(self.folder(), *command, env=self._env) for host in self.hosts]
+
+    def deepspeed(self, *argv: str, per_host: int = 1) -> list[Job]:
+        """Starts DeepSpeed's launcher on the first host, with a hostfile; its ``pdsh`` is a stand-in."""
+        folder = self.folder()
+        lines = [f"{host.name} slots={per_host}\n" for host in self.hosts]
+        (folder / "hosts").write_text("".join(lines), encoding="ascii")
+        (folder / ".deepspeed_env").write_text(f"GLOO_SOCKET_IFNAME={INTERFACE}\nOMP_NUM_THREADS=1\n", encoding="ascii")
+        options = ["--hostfile", "hosts", "--master_port", str(self._port())]
+        return [self.hosts[0].job(folder, "deepspeed", *options, SCRIPT, *argv, env=self._env)]
+
+    def sbatch(self, *argv: str, per_host: int = 1) -> list[Job]:
+        """Starts ``launch/slurm.sbatch`` on the first host; ``srun`` is a stand-in."""
+        folder = self.folder()
+        batch = slurm_job(folder, len(self.hosts), per_host * len(self.hosts))
+        path = f"{folder / 'slurm'}{os.pathsep}{self._env['PATH']}"
+        names = ",".join(host.name for host in self.hosts)
+        return [self.hosts[0].job(folder, *SBATCH, *argv, env={**batch, **self._env, "PATH": path, NODES: names})]
+
+    def _port(self) -> int:
+        return 20000 + next(self._numbers)  # the network is the cluster's own
+
+
+def ranks_on(host: Host, jobs: list[Job]) -> set[int]:
+    """Returns the ranks that run on ``host``."""
+    here = host.processes()
+    return {rank for job in jobs for rank, pid in job.ranks().items() if pid in here}

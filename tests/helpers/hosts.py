@@ -10,13 +10,14 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
 from types import TracebackType
 
-from tests.helpers.launch import PATIENCE, ROOT
+from tests.helpers.launch import PATIENCE, ROOT, Job
 
 INTERFACE = "eth0"
 """The network interface of a host."""
@@ -72,6 +73,14 @@ class Host:
         _ip(self.init, "addr", "add", f"{self.address}/24", "dev", INTERFACE)
         _ip(self.init, "link", "set", INTERFACE, "up")
 
+    def job(self, folder: Path, *command: str, env: Mapping[str, str] | None = None) -> Job:
+        """Runs a command on this host, with ``folder`` as working directory and for its log."""
+        return Job([*self.enter(), "sh", "-c", 'cd "$0" && exec "$@"', str(folder), *command], folder, env)
+
+    def enter(self) -> list[str]:
+        """Returns the beginning of a command line that runs the rest of it on this host."""
+        return ["nsenter", f"--target={self.init}", *_NAMESPACES, "--"]
+
     def processes(self) -> set[int]:
         """Returns the processes of this host, as the tests see them, without those that keep it up."""
         namespace, found = os.readlink(f"/proc/{self.init}/ns/pid"), set()
@@ -85,8 +94,8 @@ class Host:
         return found
 
     def listening(self) -> set[str]:
-        """Returns the addresses of all that listens here, as hexadecimal digits."""
-        return {line[1].split(":")[0] for line in self.sockets() if line[3] == "0A"}
+        """Returns ``address:port`` of all that listens here, IPv4 and IPv6 as hexadecimal digits."""
+        return {line[1] for line in self.sockets() if line[3] == "0A"}
 
     def sockets(self) -> list[list[str]]:
         """Returns the fields of the TCP sockets here, as ``/proc/net/tcp`` has them: 1 address, 3 state, 9 inode."""
@@ -216,3 +225,11 @@ def _ip(pid: int, *arguments: str) -> None:
     )
     if result.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
+
+
+def wait_for(path: Path, timeout: float = PATIENCE) -> None:
+    """Waits until a file exists."""
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert time.monotonic() < deadline, f"there is no {path}"
+        time.sleep(0.02)

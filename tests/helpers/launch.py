@@ -31,6 +31,7 @@ from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.mishap import FACTORY
 from tests.helpers.ranks import RankFailure, fork, run_ranks
+from tests.helpers.remote_shell import MARK
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 32
@@ -195,7 +196,7 @@ class Job:
     """
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self._mark = f"DTRAIN_TEST_JOB={secrets.token_hex(8)}"
+        self._mark = f"{MARK}={secrets.token_hex(8)}"
         name, value = self._mark.split("=")
         inherited = {key: text for key, text in os.environ.items() if key not in LAUNCHER}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
@@ -305,22 +306,34 @@ def deepspeed_sh(folder: Path, *argv: str, env: Mapping[str, str] | None = None)
     return Job([str(ROOT / "launch/deepspeed.sh"), *argv], folder, {"NPROC": "2", **(env or {})})
 
 
-def sbatch(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
-    """``launch/slurm.sbatch ARGV`` in ``folder`` on two tasks, with ``tests.helpers.srun`` as ``srun``."""
+def sbatch(folder: Path, *argv: str, nodes: int = 1, env: Mapping[str, str] | None = None) -> Job:
+    """``launch/slurm.sbatch ARGV`` in ``folder`` on two tasks, in the environment of a SLURM job of one or two nodes.
+
+    SLURM itself is not there: ``srun`` and ``scontrol`` are ``tests.helpers.remote_shell``, which starts the tasks.
+    """
+    return Job([*SBATCH, *argv], folder, {**slurm_job(folder, nodes), **(env or {})})
+
+
+SBATCH = ("bash", str(ROOT / "launch/slurm.sbatch"))
+
+
+def slurm_job(folder: Path, nodes: int, tasks: int = 2) -> dict[str, str]:
+    """Returns the environment of a batch script, in which ``srun`` and ``scontrol`` are found; see :func:`sbatch`."""
     tools = folder / "slurm"
     tools.mkdir(parents=True)
-    (tools / "srun").write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.srun "$@"\n')
-    (tools / "srun").chmod(0o755)
-    job = {
+    for name in ("srun", "scontrol"):
+        (tools / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.helpers.remote_shell {name} "$@"\n')
+        (tools / name).chmod(0o755)
+    return {
         "PATH": f"{tools}{os.pathsep}{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),  # two sessions of tests on one machine must not meet
-        "SLURM_JOB_NUM_NODES": "1",
-        "SLURM_NTASKS": "2",
+        "SLURM_JOB_NUM_NODES": str(nodes),
+        "SLURM_JOB_NODELIST": "node[1-2]" if nodes == 2 else "node1",
+        "SLURM_NTASKS": str(tasks),
         "SLURM_PROCID": "0",  # of the batch script itself
         "SLURM_LOCALID": "0",
         "SLURM_NODEID": "0",
     }
-    return Job(["bash", str(ROOT / "launch/slurm.sbatch"), *argv], folder, {**job, **(env or {})})
 
 
 def python(folder: Path, *argv: str, env: Mapping[str, str] | None = None) -> Job:
