@@ -4,14 +4,18 @@ import base64
 import json
 import math
 import re
+import shutil
+import subprocess
 import time
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from matplotlib import image
 
 from dtrain.errors import ConfigError
 from dtrain.telemetry.report.curves import Curve, chart, number, thin
@@ -212,3 +216,32 @@ def test_numbers() -> None:
         "0", "0.00012", "1.235", "12.35k", "2.5M", "1e-09",
     ]  # fmt: skip
     assert number(math.pi * 1e9) == "3.142G"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_a_browser_shows_the_page(tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium is installed")
+    (tmp_path / "report.html").write_text(page_of(make_run(tmp_path / "run")), encoding="utf-8")
+    flags = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+        "--enable-logging=stderr",
+    ]
+    places = [
+        f"--user-data-dir={tmp_path}/profile",
+        f"--screenshot={tmp_path}/page.png",
+        f"file://{tmp_path}/report.html",
+    ]
+    command = [browser, *flags, "--window-size=1280,1600", *places]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert "CONSOLE" not in done.stderr
+    pixels = (255 * image.imread(tmp_path / "page.png")[..., :3]).astype(np.uint8)
+    colors, counts = np.unique(pixels.reshape(-1, 3), axis=0, return_counts=True)
+    assert pixels.shape[:2] == (1600, 1280)
+    assert len(colors) > 100
+    assert counts.max() < 0.9 * pixels[..., 0].size
