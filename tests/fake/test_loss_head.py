@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from tests.fake.device import DEVICE, fake_cuda
-from tests.fake.harness import CONFIG, VOCAB, fake_engine
 
 
 @pytest.fixture(autouse=True)
@@ -52,10 +50,3 @@ def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
         assert weight.grad.dtype == dtype
         # FP16 hidden states have FP32 gradients until the loss scale comes
         assert products.count == (4 if dtype == torch.bfloat16 else 8)
-
-
-@pytest.mark.exhaustive
-def test_a_step_of_an_engine_waits_for_nothing() -> None:
-    with fake_engine(2, config=replace(CONFIG, loss_chunk=8, vocab_size=VOCAB), zero_stage=3) as rank:
-        rank.step()
-        rank.step()

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 import dtrain
-from dtrain.checkpoint.format.integrity import verify_checkpoint
-from dtrain.cli.resolve import compose
 from dtrain.config.model import Lora
 from dtrain.config.precision import Float8
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
-from dtrain.models import build_model, train_flops_per_token
+from dtrain.models import train_flops_per_token
 from dtrain.parameters.groups import find_units
 from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.tools.checkpoint.cli import main
-from dtrain.tools.plan.precision import show_plan
-from dtrain.train.run import run_training
 from tests.helpers.hf_models import TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
 
 LORA = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
@@ -132,49 +125,3 @@ def test_a_skip_is_explained_beside_frozen_float8_weights(folders: dict[str, Pat
     assert outcome.culprit is not None
     assert outcome.culprit.origin is not None
     assert outcome.culprit.origin.module == "hf.model.layers.1.mlp.down_proj"
-
-
-@pytest.mark.exhaustive
-def test_a_run_trains_resumes_and_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = save_hf(tmp_path / "base", "llama", vocab_size=300)
-    (tmp_path / "text.txt").write_text("import this\n" * 200)
-
-    def keys(steps: int, run: str, **changes: Any) -> list[str]:
-        return [
-            "data=text", f"data.files={tmp_path}/text.txt", "model=hf", f"model.path={folder}", "model.max_seq_len=16",
-            "model.lora={r: 4, alpha: 8, targets: [q_proj, v_proj]}", "precision=fp8", "engine.reproducible=true",
-            "schedule=constant", "supervise.enabled=false", f"train.steps={steps}", "train.save_every=2",
-            "train.global_batch_size=2", "train.micro_batch_size=1", "train.sample_tokens=0", "train.eval_batches=1",
-            f"run_dir={tmp_path / run}", *(f"{name}={value}" for name, value in changes.items()),
-        ]  # fmt: skip
-
-    config = compose(keys(4, "whole"))
-    show_plan(config, folded=True)
-    shown = capsys.readouterr().out
-    assert re.search(r"q_proj\.base_layer +\| Linear +\| 32x32 +\| fp8", shown)
-    assert re.search(r"in fp32; .* of them frozen, without masters", shown)
-    assert run_training(config) == 0
-    assert run_training(compose(keys(2, "parts"))) == 0
-    moved = folder.rename(tmp_path / "moved")
-    assert run_training(compose([*keys(4, "parts"), f"model.path={moved}"])) == 0
-    found = []
-    for run in ("whole", "parts"):
-        manifest = verify_checkpoint(tmp_path / run / "checkpoints" / "step-00000004")
-        assert {entry.kind for entry in manifest.tensors} == {"master", "exp_avg", "exp_avg_sq"}
-        found.append({(entry.kind, entry.name): entry.fingerprint for entry in manifest.tensors})
-    assert found[0] == found[1]
-    with pytest.raises(ConfigError, match=r"holds another model: model\.lora\.alpha=8\.0 \(now 16\.0\)"):
-        run_training(compose([*keys(6, "parts"), f"model.path={moved}", "model.lora.alpha=16"]))
-    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
-    assert summary["num_parameters"] == 2 * 4 * (32 + 32 + 32 + 16)
-
-    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "adapter")]) == 0
-    config_file = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config_file["base_model_name_or_path"] == str(moved)
-    assert main(["export", str(tmp_path / "whole"), str(tmp_path / "merged"), "--merge"]) == 2
-    assert "holds no config.json, and " in capsys.readouterr().err
-    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "merged"), "--merge"]) == 0
-    model = build_model(model_config(tmp_path / "merged"), 300, seed=0)
-    assert not any(".lora_" in name for name, _ in model.named_parameters())
-    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "b"), "--merge", "--base", str(tmp_path)]) == 2
-    assert "holds no config.json, and " in capsys.readouterr().err

@@ -147,40 +147,6 @@ def test_channels_last_changes_the_layout_and_no_number() -> None:
         assert torch.equal(last, auto), "auto has the channels last on a CPU"
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_convnet_trains_as_in_plain_pytorch(stage: int) -> None:
-    plain = convnet().train()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for step in range(3):
-        loss = plain(**batch(TASK, seed=step)).loss
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    model = convnet()
-    engine = start(model, engine=dtrain.Native(zero_stage=stage))
-    torch.testing.assert_close(train(engine, TASK), losses, rtol=1e-6, atol=0.0)
-    masters = engine.master_state()
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(masters[name], parameter.detach(), rtol=1e-5, atol=1e-6)
-    for (name, got), want in zip(model.named_buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6, msg=name)
-
-
-def test_recomputation_changes_no_bit_of_weights_and_statistics() -> None:
-    results: list[tuple[Any, ...]] = []
-    for blocks in (None, dtrain.Blocks(recompute="full")):
-        model = convnet()
-        engine = start(model, blocks=blocks)
-        results.append((train(engine, TASK), engine.master_state(), dict(model.named_buffers())))
-    (want_losses, *want), (losses, *got) = results
-    assert losses == want_losses
-    for expected, found in zip(want, got, strict=True):
-        assert expected.keys() == found.keys()
-        assert all(torch.equal(expected[name], found[name]) for name in expected)
-
-
 # -- denoiser ----------------------------------------------------------------------------------------------------------
 
 

@@ -75,14 +75,6 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> N
         Arena(Lion(compile=True), [DECAYED]).optimizer()
 
 
-def test_the_kernel_is_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="dtrain"):
-        for record in (AdamW(compile=False), Lion(compile=False)):
-            Arena(record, [DECAYED]).optimizer()
-    assert "AdamW by torch's fused kernel; optim.compile=true" in caplog.messages[0]
-    assert "Lion by tensor code; optim.compile=true" in caplog.messages[1]
-
-
 def test_a_record_finds_its_rule() -> None:
     rule: Rule = rule_of(AdamW(compile=False))
     assert isinstance(rule, AdamWRule)

@@ -44,17 +44,6 @@ def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
-class Free(nn.Module):
-    """A module whose forward is ``function``."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
-
-
 # -- what really runs --------------------------------------------------------------------------------------------------
 
 
@@ -88,37 +77,6 @@ def test_a_norm_module_computes_in_fp32(module: nn.Module, shape: tuple[int, ...
     output, _ = dtypes_of(lambda: model(x), autocast)
     assert output.dtype == FP32
     assert torch.equal(output, module(x.float()))
-
-
-def test_softmax_inside_a_composite_function_is_fp32() -> None:
-    """MultiheadAttention with weights, and gumbel_softmax, call softmax inside a function of torch."""
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    autocast, _ = prepared(attention)
-    x = torch.randn(2, 3, 8)
-    _, seen = dtypes_of(lambda: attention(x, x, x, need_weights=True), autocast)
-    assert seen["_softmax"] == {"fp32"}
-    _, seen = dtypes_of(lambda: F.gumbel_softmax(bf16(3, 8)), autocast)
-    assert seen["_softmax"] == {"fp32"}
-
-
-def test_a_function_inside_the_users_own_fp32_region_is_left_alone() -> None:
-    def forward(x: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return F.softmax(x, -1)
-
-    autocast, _ = prepared(Free(forward))
-    output, _ = dtypes_of(lambda: forward(bf16(2, 2)), autocast)
-    assert output.dtype == BF16
-
-
-def test_an_fp32_linear_runs_in_fp32_exactly() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    autocast, _ = prepared(model, in_fp32=("1",))
-    x = torch.randn(3, 8)
-    output, seen = dtypes_of(lambda: model(x), autocast)
-    assert seen["addmm"] == {"bf16", "fp32"}
-    hidden = F.linear(x.to(BF16), model[0].weight, model[0].bias).float()
-    assert torch.equal(output, F.linear(hidden, model[1].weight, model[1].bias))
 
 
 class Heads(nn.Module):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from fnmatch import fnmatchcase
+from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8
@@ -210,37 +207,6 @@ def test_a_forward_that_is_compiled_by_itself_is_seen() -> None:
     assert [is_compiled(block) for block in model.blocks] == [True, True, False], "through the forwards of regions"
 
 
-def names_above(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    yield from (".".join(parts[:n]) for n in range(1, len(parts) + 1))
-
-
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from(
-                ["*", "blocks", "blocks.*", "blocks.0", "blocks.[12].up", "*.up", "*.down", "head", "?ead"]
-            ),
-            st.sampled_from(["fp32", "bf16", "fp16"]),
-        ),
-        max_size=5,
-        unique_by=lambda rule: rule[0],
-    )
-)
-@settings(max_examples=60)
-def test_the_last_rule_that_covers_a_module_decides(rules: list[tuple[str, str]]) -> None:
-    """Compares with an independent implementation, on modules that are not FP32 by their class."""
-    with torch.device("meta"):
-        model = Net()
-    contract = resolved(model, "bf16", dict(rules))
-    for module in contract.modules:
-        covering = [f for p, f in rules if any(fnmatchcase(name, p) for name in ["", *names_above(module.name)])]
-        if "norm" in module.name:
-            assert module.format == "fp32"
-        else:
-            assert module.format == (covering[-1] if covering else "bf16"), module
-
-
 # -- what follows from a format ----------------------------------------------------------------------------------------
 
 
@@ -401,25 +367,6 @@ def test_regions_of_other_16_bit_formats() -> None:
     assert inside.dtype == BF16
     with torch.autocast("cpu", enabled=False), autocast.backward():
         assert model.blocks[1].up(inner.float()).dtype == FP32, "cast back to the format of the parent"
-
-
-def test_bf16_modules_in_an_fp32_model() -> None:
-    model = Net()
-    autocast, contract = prepared(model, "fp32", {"blocks.1": "bf16"})
-    assert contract.is_mixed
-    assert not contract.policy.is_reduced_precision
-    with autocast():
-        loss = autocast.cast_output(model(torch.arange(6).view(2, 3))).sum()
-    assert loss.dtype == FP32
-    x = torch.randn(2, 32)
-    with autocast():
-        assert model.blocks[0].up(x).dtype == FP32
-        output = model.blocks[1].up(x)
-    block = model.blocks[1].up
-    want = torch.nn.functional.linear(x.to(BF16), block.weight.to(BF16), block.bias.to(BF16))
-    assert torch.equal(output, want.float())
-    loss.backward()
-    assert all(p.grad is not None and p.grad.dtype == FP32 for p in model.parameters())
 
 
 class Heads(nn.Module):

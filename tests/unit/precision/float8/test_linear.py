@@ -351,21 +351,6 @@ def test_a_sharded_weight_is_refused() -> None:
         linear(normal(16, 80))
 
 
-def test_operands_of_bound_copies_are_made_once_until_invalidated() -> None:
-    """The copies are the engine's: only the operands count as cached, and an invalidation keeps the copies."""
-    linear = make(TENSORWISE)
-    weight = linear.quantized_weight = bound(linear, TENSORWISE)
-    x, grad = normal(16, 80), normal(16, 48, seed=2)
-    want = products(linear, x, grad)
-    (operand,) = weight.cached()
-    assert operand.nbytes == 4 * 48 * 80, "decoded for the emulation, and transposed as a view"
-    products(linear, x, grad)
-    assert weight.cached()[0] is operand
-    weight.invalidate()
-    assert not weight.cached()
-    assert torch.equal(products(linear, x, grad)[1], want[1])
-
-
 # -- the module ----------------------------------------------------------------------------------------------------
 
 
