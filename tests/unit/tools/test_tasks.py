@@ -54,19 +54,3 @@ def test_plans_name_samples_and_outputs(capfd: pytest.CaptureFixture[str]) -> No
     assert "| outputs 10 " in shapes
     assert "vocabulary" not in shapes
     assert "max_seq_len" not in shapes + hidden
-
-
-@pytest.mark.exhaustive
-def test_formats_are_probed(capfd: pytest.CaptureFixture[str]) -> None:
-    model = "data=friedman data.samples=200 model=mlp model.hidden_dim=16 model.num_layers=2"
-    output = dtrain(capfd, f"probe steps=8 seeds=2 formats=[bf16] run_dir=probed {_QUICK} {model}")
-    assert "bf16 ends" in output
-    assert output.splitlines()[-1] == "precision=bf16"
-
-
-@pytest.mark.exhaustive
-def test_engines_agree_on_a_convolutional_network(capfd: pytest.CaptureFixture[str]) -> None:
-    sizes = "steps=3 micro_batch_size=4 global_batch_size=8 ranks=1 device=cpu engines=[native]"
-    parity = " ".join(f"parity.{word}" for word in sizes.split())
-    words = f"parity precision=fp32 data=glyphs model=convnet {_DIGITS} {parity} schedule.warmup_steps=1"
-    assert "native agrees with the oracle" in dtrain(capfd, words)

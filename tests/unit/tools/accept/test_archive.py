@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.tools.accept import archive
 from dtrain.tools.accept.archive import use_caches, write_archive, write_caches
 
 
@@ -80,27 +79,6 @@ def test_caches_come_back_in_the_folders_of_the_next_machine(tmp_path: Path, mon
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "second" / "inductor")
     assert contents(tmp_path / "own") | contents(tmp_path / "second") == CACHES
     use_caches(tmp_path / "second", tmp_path / "none")  # the first time there is no file
-
-
-@pytest.mark.parametrize(("size", "fits"), [(150_000, True), (300_000, False)])
-def test_a_folder_beyond_the_limit_is_left_out_as_a_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, fits: bool
-) -> None:
-    monkeypatch.setattr(archive, "_CACHE_MIB", 0.1)
-    large = {"triton/XYZ/small.json": b"{}", "triton/XYZ/large.cubin": os.urandom(size)}
-    write_into(tmp_path / "first", tmp_path / "caches.tar.gz", {**CACHES, **large})
-    with tarfile.open(tmp_path / "caches.tar.gz") as tar:
-        names = {entry.name for entry in tar if entry.isfile()}
-    assert names == set(CACHES) | (set(large) if fits else set())
-
-
-def test_a_damaged_archive_of_caches_is_named(tmp_path: Path) -> None:
-    path = tmp_path / "caches.tar.gz"
-    write_into(tmp_path / "first", path, CACHES | {"triton/R/random": os.urandom(10_000)})
-    for damaged in (path.read_bytes()[:5000], b"", b"no archive"):
-        path.write_bytes(damaged)
-        with pytest.raises(ConfigError, match=str(path)):
-            use_caches(tmp_path / "second", path)
 
 
 @pytest.mark.parametrize("name", ["triton/../../outside", "inductor//tmp/dtrain-outside", "../outside", "/outside"])

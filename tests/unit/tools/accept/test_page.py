@@ -95,15 +95,6 @@ def test_the_page() -> None:
     assert len(compiled_report([]).section) == 0
 
 
-def test_a_page_without_failures_and_without_a_gpu() -> None:
-    fine = [ended("rates", "rates", {"conclusions": ["bf16 742"]})]
-    page = render(replace(acceptance(), machine={"device": "cpu", "packages": {}}, ended=fine, left_out={}))
-    assert page.startswith("# Acceptance of a CPU\n")
-    assert "the figures only show that the command runs" in page
-    assert "**1 of 2 jobs done; nothing failed.**\n\n- rates: bf16 742\n" in page
-    assert page.endswith("## Left out\n\nNothing.\n")
-
-
 @pytest.mark.parametrize("failures", [[], ["other bits"]])
 def test_a_job_under_way_is_no_failure_yet_unless_it_has_found_one(failures: list[str]) -> None:
     under_way = ended("casts", "casts", {"failures": failures}, status="under way")

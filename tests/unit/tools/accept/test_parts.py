@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dtrain.tools.accept.parts import casts, memory, optimizer, profile, rates
-from tests.unit.tools.accept.made import last, phase, request
+from tests.unit.tools.accept.made import last, request
 
 CPU = torch.device("cpu")
 
@@ -79,19 +79,6 @@ def test_the_optimizer_phase_on_a_cpu(tmp_path: Path) -> None:
     assert [optimizer.moved_bytes({**states, "main_grad": 1000 * size}) for size in (2, 4)] == [30_000, 34_000]
 
 
-def test_conclusions_without_a_trace_or_torch() -> None:
-    assert optimizer.bandwidth_share(phase(), 30) == pytest.approx(0.9)
-    assert "4 kernel launches (operations on a CPU)" in optimizer.conclusions({"cases": [phase()], "device": "cpu"})[1]
-    without = {"cases": [phase(trace=None, ms={"dtrain": [10.0], "torch": [], "copy": [1.0]})]}
-    bandwidth, launches = optimizer.conclusions(without)
-    assert "torch's sequence not measured" in bandwidth
-    assert launches == "launches: not measured, because there is no trace"
-    waiting = phase(trace=phase()["trace"] | {"synchronizations": {"cudaStreamSynchronize": 2}})
-    assert "2 cudaStreamSynchronize" in optimizer.conclusions({"cases": [waiting]})[1]
-    for part in (optimizer, rates, profile):
-        assert part.section({}), "a part without results says so"
-
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -114,12 +101,6 @@ def test_engines_on_a_cpu_hold_what_the_formula_says(tmp_path: Path, monkeypatch
     monkeypatch.setattr(memory, "_states", fail)
     failures = last(memory.run(request(tmp_path, what="states")))["failures"]
     assert failures == [f"states, bf16, stage {stage}: RuntimeError: no kernel" for stage in range(4)]
-
-
-def test_a_cpu_does_not_measure_the_loss_head(tmp_path: Path) -> None:
-    results = last(memory.run(request(tmp_path, what="head")))
-    assert results["left_out"] == {"loss head": "memory is measured on a GPU"}
-    assert memory.section(results) == memory.conclusions(results) == []
 
 
 # -- the profile of a step ---------------------------------------------------------------------------------------------

@@ -12,11 +12,10 @@ import pytest
 
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.telemetry.metrics import to_json
-from dtrain.tools.accept import curves
 from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, plan_jobs, report
 from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
 from dtrain.tools.accept.parts import curves as worker
-from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
+from dtrain.tools.accept.plan import LIMITS_S, Machine, Plan, make_plan
 from tests.unit.tools.accept.made import ended, request
 
 H100, CPU = Machine("cuda", 79.6), Machine("cpu")
@@ -72,19 +71,6 @@ def test_all_is_both_and_measures_nothing_twice() -> None:
     assert both.together_s < LIMITS_S["facts"]
 
 
-def test_every_part_has_jobs_and_can_be_chosen_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert {job.part for job in plan("all").jobs} == set(PARTS)
-    assert len({job.file_name for job in plan("all").jobs}) == len(plan("all").jobs)
-    for part in PARTS:
-        assert {job.part for job in plan("all", parts=[part]).jobs} == {part}
-    kept = [job.options.get("keep_trace") for job in plan("figures", keep_trace="t").alone if job.part == "profile"]
-    assert kept == ["t/profile-of-bf16-chunked-loss.json", "t/profile-of-fp8.json", "t/profile-of-bf16.json"]
-    monkeypatch.setattr("dtrain.tools.bench.peers.find_spec", lambda name: None)
-    found = plan("figures")
-    assert not [name for name in names(found.alone) if "DeepSpeed" in name]
-    assert found.left_out["steps"]["1.2B, DeepSpeed"] == "package deepspeed is not installed"
-
-
 def test_a_small_gpu_and_a_cpu_train_tiny_models() -> None:
     for machine in (Machine("cuda", 24.0), CPU):
         found = plan("all", machine)
@@ -99,27 +85,6 @@ CURVE = [4.0, 3.0, 2.0]
 
 
 # -- curves: cases, jobs -----------------------------------------------------------------------------------------------
-
-
-def test_cases_and_jobs_of_a_gpu_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    cases, left_out = curves.plan_cases("cuda")
-    counts = {engine: sum(case.engine == engine for case in cases) for engine in CAPABILITIES}
-    assert counts == {"native": 20, "fsdp2": 10, "deepspeed": 16, "ddp": 5}
-    assert (len(set(cases)), cases[0]) == (51, CASE)
-    assert list(left_out) == ["deepspeed fp8"]
-    jobs, _ = plan_jobs("cuda", 100.0)
-    assert [job.name for job in jobs] == [REFERENCE_JOB, *(f"curves of {engine}" for engine in CAPABILITIES)]
-    assert [job.options["device"] for job in jobs] == ["cpu", *["cuda"] * 4]
-    assert [case for job in jobs for case in job.options["cases"]] == [asdict(case) for case in (REFERENCE, *cases)]
-    jobs, left_out = plan_jobs("cpu", 100.0)
-    tried = {(case["engine"], case["zero_stage"]) for job in jobs for case in job.options["cases"]}
-    assert tried == {("native", 2), ("native", 3), ("ddp", 0)}
-    assert (left_out["fsdp2 bf16, stage 3"], left_out["tf32"]) == ("a CPU tries few cases", "no GPU")
-    missing = property(lambda self: "needs the package deepspeed" if self.package else "")
-    monkeypatch.setattr(type(CAPABILITIES["ddp"]), "missing_requirement", missing)
-    cases, left_out = curves.plan_cases("cuda")
-    assert not [case for case in cases if case.engine == "deepspeed"]
-    assert left_out == {"deepspeed": "needs the package deepspeed"}
 
 
 def crash(job: PartJob, num_done: int, status: str = FAILED, *, begun: bool = True) -> Ended:
@@ -193,24 +158,6 @@ def reference(**row: Any) -> Ended:
 def job() -> PartJob:
     cases = [asdict(TrainingCase("ddp", 0, name)) for name in ("bf16", "fp32", "fp8")]
     return PartJob("curves of ddp", "curves", "curves", 1.0, 1.0, {"cases": cases})
-
-
-def test_curves_are_compared_with_the_reference_wherever_it_ended(job: PartJob) -> None:
-    done = crash(job, 3, DONE, begun=False)
-    found = report([done, reference()], {"tf32": "no GPU"})
-    assert (found.failures, found.left_out) == ([], {"tf32": "no GPU"})
-    assert found.conclusions == ["engine=ddp: 3 of 3 cases follow the CPU's FP32 curve: bf16, fp32, fp8; stages 0"]
-    text = "\n".join(found.section)
-    assert "The CPU's loss falls from 4.0000 to 2.0000." in text
-    assert "| ddp    | 0     | 0.0e+00 | 0.0e+00 | 0.0e+00 |" in text
-    lost = report([done], {})
-    assert (lost.failures, lost.conclusions) == ([], ["engine=ddp: 0 of 3 cases follow the CPU's FP32 curve"])
-    assert "not compared" in "\n".join(lost.section)
-    for row, reason in (
-        ({"error": "RuntimeError: no kernel"}, "RuntimeError: no kernel"),
-        ({"losses": [4.0, None, 2.0], "skipped": []}, "not finite"),
-    ):
-        assert report([reference(**row), done], {}).failures == [f"reference curve: {reason}"]
 
 
 @pytest.mark.parametrize("status", [FAILED, LATE, CUT])

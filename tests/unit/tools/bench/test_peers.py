@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,15 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dtrain.cli.resolve import read_suite
-from dtrain.config.commands import BENCH_ENGINE
-from dtrain.config.dump import config_to_dict
 from dtrain.tools.bench import cli, peers
 from dtrain.tools.bench.peers import PEERS, deepspeed_zero, plain
-from dtrain.tools.bench.records import BenchmarkCase, FailedCase, Footprint, RankJob
-from dtrain.tools.bench.training.worker import footprint, prepare, take_steps
+from dtrain.tools.bench.records import BenchmarkCase, FailedCase
 from tests.helpers.ranks import run_ranks
-from tests.unit.tools.bench.made import SHORT, TINY, result, results_of
+from tests.unit.tools.bench.made import result, results_of
 
 CPU = torch.device("cpu")
 needs_deepspeed = pytest.mark.skipif(not PEERS["deepspeed_1"].is_installed, reason="needs deepspeed")
@@ -82,82 +77,3 @@ def test_deepspeed_peer_sums_in_fp32_as_the_deepspeed_engine_does() -> None:
     cases = [(1, True), (2, True), (3, True), (2, False)]  # the last one shows that the others could fail
     for sent in run_ranks(2, sent_dtypes, cases):
         assert sent == [{torch.float32}] * 3 + [{torch.bfloat16}]
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Losses of this rank, and its state in bytes a parameter."""
-
-    losses: list[float]
-    footprint: Footprint
-    state: dict[str, float]
-
-
-def train(rank: int, world: int, cases: list[BenchmarkCase]) -> dict[str, Trained]:
-    config = read_suite([*TINY, *SHORT, "model.hidden_dim=96"], BENCH_ENGINE)
-    assert config is not None
-    trained = {}
-    for case in cases:
-        training = prepare(RankJob(case, rank, "store", config_to_dict(config)), CPU)
-        steps = take_steps(training, CPU, 5)
-        assert [len(steps[key]) for key in ("step_ms", "cpu_ms", "losses")] == [5] * 3
-        held = footprint(training, CPU)
-        state = {kind: size / held.num_parameters for kind, size in held.state.items()}
-        trained[case.name] = Trained(steps["losses"], held, state)
-    return trained
-
-
-def train_on_two_ranks(cases: list[BenchmarkCase]) -> dict[str, Trained]:
-    """Rank 0's results; each case's loss, a mean over the ranks, must be that of the first."""
-    ranks = run_ranks(2, train, cases)
-    losses = {
-        name: [(a + b) / 2 for a, b in zip(*(rank[name].losses for rank in ranks), strict=True)] for name in ranks[0]
-    }
-    first = losses[cases[0].name]
-    assert first[-1] < first[0]
-    for name, values in losses.items():
-        assert values == pytest.approx(first, rel=2e-3), name
-    assert len({trained.footprint.num_parameters for trained in ranks[0].values()}) == 1
-    return ranks[0]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-def test_peers_and_engines_train_alike_and_count_their_state() -> None:
-    engines = [
-        BenchmarkCase("dtrain ddp", "ddp", 2, "bf16", 0),
-        BenchmarkCase("dtrain fsdp2, stage 3", "fsdp2", 2, "bf16", 3),
-        BenchmarkCase("native, stage 2", "native", 2, "bf16", 2),
-    ]
-    libraries = [BenchmarkCase(name, name, 2, "bf16") for name in ("ddp", "ddp_zero", "fsdp2")]
-    trained = train_on_two_ranks([*libraries, *engines])
-    expected = {"ddp": (4, 8, 4), "ddp_zero": (4, 4, 4), "fsdp2": (2, 4, 2)}
-    for name, (master, moments, grad) in expected.items():
-        state = trained[name].state
-        assert state["master"] == pytest.approx(master, rel=0.02)
-        assert state["moments"] == pytest.approx(moments, rel=0.2)  # whole parameters a rank, and step counters
-        assert state["main_grad"] == pytest.approx(grad, rel=0.02)
-        assert state["compute"] == 0
-    # The engine frees its gradients after a step, which the formula counts.
-    assert trained["dtrain ddp"].state["moments"] == 8
-    for name in ("dtrain fsdp2, stage 3", "native, stage 2"):
-        formula = trained[name].footprint.formula
-        assert formula is not None
-        assert 1.0 <= sum(trained[name].footprint.state.values()) / sum(formula.values()) < 1.5  # tiny: mostly padding
-
-
-@pytest.mark.exhaustive
-@pytest.mark.processes
-@needs_deepspeed
-def test_peers_of_other_libraries_train_as_ddp_does_and_count_their_state() -> None:
-    # the engine before the peers: it switches DeepSpeed's extension off, which takes a minute to compile
-    engine = BenchmarkCase("dtrain deepspeed", "deepspeed", 2, "bf16", 2)
-    names = ["deepspeed_1", "deepspeed_3", *["accelerate"] * PEERS["accelerate"].is_installed]
-    own = [BenchmarkCase(name, name, 2, "bf16") for name in names]
-    trained = train_on_two_ranks([BenchmarkCase("ddp", "ddp", 2, "bf16"), engine, *own])
-    for name in ("deepspeed_1", "deepspeed_3", "dtrain deepspeed"):
-        state = trained[name].state
-        assert state["master"] == pytest.approx(2, rel=0.02)
-        assert state["moments"] == pytest.approx(4, rel=0.02)
-        # Stage 3 keeps small parameters whole beside the shards.
-        assert state["compute"] == pytest.approx(3 if name == "deepspeed_3" else 2, rel=0.02)

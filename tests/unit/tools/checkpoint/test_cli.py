@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,7 +13,7 @@ from dtrain.checkpoint.directory import delete_checkpoint
 from dtrain.checkpoint.format.manifest import Manifest
 from dtrain.checkpoint.lease import lease
 from dtrain.errors import CheckpointError
-from dtrain.tools.checkpoint.cli import _bytes, _size, main
+from dtrain.tools.checkpoint.cli import main
 from tests.helpers.checkpoints import ALONE, save_good
 from tests.helpers.damage import R1, flip
 
@@ -101,16 +99,6 @@ def test_bad_usage_exits_2_with_the_usage(words: str, capsys: pytest.CaptureFixt
     assert capsys.readouterr().err.startswith("usage: dtrain checkpoint")
 
 
-def test_sizes() -> None:
-    for text, count in {"1": 1, "500MB": 5 * 10**8, "5GB": 5 * 10**9, "5 gb": 5 * 10**9, "2K": 2000}.items():
-        assert _bytes(text) == count
-    for text in ("", "0", "0GB", "-1", "1.5GB", "GB", "5 elephants", "9" * 20):
-        with pytest.raises(argparse.ArgumentTypeError, match="is not a size; write 500MB or 5GB"):
-            _bytes(text)
-    shown = {0: "0 B", 999: "999 B", 1000: "1.0 kB", 1_230_000: "1.2 MB", 5 * 10**15: "5000.0 TB"}
-    assert {count: _size(count) for count in shown} == shown
-
-
 def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = inspection.load_manifest
 
@@ -122,14 +110,3 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(run: Path, monkeyp
     monkeypatch.setattr(inspection, "load_manifest", load_manifest)
     assert [item.path.name for item in verify(run).checkpoints] == ["step-00000200"]
     assert verify(run).ok
-
-
-def test_late_file_system_error_is_one_clear_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(path: Path) -> Any:
-        raise PermissionError(13, "Permission denied", "/closed")
-
-    monkeypatch.setattr("dtrain.checkpoint.directory.quarantined_checkpoints", refuse)
-    assert main(["list", str(run)]) == 2
-    assert capsys.readouterr().err == "dtrain: Permission denied (errno 13): /closed\n"

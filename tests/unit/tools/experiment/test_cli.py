@@ -17,30 +17,6 @@ from dtrain.tools.experiment.accumulation import run
 from dtrain.tools.experiment.records import Experiment, read_record
 
 
-def test_without_a_name_lists_the_experiments(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment"]) == 0
-    shown = capsys.readouterr().out
-    for name, question in cli.EXPERIMENTS.items():
-        assert f"  {name} " in shown
-        assert question in shown
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["loss-scalng"], "unknown experiment 'loss-scalng'; did you mean 'loss-scaling'?"),
-        (["accumulation", "--from", "nowhere.json"], "nowhere.json is not a result of dtrain experiment"),
-        (["accumulation", "--from", "pyproject.toml"], "pyproject.toml is not a result of dtrain experiment"),
-        (["--from", "pyproject.toml"], "--from needs the name of an experiment"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["experiment", *words]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert shown.count("\n") == 1
-
-
 @pytest.fixture
 def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Experiment[object] = cli.load("accumulation")

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from dtrain.errors import ConfigError
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.report import GradientShares, ParameterPrecision, PrecisionReport, UpdateShares
 from dtrain.telemetry.precision import PrecisionFindings
@@ -53,18 +52,3 @@ def test_picture_is_drawn_of_the_chosen_parameters(run: Path, capsys: pytest.Cap
     assert "a.weight" not in out
     assert out.endswith(f"{picture}\n")
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["RUN", "c.*"], "'c.*' matches no parameter of the run"),
-        (["RUN/none"], "has no sampled step"),
-        ([], "takes a run directory: dtrain formats histogram runs/mine"),
-        (["RUN", "a", "b"], "takes one .png and one pattern; got a b"),
-        (["RUN", "RUN/none/x.png"], "there is no folder"),
-    ],
-)
-def test_mistakes_are_named(run: Path, words: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message.replace("*", r"\*")):
-        main(["histogram", *(word.replace("RUN", str(run)) for word in words)])

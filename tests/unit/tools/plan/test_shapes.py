@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 
@@ -13,7 +9,6 @@ from dtrain.tools.plan import padding, shapes
 from dtrain.tools.plan.rules import Cause, find_causes
 from dtrain.tools.plan.shapes import describe, record_products, show_shapes
 from dtrain.train.planned import PlannedRun
-from tests.helpers.hf_models import save_hf
 from tests.unit.tools.plan.planned_runs import planned_run
 
 _SHAPED = "model.factory=tests.helpers.shaped_models:build_"
@@ -88,32 +83,7 @@ def test_each_size_has_its_name_and_its_key() -> None:
     assert [name for name, _ in found] == ["hidden_dim 136, 408 = 3 x 136", "head dim 68"]
 
 
-@pytest.mark.exhaustive
-def test_adapters_and_a_transformers_model_have_their_own_places(tmp_path: Path) -> None:
-    folder = save_hf(tmp_path / "hf", "llama", intermediate_size=60, vocab_size=264)
-    lora = "model.lora={r: 4, alpha: 8, targets: [q_proj]}"
-    assert described("model=hf", f"model.path={folder}", "model.max_seq_len=16", lora, "precision=bf16") == [
-        ("r 4", "model.lora.r"),
-        ("size 60", "config.json of model.path"),
-    ]
-
-
 # -- products ----------------------------------------------------------------------------------------------------------
-
-
-def test_equal_blocks_share_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    run = planned_run("model.num_layers=3", "precision=bf16", device="h100-80gb", ranks=4)
-    show_shapes(run)
-    (products, *_), text = tables(capsys)
-    names = ["head", *(f"blocks.0-2.{layer}" for layer in ("ffn.down", "ffn.gate_up", "attn.out", "attn.qkv"))]
-    assert [row[0] for row in products if row[1] == "wgrad" and row[2] == "matmul"] == names
-    # 2 x 2048 x 768 x 256 FLOP over 2 x (2048 x 256 + 256 x 768 + 2048 x 768) bytes; 48 tiles of 128 x 256 on 132
-    sizes = ["0.8053", "4.588", "176", "memory", "100% x 36%"]
-    assert products[0] == ["blocks.0-2.attn.qkv", "fprop", "matmul", "2048 x 768 x 256", "1", "bf16", *sizes]
-    assert "products above 295 in bf16 FLOP/byte are bound by compute" in text
-    show_shapes(run, folded=False)
-    (all_products, *_), _ = tables(capsys)
-    assert len(all_products) == 3 + 3 * (4 * 3 + 2) > len(products)
 
 
 # -- advice ------------------------------------------------------------------------------------------------------------
@@ -142,24 +112,6 @@ def test_a_device_that_is_elsewhere_is_not_timed(
     monkeypatch.setattr(shapes, "measured_gain", lambda *_: pytest.fail("timed"))
     show_shapes(planned_run(f"{_SHAPED}bad", "precision=bf16", device="h100-80gb"))
     assert "gain of 320 not measured" in capsys.readouterr().out
-
-
-def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[tuple[Any, Any]] = []
-
-    def medians(signatures: Sequence[Any], *_: Any) -> list[float]:
-        timed.append(tuple(s.args[0].shape + s.args[1].shape for s in signatures))
-        return [1.0, 0.9]
-
-    cause = causes_of(planned_run(f"{_SHAPED}bad", "precision=bf16", "model.max_seq_len=32"))["vocabulary 257"]
-    monkeypatch.setattr(padding, "bind", lambda signature, _: signature)
-    monkeypatch.setattr(padding, "median_ms", medians)
-    assert padding.measured_gain(cause, 64, CPU, 1.0) == pytest.approx(0.1)
-    assert timed == [
-        ((256, 60, 60, 257), (256, 60, 60, 320)),
-        ((257, 256, 256, 60), (320, 256, 256, 60)),
-        ((256, 257, 257, 60), (256, 320, 320, 60)),
-    ]
 
 
 @pytest.mark.parametrize("keys", [_IMAGES[:1], pytest.param(_BAD, marks=pytest.mark.exhaustive)])

@@ -10,16 +10,14 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
-from dtrain.config.dump import config_to_dict
 from dtrain.planning.network import Network
-from dtrain.planning.products import ATTENTION, MATMUL, products
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import time as plan_time
-from dtrain.tools.plan.amdahl import Item, expected, in_format, limit, record, speedups
+from dtrain.tools.plan.amdahl import Item, expected, limit
 from dtrain.tools.plan.roofline import roofline
 from dtrain.tools.plan.shapes import record_products
 from dtrain.tools.plan.time import format_table, item_table, phase_table, product_share, summary
-from dtrain.tools.plan.time_rank import RankTime, TimedRank, measure
+from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
 from tests.unit.tools.plan.planned_runs import planned_run
@@ -69,20 +67,6 @@ def test_the_bytes_of_stage_2_follow_the_formula() -> None:
     assert times.received == pytest.approx(2 * numel // 2, rel=0.05)
 
 
-def test_items_and_products_fill_a_step() -> None:
-    config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
-    times = measure(TimedRank(config, 1, HOST, None, 0, 1, "", 1, 0.2))
-    names = [item.name for item in times.items]
-    assert len(set(names)) == len(names)
-    assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
-    assert 0.05 < product_share(times) < 0.98
-    assert [item.ms for item in times.items] == sorted((item.ms for item in times.items), reverse=True)
-    by_name = {item.name: item for item in times.items}
-    assert (by_name["mul"].is_elementwise, by_name["mul"].is_product) == (True, False)
-    assert not by_name["mm"].is_elementwise
-    assert times.precision == "fp32"
-
-
 def test_tables_show_what_was_measured() -> None:
     phases = {"forward_ms": 30.0, "backward_ms": 60.0}
     step = StepTime([90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, phases, 7, 2 * 10**6)
@@ -112,29 +96,6 @@ def test_amdahls_law() -> None:
     assert limit(0.75) == pytest.approx(4.0)
     assert expected(0.9, 1e12) == pytest.approx(limit(0.9))
     assert expected(0.3, 1.0) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("key", "kinds"),
-    [
-        ("model.num_heads=4", {MATMUL, ATTENTION}),
-        pytest.param("model.factory=tests.helpers.planned_models:Experts", {MATMUL}, marks=exhaustive),
-    ],
-)
-def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[str]) -> None:
-    calls = record(rank_of(key))
-    found = {product.signature: product for product in products(calls)}.values()
-    assert {product.kind for product in found} == kinds
-    for product in found:
-        for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
-            result = in_format(product, name, CPU)()
-            output = result if isinstance(result, torch.Tensor) else result[0]
-            assert output.dtype == dtype
-            if product.kind == MATMUL:
-                assert output.shape[-2:] == (product.m, product.n)
-        if product.kind == MATMUL and product.n % 16 == product.k % 16 == 0:
-            assert in_format(product, "fp8", CPU)().shape[-2:] == (product.m, product.n)
-    assert list(speedups(calls, CPU, 2.0)) in ([], ["bf16"])
 
 
 def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

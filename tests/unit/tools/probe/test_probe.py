@@ -25,40 +25,6 @@ from dtrain.tools.probe.sections import rank_correlation
 from tests.helpers.probed_models import FACTORY, ODD_NAME
 from tests.unit.tools.probe.tiny import TINY
 
-MISTAKES = {
-    "formats=[bf17]": "formats has 'bf17'; expected some of fp32, tf32, bf16, fp16, fp8; did you mean 'bf16'?",
-    "formats=[fp16,fp16]": "formats has 'fp16' twice; list each once",
-    "formats=[tf32]": "formats has tf32: precision=tf32 needs an NVIDIA GPU of Ampere or later, this is cpu; use fp32",
-    "seeds=1": "seeds=1 is too small; it must be at least 2",
-    "run_dir=": "run_dir is empty; name a folder, or leave it null for runs/probe-<date>_<time>",
-    "precision=bf16": "dtrain probe tries every precision of formats=[...]; 'precision' has only the keys below it",
-    "train.steps=9": "unknown key 'train.steps'; did you mean 'steps'?",
-    "train.global_batch_size=5": "train.global_batch_size=5 does not divide by train.micro_batch_size=2 x 1 rank",
-    "schedule.warmup_steps=9": "schedule.warmup_steps=9 is more than steps=8; set schedule.warmup_steps to at most 8",
-    "precision.rules={head: fp8}": "precision.rules has fp8, which excludes a trial in fp16: FP8 products return BF16",
-    "precision.rules={nothing: fp32}": "precision rule 'nothing' matches no module",
-    "precision.loss_scale.mode=static formats=[bf16]": "precision.loss_scale is set, but no trial of formats=['bf16']",
-}
-
-
-@pytest.mark.parametrize("arguments", MISTAKES)
-def test_one_line_names_the_mistake_before_any_training(
-    arguments: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    words = [arguments] if "{" in arguments else arguments.split()
-    assert main(["probe", *TINY, *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"dtrain: {MISTAKES[arguments]}")
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_launcher_is_refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["probe", *TINY]) == 2
-    assert "one process; start it without a launcher" in capsys.readouterr().err
-
 
 def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["probe", *TINY, "optim=sgd", "optim.lr=1e30", "optim.max_grad_norm=null", f"run_dir={tmp_path}"]

@@ -17,9 +17,8 @@ from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.precision import hardware
-from dtrain.tools.probe import noise, trials
+from dtrain.tools.probe import trials
 from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, load_steps, noise_of, perturb_by_an_ulp
-from dtrain.tools.probe.sensitivity import ProbeSettings, analyze
 from dtrain.tools.probe.trials import FormatTraining, interleave, is_emulated, train
 from tests.helpers.probed_models import FACTORY
 from tests.unit.tools.probe.tiny import TINY
@@ -110,24 +109,6 @@ def test_a_model_that_fails_in_fp16_is_a_failed_trial(
     assert math.isnan(failed.cosine)
 
 
-def test_the_trained_model_is_the_users_own_in_fp32(
-    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
-) -> None:
-    training = start(config.training("bf16"), dataset)
-    for micro_batches in steps[:2]:
-        training.step(micro_batches)
-    trial = training.trial(training.final_loss, 1.0)
-    assert (trial.memory, trial.gap) == (sum(training.engine.memory().values()), 0.0)
-    model = training.plain_model()
-    assert analyze(model, steps[0], ["fp16"], ProbeSettings(max_scale=64.0)).loss_scale == 64.0
-    masters = training.engine.master_state()
-    assert {name for name, _ in model.named_parameters()} == set(masters)
-    for name, parameter in model.named_parameters():
-        assert parameter.dtype == torch.float32
-        assert torch.equal(parameter, masters[name])
-    assert int(dict(training.plain_model().named_buffers())["calls"]) == 4  # two steps of two micro-batches
-
-
 def test_emulated_formats(config: ProbeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
     rule = config.training("bf16", {"head": "fp8"})
@@ -165,17 +146,6 @@ def test_weights_move_by_an_ulp() -> None:
         assert bool((new == up).any())
         assert bool((new == down).any())
     assert all(map(torch.equal, before[2:], after[2:]))
-
-
-def test_other_seeds_end_on_the_same_samples(config: ProbeConfig, dataset: Dataset) -> None:
-    run = config.training("fp32")
-    steps, others = load_steps(run, dataset), load_steps(replace(run, seed=run.seed + 1), dataset)
-    mixed = noise.with_last_quarter_of(others, steps)
-    same = [
-        all(torch.equal(a["tokens"], b["tokens"]) for a, b in zip(ours, theirs, strict=True))
-        for ours, theirs in zip(mixed, steps, strict=True)
-    ]
-    assert same == [False] * 6 + [True] * 2
 
 
 def test_cosine_of_all_tensors_together() -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.engine.outcome import Culprit
@@ -103,14 +102,6 @@ def test_code_that_only_the_run_names_is_refused(tmp_path: Path, override: str) 
     require_named(run, (name,))
 
 
-@pytest.mark.parametrize("words", ["data=friedman model=mlp", "data=glyphs model=convnet", "optim=torch"])
-def test_models_of_dtrain_need_no_name(tmp_path: Path, words: str) -> None:
-    run = read_run(write_run(tmp_path, *words.split()), 3)
-    require_named(run, ())
-    with pytest.raises(ConfigError, match="uses no code but dtrain and torch; leave code= out"):
-        require_named(run, ("a.b:c",))
-
-
 def test_mistakes_in_files(tmp_path: Path) -> None:
     def refused(step: int = 1) -> str:
         with pytest.raises(ConfigError) as error:
@@ -125,29 +116,6 @@ def test_mistakes_in_files(tmp_path: Path) -> None:
     assert "has come to step 10, as its metrics show; choose one up to there" in refused(21)
     write_run(tmp_path, "resume=/nowhere")
     assert "began from resume=/nowhere, where there is no checkpoint now" in refused()
-
-
-def test_mistakes_of_a_replay_are_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text("some text " * 100)
-    tiny = ("data=text", "data.files=text.txt", "model.max_seq_len=16", "model.hidden_dim=16", "model.num_layers=1")
-
-    def refused(*words: str) -> str:
-        assert main(["replay", "run", "step=1", *words]) == 2
-        return capsys.readouterr().err
-
-    write_run(tmp_path / "run", *tiny, "model.num_heads=2")
-    assert "train.global_batch_size=16 does not divide by train.micro_batch_size=8 x 3 ranks" in refused("ranks=3")
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full/file").touch()
-    assert "is not empty; choose a new folder" in refused("out=full")
-    name = "nowhere.to_be_found:build"
-    write_run(tmp_path / "run", *tiny, f"model.factory={name}")
-    assert f"model.factory={name}: no module named nowhere" in refused(f"code={name}")
-    write_run(tmp_path / "run", "data=text", "data.files=gone.txt")
-    assert "data.files=gone.txt matches no file" in refused()
 
 
 # -- the comparison ----------------------------------------------------------------------------------------------------

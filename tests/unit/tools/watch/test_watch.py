@@ -181,14 +181,6 @@ def test_a_file_that_is_written_again_is_read_again(tmp_path: Path, in_place: bo
     assert not [name for name in names if "token" in name]
 
 
-def test_an_unreadable_configuration_leaves_the_total_open(run: Path) -> None:
-    for text in ("", "{", "train: 3", "train: {steps: -1}", "train: {steps: yes}", "a: &a [*a]", "\x00"):
-        (run / "config.yaml").write_text(text)
-        view = WatchedRun(run).view()
-        assert view.progress.total_steps is None
-        assert dict(view.plain(ascii_only=True))["step"] == "3"
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -15,23 +15,17 @@ from dtrain.checkpoint import open_newest
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import Muon
 from dtrain.config.tool_schema import (
-    CollectivesBenchConfig,
-    CollectivesSuiteConfig,
     LossHeadBenchConfig,
     OptimizerBenchConfig,
 )
 from dtrain.data.text import Document
-from dtrain.errors import BenchError, RankError
 from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX
-from dtrain.tools import ranks
 from dtrain.tools.bench.operations import data
 from dtrain.tools.bench.operations.checkpoint import State, save_cases
-from dtrain.tools.bench.operations.collectives import run_collectives_suite
 from dtrain.tools.bench.operations.loss_head import _Head
 from dtrain.tools.bench.operations.muon import MuonPhase
 from dtrain.tools.bench.operations.optimizer import OptimizerPhase, _record
-from dtrain.tools.bench.operations.timing import Operation, time_rounds
 from dtrain.tools.bench.records import OperationResults, read_results
 from dtrain.tools.bench.report.document import describe
 from tests.helpers.checkpoints import ALONE
@@ -61,14 +55,6 @@ def cases_of(results: OperationResults) -> dict[str, list[str]]:
     for timing in results.timings:
         found.setdefault(timing.workload, []).append(timing.case)
     return found
-
-
-def test_operations_alternate_and_the_first_round_does_not_count() -> None:
-    calls: list[str] = []
-    operations = {name: Operation(lambda name=name: calls.append(name), 8) for name in "ab"}
-    timings = time_rounds(operations, 2, CPU)
-    assert calls == list("ababab")
-    assert [(timing.case, timing.nbytes, len(timing.ms)) for timing in timings] == [("a", 8, 2), ("b", 8, 2)]
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=[pytest.mark.compile, pytest.mark.exhaustive])])
@@ -120,16 +106,6 @@ def test_collectives(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.processes
-def test_a_rank_that_fails_is_named_with_its_last_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "dtrain").mkdir()
-    (tmp_path / "dtrain/__init__.py").write_text("raise SystemExit('not this time')\n")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks, "environment", lambda threads: {"PYTHONPATH": str(tmp_path)})
-    with pytest.raises(RankError, match=r"rank [01] ended with exit code 1: not this time"):
-        run_collectives_suite(CollectivesSuiteConfig(CollectivesBenchConfig(device="cpu")), "command")
-
-
-@pytest.mark.processes
 @pytest.mark.usefixtures("warm_ranks")
 def test_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
@@ -164,12 +140,6 @@ def test_data(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: p
     }
     assert {timing.tokens for timing in results.timings if timing.workload == "read"} == {2 * 2 * 32}
     assert len({timing.tokens for timing in results.timings if timing.workload == "learn"}) == 1
-
-
-@pytest.mark.processes
-def test_a_command_that_fails_is_named_with_its_last_line(tmp_path: Path) -> None:
-    with pytest.raises(BenchError, match=r"dtrain data info .* ended with exit code 2: .*manifest"):
-        data._dtrain("data", "info", str(tmp_path))
 
 
 MUON = Muon(lr=0.1)

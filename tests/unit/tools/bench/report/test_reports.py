@@ -27,7 +27,7 @@ from dtrain.tools.bench.records import (
 )
 from dtrain.tools.bench.report.document import describe, update_document
 from dtrain.tools.bench.report.overhead import median_interval, meets_target
-from dtrain.tools.bench.report.training import fastest_peer, has_wrong_loss
+from dtrain.tools.bench.report.training import has_wrong_loss
 from tests.unit.tools.bench.made import HOST, case_result, result, results_of, row
 
 ROOT = Path(__file__).parents[5]
@@ -109,21 +109,6 @@ def test_a_case_with_another_loss_is_marked_wrong(loss: float | None, wrong: boo
 
 
 # -- the overhead of dtrain's engines over their peers -----------------------------------------------------------------
-
-
-def test_a_run_without_other_peers_reports_its_overhead_first() -> None:
-    def timed(case: BenchmarkCase, ms: float) -> CaseResult:
-        made = case_result(case, [[ms]])
-        return replace(made, rounds=[replace(made.rounds[0], cpu_ms=[ms])] * 6)
-
-    peer = timed(BenchmarkCase("ddp", "ddp", 2, "bf16"), 100.0)
-    engine = timed(BenchmarkCase("dtrain ddp", "ddp", 2, "bf16", 0, baseline="ddp"), 101.0)
-    results = results_of([peer, engine])
-    assert [table.title for table in describe(results).tables] == ["Steps and memory", "Overhead", "Details"]
-    without_peers = replace(results, config={"bench": {**results.config["bench"], "peers": []}})
-    table = describe(without_peers).tables[0]
-    assert (table.title, table.rows[0][-2:]) == ("Overhead", ("+1.0 % (+1.0 to +1.0)", "yes"))
-    assert fastest_peer([engine, peer]) is peer, "an engine of dtrain is no peer"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
@@ -25,14 +24,13 @@ from dtrain.config.tool_schema import (
 )
 from dtrain.errors import BenchError, ConfigError
 from dtrain.telemetry import host
-from dtrain.tools.bench import peers, records
+from dtrain.tools.bench import peers
 from dtrain.tools.bench.peers import DEFAULT_PEERS, PEERS
-from dtrain.tools.bench.records import BenchmarkCase, CaseResult, FailedCase, RankJob
-from dtrain.tools.bench.report.document import describe
+from dtrain.tools.bench.records import BenchmarkCase, RankJob
 from dtrain.tools.bench.training import cases, rounds, suites
 from dtrain.tools.bench.training.processes import CaseProcesses
 from dtrain.tools.bench.training.worker import run_config
-from tests.unit.tools.bench.made import HOST, SHORT, TINY, result
+from tests.unit.tools.bench.made import SHORT, TINY
 
 CPU = torch.device("cpu")
 
@@ -94,30 +92,6 @@ def test_mistakes_in_peers_and_engines(names: list[str], ranks: int, message: st
     check = cases.check_engines if names[0].startswith("engine") else peers.check_peers
     with pytest.raises(ConfigError, match=re.escape(message)):
         check([name.removeprefix("engine ") for name in names], ranks)
-
-
-def test_a_peer_that_is_not_installed_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    measured: list[str] = []
-
-    def run_rounds(given: list[BenchmarkCase], _: object) -> tuple[list[CaseResult], list[FailedCase]]:
-        measured.extend(case.name for case in given)
-        return [result("plain", 1, [[1.0]], engine="plain")], []
-
-    monkeypatch.setattr(suites, "run_rounds", run_rounds)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
-    monkeypatch.setattr(records, "describe_host", lambda: HOST)
-    arguments = ["bench.peers=[ddp,deepspeed_2,accelerate]", "bench.engines=[]", "bench.stages=[]", "bench.starts=0"]
-    config = read_suite([*TINY, *arguments], BENCH_ENGINE)
-    assert config is not None
-    with caplog.at_level(logging.WARNING):
-        results = suites.run_engine_suite(config, "dtrain bench engine")
-    assert measured == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "accelerate"]
-    (failure,) = results.failures
-    assert failure.reason == "deepspeed_2: package deepspeed is not installed; pip install 'dtrain[bench]'"
-    assert caplog.messages == [f"left out: {failure.reason}"]
-    assert f"Did not run: {failure.reason}." in describe(results).facts
 
 
 def test_each_case_of_the_blocks_has_its_keys_of_the_model() -> None:

@@ -73,17 +73,6 @@ def test_engine_suite(starts: int, tmp_path: Path, capsys: pytest.CaptureFixture
     assert os.uname().nodename not in astuple(results.host)
 
 
-@pytest.mark.exhaustive
-def test_precision_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    results = bench(capsys, tmp_path / "r.json", "precision", *TINY, *SHORT, "bench.precisions=[bf16]")
-    fp32, bf16 = cases_of(results).values()
-    assert (fp32.case.precision, bf16.case.precision) == ("fp32", "bf16")
-    assert final_loss(fp32) == pytest.approx(final_loss(bf16), rel=0.01)
-    assert final_loss(fp32) != final_loss(bf16)
-    assert fp32.footprint.state != bf16.footprint.state
-    assert row(describe(results).tables[0], "bf16")["speed-up over fp32"]
-
-
 def test_blocks_suite_counts_activations_and_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = bench(capsys, tmp_path / "r.json", "blocks", *TINY, *SHORT, "bench.cases=[none,selective]")
     none, selective = cases_of(results).values()
@@ -109,13 +98,6 @@ def test_vote_suite_times_parts_inside_each_step(tmp_path: Path, capsys: pytest.
         assert all(max(ranks) < step for *ranks, step in zip(*vote, timed.step_ms, strict=True))
     # A power of two changes only the exponents of the gradients, and the update divides by it.
     assert final_loss(dynamic) == pytest.approx(final_loss(none), rel=1e-4)
-
-
-@pytest.mark.exhaustive
-def test_telemetry_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("telemetry", *TINY, *SHORT, "bench.precisions=[fp32]", "bench.ranks=1")
-    off, sampled = cases_of(bench(capsys, tmp_path / "r.json", *words)).values()
-    assert [timed.losses for timed in off.rounds] == [timed.losses for timed in sampled.rounds]
 
 
 def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
