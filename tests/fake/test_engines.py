@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,25 +11,15 @@ import torch
 from torch import nn
 
 import dtrain
-from dtrain.config.precision import Float8
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.models import build_model
 from dtrain.sharding.placement import STAGES, memory_formula
 from tests.fake.collectives import Collective
 from tests.fake.harness import CONFIG, VOCAB, FakeRank, fake_engine
-from tests.fake.launches import HAS_TRITON
 
 FP32, BF16, FP16, FP8 = torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn
 PRECISIONS = {"bf16": BF16, "fp16": FP16, "fp8": BF16}
-FEW = [("bf16", 0, 8), ("bf16", 1, 8), ("fp8", 2, 8), ("bf16", 2, 8), ("fp8", 3, 1024), ("fp16", 3, 8)]
-CASES = [
-    *FEW,
-    *(
-        pytest.param(precision, stage, ranks, marks=pytest.mark.exhaustive)
-        for precision, stage, ranks in itertools.product(PRECISIONS, sorted(STAGES), (8, 1024))
-        if (precision, stage, ranks) not in FEW
-    ),
-]
+CASES = [("bf16", 0, 8), ("bf16", 1, 8), ("fp8", 2, 8), ("bf16", 2, 8), ("fp8", 3, 1024), ("fp16", 3, 8)]
 
 
 # -- what is expected, from the shapes of the model alone --------------------------------------------------------------
@@ -149,7 +138,6 @@ def frozen_blocks() -> nn.Module:
     return model
 
 
-ROWWISE = {"precision": "fp8", "float8": Float8("rowwise", choice="all")}
 OPTIONS: dict[str, dict[str, Any]] = {
     "frozen, fp8, sharded": {"precision": "fp8", "model": frozen_blocks, "zero_stage": 3},
     "reproducible": {"reproducible": True},
@@ -159,40 +147,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "calibrated": {"precision": "fp16", "loss_scale": dtrain.LossScale("calibrated", calibration_steps=2)},
     "ddp": {"engine": "ddp", "zero_stage": 0, "world_size": 1},
 }
-MORE_OPTIONS: dict[str, dict[str, Any]] = {
-    "frozen, fp8": {"precision": "fp8", "model": frozen_blocks},
-    "replicas, stage 3": {"shard_size": 2, "zero_stage": 3},
-    "kept after the forward": {"zero_stage": 3, "reshard_after_forward": False},
-    "frozen, row-wise": {**ROWWISE, "model": frozen_blocks},
-    "frozen, row-wise, sharded": {**ROWWISE, "model": frozen_blocks, "zero_stage": 3},
-    "reproducible without shards": {"reproducible": True, "zero_stage": 0},
-    "fp32": {"precision": "fp32"},
-    "gradients sent in fp32": {"reduce_dtype": "fp32"},
-    "row-wise": ROWWISE,
-    "row-wise, sharded": {**ROWWISE, "zero_stage": 3},
-    "replicas, stage 1": {"shard_size": 4, "zero_stage": 1},
-    "replicas, reproducible": {"shard_size": 4, "reproducible": True},
-    "ddp, fp8": {"engine": "ddp", "zero_stage": 0, "world_size": 1, "precision": "fp8"},
-}
 
 
-@pytest.mark.parametrize(
-    "name", [*OPTIONS, *(pytest.param(name, marks=pytest.mark.exhaustive) for name in MORE_OPTIONS)]
-)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_no_option_makes_the_host_wait_or_forgets_a_wait(name: str) -> None:
-    options = {"world_size": 8, "zero_stage": 2, **(OPTIONS | MORE_OPTIONS)[name]}
-    if "float8" in options and not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    with fake_engine(**options) as rank:
+    with fake_engine(**{"world_size": 8, "zero_stage": 2, **OPTIONS[name]}) as rank:
         assert all(rank.step(1).applied for _ in range(2))
         rank.collectives.require_waited()
         held, formula = rank.engine.memory(), rank.engine.memory_formula()
         assert all(held[kind] >= formula[kind] for kind in formula)
 
 
-@pytest.mark.parametrize("options", [{"zero_stage": 3}, pytest.param(ROWWISE, marks=pytest.mark.exhaustive)])
-def test_measured_step_does_not_make_the_host_wait(options: dict[str, Any]) -> None:
-    with fake_engine(8, **options) as rank:
+def test_measured_step_does_not_make_the_host_wait() -> None:
+    with fake_engine(8, zero_stage=3) as rank:
         rank.step(1)
         rank.collectives.clear()
         with rank.engine.measure_precision(["blocks.*"]):

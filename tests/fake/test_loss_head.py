@@ -36,8 +36,8 @@ class Products(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.exhaustive), torch.float16])
-def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
+def test_sums_over_chunks_are_fp32() -> None:
+    dtype = torch.float16
     with fake_cuda() as device:
         hidden = torch.empty(256, 64, device=DEVICE, dtype=dtype, requires_grad=True)
         weight = torch.empty(512, 64, device=DEVICE, dtype=dtype, requires_grad=True)
@@ -48,5 +48,4 @@ def test_sums_over_chunks_are_fp32(dtype: torch.dtype) -> None:
         assert loss.dtype == torch.float32
         assert weight.grad is not None
         assert weight.grad.dtype == dtype
-        # FP16 hidden states have FP32 gradients until the loss scale comes
-        assert products.count == (4 if dtype == torch.bfloat16 else 8)
+        assert products.count == 8, "FP16 hidden states have FP32 gradients until the loss scale comes"

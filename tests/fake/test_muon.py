@@ -15,10 +15,7 @@ from tests.fake.harness import fake_engine
 RECORD = Muon(compile=False)
 
 
-@pytest.mark.parametrize(
-    ("stage", "ranks"),
-    [(2, 1), (3, 2), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((0, 8), (1, 2), (2, 2)))],
-)
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2), pytest.param(0, 8, marks=pytest.mark.exhaustive)])
 def test_a_step_of_one_rank_among_many(stage: int, ranks: int) -> None:
     with fake_engine(ranks, precision="bf16", zero_stage=stage, optimizer=RECORD) as rank:
         assert isinstance(rank.engine.options.optimizer, dtrain.config.optim.Muon)

@@ -17,20 +17,9 @@ from dtrain.models import train_flops_per_token
 from dtrain.parameters.groups import find_units
 from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy
-from tests.helpers.hf_models import TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
+from tests.helpers.hf_models import TOKENS, VOCAB, build_hf, load_hf, model_config
 
 LORA = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: save_hf(root / family, family) for family in ("qwen3", "gpt2")}
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
 
 
 def trained(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:

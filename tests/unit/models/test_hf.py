@@ -18,20 +18,9 @@ from dtrain.errors import ConfigError
 from dtrain.models import build_model, train_flops_per_token, vocabulary
 from dtrain.models import hf as hf_module
 from dtrain.parameters.groups import decayed_names, find_units
-from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, block_network, build_hf, load_hf, model_config, save_hf
+from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf
 
 INPUTS, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("models")
-    return {family: save_hf(root / family, family) for family in FAMILIES}
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,14 +71,14 @@ def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     config = {"model_type": "bert", "vocab_size": VOCAB, "is_decoder": True, **sizes}
     (tmp_path / "config.json").write_text(json.dumps(config))
     build_hf(tmp_path, weights="random")
-    _edit(lambda c: c.update(is_decoder=False))(tmp_path)
+    edit(is_decoder=False)(tmp_path)
     with pytest.raises(ConfigError, match=r"model_type bert is not causal with this config\.json: .*set is_decoder"):
         build_hf(tmp_path, weights="random")
 
 
 def test_tensors_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save_hf(tmp_path / "llama", "llama")
-    _edit(lambda c: c.update(num_hidden_layers=1))(folder)
+    edit(num_hidden_layers=1)(folder)
     with caplog.at_level("INFO", "dtrain"):
         build_hf(folder)
     assert "LlamaForCausalLM has no place for 9 tensors of the files, such as 'model.layers.1." in caplog.text
@@ -137,13 +126,14 @@ def test_flops_count_the_products(folders: dict[str, Path]) -> None:
     assert train_flops_per_token(model_config(folders["mixtral"]), VOCAB, 16) is None
 
 
-def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        change(values)
-        (folder / "config.json").write_text(json.dumps(values))
+def edit(**changes: Any) -> Callable[[Path], None]:
+    """Returns what changes entries of the config.json of a folder."""
 
-    return edit
+    def edited(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edited
 
 
 def _drop_a_weight(folder: Path) -> None:
@@ -154,7 +144,7 @@ def _drop_a_weight(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _to_pickle(folder: Path) -> None:
+def to_pickle(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
@@ -169,21 +159,17 @@ def _cut(folder: Path) -> None:
         (None, {"folder": "/nowhere/llama"}, "/nowhere/llama is not a directory"),
         (lambda folder: (folder / "config.json").unlink(), {}, r"config\.json: missing"),
         (lambda folder: (folder / "config.json").write_text("{"), {}, r"config\.json"),
-        (
-            _edit(lambda c: c.update(model_type="mine", auto_map={})),
-            {},
-            "has no model_type 'mine'; its own Python files",
-        ),
-        (_edit(lambda c: c.update(model_type="t5")), {"weights": "random"}, "t5 is no causal language model"),
-        (_edit(lambda c: c.update(quantization_config={"bits": 4})), {}, r"quantized \(quantization_config\)"),
+        (edit(model_type="mine", auto_map={}), {}, "has no model_type 'mine'; its own Python files"),
+        (edit(model_type="t5"), {"weights": "random"}, "t5 is no causal language model"),
+        (edit(quantization_config={"bits": 4}), {}, r"quantized \(quantization_config\)"),
         (lambda folder: (folder / "adapter_config.json").write_text("{}"), {}, "holds an adapter"),
         (None, {"max_seq_len": 33}, r"model\.max_seq_len=33 is more than the 32 positions"),
         (None, {"weights": "random", "args": {"num_layers": 2}}, r"model\.args\.num_layers is no entry .*num_hidden"),
         (None, {"weights": "random", "args": {"hidden_size": 33}}, r"(json is not valid|cannot build the model)"),
         (_drop_a_weight, {}, r"its weights lack 'model\.norm\.weight' \(in all 1\) of LlamaForCausalLM"),
-        (_to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
+        (to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
         (_cut, {}, r"model\.safetensors"),
-        (_edit(lambda c: c.update(vocab_size=256)), {}, r"another shape for 'lm_head\.weight' \(in all 2\) of Llama"),
+        (edit(vocab_size=256), {}, r"another shape for 'lm_head\.weight' \(in all 2\) of Llama"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,36 +10,28 @@ from typing import Any
 import pytest
 import torch
 
-import dtrain
 from dtrain.config.model import HF_IMAGES_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import check_model
 from dtrain.models.task_model import TaskModel
 from dtrain.parameters.groups import find_units
 from dtrain.tasks import Regression
-from tests.helpers.hf_models import block_network
 from tests.helpers.image_models import batch, build, classification, start, train
+from tests.unit.models.test_hf import edit, to_pickle
 
 TASK = classification(3, 16, 16)
 FAMILIES: dict[str, dict[str, Any]] = {
     "vit": {
-        **{"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4},
-        **{"intermediate_size": 64, "patch_size": 4},
+        **{
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "intermediate_size": 64,
+            "patch_size": 4,
+        }
     },
     "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
-    "resnet": {"embedding_size": 16, "hidden_sizes": [16, 32], "depths": [1, 1], "layer_type": "basic"},
-    "swin": {"embed_dim": 16, "depths": [1, 1], "num_heads": [2, 2], "window_size": 4, "patch_size": 2},
 }
-
-
-each_family = pytest.mark.parametrize(
-    "family", ["vit", "convnext", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("resnet", "swin"))]
-)
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
 
 
 def save(folder: Path, family: str, classes: int = 5) -> Path:
@@ -65,7 +56,7 @@ def network(task: Any = TASK, **keys: Any) -> TaskModel:
     return build("images.hf", task, **keys)
 
 
-@each_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, tmp_path: Path) -> None:
     import transformers
 
@@ -83,7 +74,7 @@ def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, tmp_path:
     assert all(loss > 0 for loss in train(engine, TASK, steps=2))
 
 
-@each_family
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_is_built_for_the_data(family: str) -> None:
     task = classification(1, 20, 20, classes=7)
     model = network(task, args={"model_type": family, **FAMILIES[family]})
@@ -91,26 +82,11 @@ def test_a_family_is_built_for_the_data(family: str) -> None:
     assert model.model.hf.config.id2label[6] == "class 6"
     assert model.training
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+    numbers = network(Regression((1, 8, 12), mean=(0.0,), std=(1.0,)), args={"hidden_size": 64})
+    assert numbers.model.hf.config.image_size == [8, 12]
     with torch.device("meta"):
         of_pairs = network(classification(3, 64, 64), args={"model_type": "hiera"})
     assert of_pairs.model.hf.config.image_size == [64, 64], "a family whose size is a pair"
-
-
-def test_the_small_transformer_learns_and_may_predict_numbers() -> None:
-    task = Regression((1, 8, 12), mean=(0.0, 0.0), std=(1.0, 1.0))
-    model = network(task, args={"hidden_size": 64})
-    assert model.model.hf.config.image_size == [8, 12]
-    engine = start(model, optimizer=dtrain.AdamW(lr=1e-3), precision="bf16")
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(16, 1, 8, 12, generator=generator)
-    targets = torch.stack((images.mean((1, 2, 3)) * 5, images.amax((1, 2, 3)) - 2), dim=1)
-    losses = []
-    for _ in range(20):
-        loss = engine(inputs=images, targets=targets).loss
-        losses.append(loss.item())
-        engine.backward(loss)
-        engine.step()
-    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_a_head_for_other_classes_is_new(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -132,29 +108,17 @@ def test_a_head_for_other_classes_is_new(tmp_path: Path, caplog: pytest.LogCaptu
     assert "head" not in caplog.text
 
 
-def _edit(**changes: Any) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return edit
-
-
-def _to_pickle(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-
-
 @pytest.mark.parametrize(
     ("damage", "keys", "message"),
     [
-        (_to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
+        (to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
         (
-            _edit(num_hidden_layers=3),
+            edit(num_hidden_layers=3),
             {},
-            r"its weights lack 'vit\.layers\.2\..*ViTForImageClassification; give the folder",
+            r"its weights lack 'vit\.layers\.2\..*ViTForImageClassification; give",
         ),
-        (_edit(model_type="llama"), {"weights": "random"}, "has no image classifier of model_type llama"),
-        (_edit(model_type="timm_wrapper"), {"weights": "random"}, "timm_wrapper is a model of timm, which may"),
+        (edit(model_type="llama"), {"weights": "random"}, "has no image classifier of model_type llama"),
+        (edit(model_type="timm_wrapper"), {"weights": "random"}, "timm_wrapper is a model of timm, which may"),
         (
             None,
             {"path": None, "args": {"model_type": "hiera"}, "task": classification(3, 17, 17)},
@@ -180,6 +144,6 @@ def test_a_mistake_is_one_line(
 def test_a_folder_is_checked_before_there_are_data(tmp_path: Path) -> None:
     config = ModelConfig(name="vit", factory=HF_IMAGES_FACTORY, path=str(save(tmp_path, "vit")))
     check_model(config)
-    _to_pickle(tmp_path)
+    to_pickle(tmp_path)
     with pytest.raises(ConfigError, match=r"pytorch_model\.bin is not read"):
         check_model(config)

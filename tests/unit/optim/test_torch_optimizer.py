@@ -170,15 +170,6 @@ def test_a_skipped_update_changes_nothing() -> None:
     assert torch.equal(training.run(4), training.alone()["master"])
 
 
-def test_instances_serve_later_updates_too() -> None:
-    training = Training(TorchOptimizer(torch.optim.RAdam, lr=0.01))
-    training.run(1, 1)
-    first = [*training.rule._bound.values()]
-    training.run(2)
-    assert [*training.rule._bound.values()] == first
-    assert len(first) == len(NUMELS)
-
-
 def test_several_masters_in_a_call_and_tensors_at_other_addresses() -> None:
     training = Training(TorchOptimizer(torch.optim.NAdam, lr=0.01))
     for number in range(1, STEPS + 1):
