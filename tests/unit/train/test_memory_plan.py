@@ -46,6 +46,7 @@ def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     assert (no_plan.fit, largest_micro_batch(small, no_plan)) == ("does not fit", 0), "beside states that do not"
 
 
+@pytest.mark.exhaustive
 def test_a_loss_by_chunks_takes_less() -> None:
     keys = ("model.vocab_size=8192", "train.micro_batch_size=16", "precision=bf16")
     whole, chunked = (plan_memory(planned_run(*_KEYS, *keys, f"model.loss_chunk={n}")) for n in ("none", "auto"))
