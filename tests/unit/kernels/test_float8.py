@@ -32,10 +32,7 @@ from dtrain.kernels.quantize import quantize
 from dtrain.kernels.tiles import TileTable
 
 # the sizes of a kernel's tiles, so that some weights have several
-SHAPES = {
-    "aligned": [(48, 80), (8, 640), (80, 16)],
-    "any": [(30, 90), (3, 700), (50, 17), (1, 16), (300, 1)],
-}
+SHAPES = {"aligned": [(48, 80), (8, 640), (80, 16)], "any": [(30, 90), (3, 700), (50, 17), (1, 16), (300, 1)]}
 everywhere = settings(
     deadline=None,
     max_examples=5,

@@ -24,11 +24,7 @@ from dtrain.tasks import IGNORE_INDEX
 VOCAB = 70
 LENGTH = 24
 SMALL = ModelConfig(num_layers=2, hidden_dim=32, num_heads=4, max_seq_len=LENGTH)
-MODELS = {
-    "transformer": SMALL,
-    "grouped": replace(SMALL, num_kv_heads=2),
-    "gpt2": replace(SMALL, factory=GPT2_FACTORY),
-}
+MODELS = {"transformer": SMALL, "grouped": replace(SMALL, num_kv_heads=2), "gpt2": replace(SMALL, factory=GPT2_FACTORY)}
 
 
 def positions_of(rows: list[list[int]]) -> Tensor:

@@ -112,11 +112,7 @@ def test_a_head_for_other_classes_is_new(tmp_path: Path, caplog: pytest.LogCaptu
     ("damage", "keys", "message"),
     [
         (to_pickle, {}, r"has neither model\.safetensors nor .*; pytorch_model\.bin is not read because"),
-        (
-            edit(num_hidden_layers=3),
-            {},
-            r"its weights lack 'vit\.layers\.2\..*ViTForImageClassification; give",
-        ),
+        (edit(num_hidden_layers=3), {}, r"its weights lack 'vit\.layers\.2\..*ViTForImageClassification; give"),
         (edit(model_type="llama"), {"weights": "random"}, "has no image classifier of model_type llama"),
         (edit(model_type="timm_wrapper"), {"weights": "random"}, "timm_wrapper is a model of timm, which may"),
         (

@@ -68,8 +68,7 @@ def grads_of(number: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"adjust_lr": "original", "nesterov": False}, {"weight_decay": 0.0, "momentum": 0.5, "ns_steps": 3}],
+    "options", [{}, {"adjust_lr": "original", "nesterov": False}, {"weight_decay": 0.0, "momentum": 0.5, "ns_steps": 3}]
 )
 @pytest.mark.parametrize("block", [1 << 16, 37])
 def test_three_steps_have_the_bits_of_torchs(options: dict[str, Any], block: int, monkeypatch: Any) -> None:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.config.optim import AdamW, AdamWBF16
-from dtrain.optim.rule import UpdateGroup
-from dtrain.optim.rules import rule_of
 from dtrain.optim.stochastic import random_bits, round_to_bf16, step_words, stream_start
 from tests.helpers.arena import DECAYED, SLOWER, Arena, scalars
 
@@ -131,25 +128,3 @@ def test_the_master_moves_by_the_moments_before_they_are_rounded() -> None:
     for name, state in exact.states.items():
         assert ((arena.states[name].double() - state).abs() <= EIGHT_BITS * state.abs()).all(), name
         assert not torch.equal(arena.states[name], state.bfloat16()), "rounded to the nearest"
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 3000), st.integers(0, 3000))
-def test_any_cut_of_a_tensor_gives_the_same_bits(numel: int, cut: int) -> None:
-    """Also where a part is no multiple of anything; each part is told where it starts."""
-    rule = rule_of(AdamWBF16(compile=False))
-    generator = torch.Generator().manual_seed(numel)
-    master, grad = (torch.randn(numel, generator=generator) for _ in range(2))
-
-    def updated(bounds: list[int]) -> list[Tensor]:
-        found = []
-        for start, stop in itertools.pairwise(bounds):
-            part = master[start:stop].clone()
-            states = [spec.like(part) for spec in rule.states]
-            group = UpdateGroup(0.1, [part], tuple([state] for state in states), [(5, start)])
-            for step in (1, 2):
-                rule.apply(group, [grad[start:stop].clone()], scalars(step, 0.1))  # type: ignore[attr-defined]
-            found.append([part, *states])
-        return [torch.cat(each) for each in zip(*found, strict=True)]
-
-    assert all(map(torch.equal, updated([0, min(cut, numel), numel]), updated([0, numel])))

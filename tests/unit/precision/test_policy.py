@@ -26,15 +26,6 @@ def reducing(name: str, asked: str, reduces_every_micro_batch: bool) -> Precisio
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
-def test_norms_stay_fp32_and_the_rest_is_reduced_precision() -> None:
-    contract = resolve(PrecisionPolicy.named("bf16"), make("transformer").build(0))
-    for name, dtype in contract.replica_dtypes.items():
-        assert dtype == (FP32 if "norm" in name else BF16), name
-    assert contract.fp32_modules == (
-        "blocks.0.attention_norm", "blocks.0.ffn_norm", "blocks.1.attention_norm", "blocks.1.ffn_norm", "norm"
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("name", "compute"), [("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16)])
 def test_names(name: str, compute: torch.dtype) -> None:
     policy = PrecisionPolicy.named(name)

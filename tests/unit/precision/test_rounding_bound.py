@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.precision.float8.linear import convert
-from dtrain.precision.float8.options import Recipe
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, product_bound
 
 LENGTHS = (1, 17, 300)
@@ -70,35 +68,6 @@ def test_a_linear_under_an_engine(
         y = engine(x)
     weight = numbers(NUM_OUT, length, seed=length)
     assert share_of_bound(y, x, weight.t(), product_bound(length, operands, output=output)) <= 1
-
-
-@settings(max_examples=40)
-@given(
-    length=st.sampled_from((16, 64, 304)),
-    rows=st.sampled_from((16, 48)),
-    seed=seeds,
-    one_sided=one_sided,
-    rowwise=st.booleans(),
-    grad_dtype=st.sampled_from((torch.float8_e4m3fn, torch.float8_e5m2)),
-)
-def test_fp8_forward_and_both_gradients(
-    length: int, rows: int, seed: int, one_sided: bool, rowwise: bool, grad_dtype: torch.dtype
-) -> None:
-    layer = nn.Linear(length, NUM_OUT, bias=False)
-    weight = numbers(NUM_OUT, length, seed=seed + 1, one_sided=one_sided)
-    layer.weight.data = weight.clone()
-    convert(layer, Recipe(rowwise=rowwise, grad_dtype=grad_dtype, out_dtype=torch.float32, emulate=True))
-    x = numbers(rows, length, seed=seed, one_sided=one_sided)
-    inputs = x.clone().requires_grad_()
-    y = layer(inputs)
-    grad = numbers(rows, NUM_OUT, seed=seed + 2, one_sided=one_sided)
-    y.backward(grad)
-    gradients = FP8_E4M3 if grad_dtype == torch.float8_e4m3fn else FP8_E5M2
-    assert inputs.grad is not None
-    assert layer.weight.grad is not None
-    assert share_of_bound(y.detach(), x, weight.t(), product_bound(length, FP8_E4M3)) <= 1
-    assert share_of_bound(inputs.grad, grad, weight, product_bound(NUM_OUT, gradients)) <= 1
-    assert share_of_bound(layer.weight.grad, grad.t(), x, product_bound(rows, gradients)) <= 1
 
 
 def test_products_are_summed_in_fp32_on_a_gpu_too() -> None:
