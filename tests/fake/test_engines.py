@@ -22,9 +22,6 @@ PRECISIONS = {"bf16": BF16, "fp16": FP16, "fp8": BF16}
 CASES = [("bf16", 0, 8), ("bf16", 1, 8), ("fp8", 2, 8), ("bf16", 2, 8), ("fp8", 3, 1024), ("fp16", 3, 8)]
 
 
-# -- what is expected, from the shapes of the model alone --------------------------------------------------------------
-
-
 def up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
@@ -103,9 +100,6 @@ def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) 
     return found
 
 
-# -- the tests ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("precision", "stage", "ranks"), CASES)
 def test_a_step_of_one_rank_among_many(precision: str, stage: int, ranks: int) -> None:
     num_micro_batches = 2 if (precision, ranks) == ("bf16", 8) else 1
@@ -169,3 +163,35 @@ def test_measured_step_does_not_make_the_host_wait() -> None:
         rank.step(2)
         assert rank.collectives.issued == measured, "a measured step communicates as any other"
         rank.collectives.require_waited()
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 1), (3, 2), pytest.param(0, 8, marks=pytest.mark.exhaustive)])
+def test_a_step_of_muon_by_one_rank_among_many(stage: int, ranks: int) -> None:
+    with fake_engine(ranks, precision="bf16", zero_stage=stage, optimizer=dtrain.Muon(compile=False)) as rank:
+        rank.step(1)
+        rank.collectives.clear()
+        assert rank.step(1).applied
+        rank.collectives.require_waited()
+        matrices = sum(
+            slot.spec.numel
+            for buffer in rank.engine.sharded.buffers
+            for slot in buffer.layout.slots
+            if "blocks" in slot.spec.name and len(slot.spec.shape) == 2
+        )
+        moved = [one for one in rank.collectives.issued if "owners" in one.label]
+        assert {one.dtype for one in moved} <= {BF16}
+        memory = rank.engine.memory()
+        if ranks == 1:
+            assert not moved
+            assert memory["matrices"] == 2 * matrices
+        elif stage == 0:
+            assert moved == [Collective("all_gather", "matrices of all owners", memory["matrices"] // 2, BF16)]
+        else:
+            assert [(one.op, one.label) for one in moved] == [
+                ("all_to_all", "matrices to their owners"),
+                ("all_to_all", "matrices from their owners"),
+            ]
+            assert len([1 for name, _ in rank.collectives.sent if name == "all_to_all"]) >= 2
+            assert memory["matrices"] <= 2 * 1.3 * matrices
+        gc.collect()
+        assert 0 <= rank.device.live_bytes() - sum(memory.values()) < 64 * 1024

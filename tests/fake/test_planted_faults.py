@@ -20,8 +20,6 @@ from tests.fake.device import DEVICE, HOST_READS
 from tests.fake.harness import FakeRank, fake_engine
 from tests.fake.launches import HAS_TRITON, DanglingAddress
 
-# -- the host waits ----------------------------------------------------------------------------------------------------
-
 
 class _ReadInBackward(torch.autograd.Function):
     @staticmethod
@@ -60,9 +58,6 @@ def test_a_read_of_the_flag_in_the_update_is_found() -> None:
 
         with mock.patch.object(rank.engine, "_update", reads), pytest.raises(HOST_READS):
             rank.step(1)
-
-
-# -- collectives -------------------------------------------------------------------------------------------------------
 
 
 def forget(collective: str) -> Any:
@@ -117,9 +112,6 @@ def test_a_collective_that_nobody_needs_must_end_before_the_vote() -> None:
 def test_a_gather_into_a_buffer_of_another_size_is_found() -> None:
     with fake_engine(8) as rank, pytest.raises(AssertionError, match=r"all_gather: torch.Size\(\[2\]\)"):
         rank.engine.comm.all_gather(torch.empty(8, device=DEVICE), torch.empty(2, device=DEVICE), label="wrong")
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")

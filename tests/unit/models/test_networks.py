@@ -116,9 +116,6 @@ def test_a_network_learns(
     assert losses[-1] < share * losses[0]
 
 
-# -- convnet -----------------------------------------------------------------------------------------------------------
-
-
 def test_channels_last_changes_the_layout_and_no_number() -> None:
     results = []
     for channels_last in (False, True, "auto"):
@@ -137,9 +134,6 @@ def test_channels_last_changes_the_layout_and_no_number() -> None:
     for plain, last, auto in zip(*results, strict=True):
         torch.testing.assert_close(plain, last, rtol=1e-4, atol=1e-5)
         assert torch.equal(last, auto), "auto has the channels last on a CPU"
-
-
-# -- denoiser ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_denoiser_uses_all_it_is_told() -> None:

@@ -34,9 +34,6 @@ def random_tokens(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
-# -- both built-in models ----------------------------------------------------------------------------------------------
-
-
 @each_model
 def test_shapes_and_a_first_loss_near_that_of_chance(config: ModelConfig) -> None:
     model = build(config)
@@ -126,9 +123,6 @@ def test_gpt2_has_its_own_sizes() -> None:
         model = build(sizes)
     padding = (50304 - 50257) * 768
     assert sum(parameter.numel() for parameter in model.parameters()) - padding == 124_439_808
-
-
-# -- the transformer ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])

@@ -25,9 +25,6 @@ from tests.helpers.checkpoints import ThreadCommunicator, on_threads
 SCALARS = UpdateScalars(0.5, 1, torch.tensor(1.0), torch.tensor(0.0))
 
 
-# -- owners ------------------------------------------------------------------------------------------------------------
-
-
 def cost(shape: tuple[int, int]) -> float:
     return float(max(shape) * min(shape) ** 2)
 
@@ -67,9 +64,6 @@ def test_intervals_that_do_not_tile_a_matrix_are_refused(held: list[tuple[int, i
 def test_rows_of_a_split_must_be_those_of_the_parameter() -> None:
     with pytest.raises(ValueError, match=r"'w' has 5 rows, and is split into \[2, 2\]"):
         matrices_of("w", (5, 2), (2, 2))
-
-
-# -- the exchange ------------------------------------------------------------------------------------------------------
 
 
 class Ranks(ThreadCommunicator):

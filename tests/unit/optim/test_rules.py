@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
-from dtrain.optim import compiled, flat, formula
+from dtrain.optim import flat, formula
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import UpdateClass, UpdateGroup
+from dtrain.optim.rule import UpdateClass, UpdateGroup, UpdateScalars
 from dtrain.precision.remainder import read, split
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.arena import CLASSES, DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits, scalars
@@ -43,16 +43,11 @@ def kernels(*compiled: str) -> pytest.MarkDecorator:
 
     The cast and the skip are compiled from the same lines for every record.
     """
-    eager = [pytest.param(record, id=name) for name, record in EVERY.items()]
-    fused = [
-        pytest.param(
-            replace(record, compile=True),
-            id=f"{name}, compiled",
-            marks=[pytest.mark.compile, *([] if name in compiled else [pytest.mark.exhaustive])],
-        )
-        for name, record in EVERY.items()
-    ]
-    return pytest.mark.parametrize("record", [*eager, *fused])
+    params = [pytest.param(record, id=name) for name, record in EVERY.items()]
+    for name, record in EVERY.items():
+        marks = [pytest.mark.compile, *([] if name in compiled else [pytest.mark.exhaustive])]
+        params.append(pytest.param(replace(record, compile=True), id=f"{name}, compiled", marks=marks))
+    return pytest.mark.parametrize("record", params)
 
 
 @pytest.mark.parametrize("record", EXACT.values(), ids=EXACT)
@@ -87,14 +82,6 @@ def test_masters_may_be_updated_without_a_cast(record: Any) -> None:
     got = arena.steps(FlatUpdate([arena.rule], [[replace(part, replica=None) for part in arena.slices()]]))
     assert torch.equal(got["master"], Arena(record, [DECAYED, PLAIN]).steps()["master"])
     assert torch.equal(arena.replica, before)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.compile
-def test_a_compiled_pass_may_join_and_split_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU."""
-    monkeypatch.setattr(compiled, "_copies_pairs", lambda device: False)
-    test_masters_that_are_pairs_move_as_full_ones(AdamWBF16(compile=True), monkeypatch)
 
 
 @kernels("adamw-bf16")
@@ -260,3 +247,34 @@ def test_tensors_of_any_shape_and_stride_are_updated_as_flat_ones(record: Any) -
     got = {"master": master, **dict(zip(shaped.states, states, strict=True))}
     for name, tensor in got.items():
         assert torch.equal(tensor.contiguous().view(-1), want[name]), name
+
+
+def exact_scalars(step: int, divisor: float, found_inf: float = 0.0) -> UpdateScalars:
+    return UpdateScalars(0.01, step, *torch.tensor([divisor, found_inf], dtype=torch.float64).unbind())
+
+
+@pytest.mark.parametrize("exponent", [-126, -99, 0, 100, 101, 120])
+@every
+def test_gradient_and_divisor_may_have_any_magnitude(record: Any, exponent: int) -> None:
+    arenas = [Arena(record, [DECAYED] * 2) for _ in range(2)]
+    optimizers = [arena.optimizer() for arena in arenas]
+    for step in (1, 2):
+        for power, arena, optimizer in zip((0, exponent), arenas, optimizers, strict=True):
+            # few bits, so that none is lost where the gradient is subnormal
+            arena.main_grad.copy_((arena.new_gradient() * 8).round().clamp(-16, 16) / 8 * 2.0**power)
+            optimizer.update([0], exact_scalars(step, 3.0 * 2.0**power))
+    assert all(torch.equal(arenas[0].bits()[name], bits) for name, bits in arenas[1].bits().items())
+
+
+@pytest.mark.parametrize("divisor", [2.0**140, 2.0**200, 2.0**-140, 1e300, 5e-324, float("inf"), float("nan"), 0.0])
+def test_what_fp32_cannot_hold_is_split(divisor: float) -> None:
+    split = exact_scalars(1, divisor)
+    if 2.0**-213 < divisor < 2.0**226:
+        assert split.tensors[2].double().item() / split.grad_factor.double().item() == divisor
+        assert 2.0**-101 < split.tensors[2].item() < 2.0**101
+    assert 0 < split.grad_factor.item() < torch.inf
+    skipped = exact_scalars(1, divisor, found_inf=2.0)
+    assert (skipped.tensors[2].item(), skipped.grad_factor.item(), skipped.tensors[3].item()) == (1.0, 1.0, 1.0)
+    gradient = torch.tensor([1.0, torch.inf])
+    skipped.rescale([gradient])
+    assert gradient.tolist() == [1.0, torch.inf]

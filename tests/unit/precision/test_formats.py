@@ -67,9 +67,6 @@ def same(left: float, right: float) -> bool:
     return left == right or (math.isnan(left) and math.isnan(right))
 
 
-# -- what follows from the bits ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("floats", LOW, ids=names[1:])
 def test_every_number_is_counted_and_is_exact(floats: FloatFormat) -> None:
     values = all_codes(floats)
@@ -101,9 +98,6 @@ def test_a_sum_of_ones_stops_where_it_is_said_to(floats: FloatFormat) -> None:
     while (larger := cast(total + 1.0, floats)) != total:
         total = larger
     assert total == floats.ones_add_up_to
-
-
-# -- rounding ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("floats", [FP8_E4M3, FP8_E5M2], ids=["e4m3", "e5m2"])
@@ -179,18 +173,12 @@ def test_gamma_is_inf_if_the_bound_proves_nothing() -> None:
     assert gamma(256, 2.0**-8) == math.inf
 
 
-# -- rates -------------------------------------------------------------------------------------------------------------
-
-
 def test_rates_are_found_by_torchs_names() -> None:
     assert rate("NVIDIA H200", "fp8") == 1978.9
     assert rate("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert rate("NVIDIA H200 MIG 1g.18gb", "bf16") is None
     device_names = [name for gpu in GPUS for name in gpu.device_names]
     assert len(set(device_names)) == len(device_names)
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def rows(output: str) -> dict[str, list[str]]:

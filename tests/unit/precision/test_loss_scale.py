@@ -123,9 +123,6 @@ def test_any_sequence_of_steps_and_restores() -> None:
     run_state_machine_as_test(Machine, settings=settings(max_examples=30, stateful_step_count=30))
 
 
-# -- calibrated --------------------------------------------------------------------------------------------------------
-
-
 def test_a_calibrated_scale_is_chosen_once() -> None:
     states = calibrated([0.01, 0.031, 0.02, 5.0, 1e-9], calibration_steps=3)
     # 65,504 / (8 x 0.031) = 264,129, and 2^18 = 262,144
@@ -206,9 +203,6 @@ def test_calibration_without_effect_is_logged(dtype: torch.dtype, says: bool, ca
     assert ("'calibrated' has no effect" in caplog.text) == says
 
 
-# -- records -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("dtype", "mode"), [(torch.float16, "dynamic"), (torch.bfloat16, "none"), (torch.float32, "none")]
 )
@@ -235,15 +229,10 @@ def test_restored_state_follows_the_current_settings() -> None:
         ({"mode": "dynamc"}, "LossScale.mode=dynamc is not one of .*; did you mean 'dynamic'"),
         ({"init": 0.0}, "LossScale.init=0.0 is too small; it must be above 0"),
         ({"init": 2.0**25}, "LossScale.init=33554432.0 must lie between LossScale.min=.* and LossScale.max=16777216.0"),
-        ({"init": 2.0**-15}, "must lie between LossScale.min="),
         ({"init": math.nan}, "LossScale.init=nan is not a finite number"),
         ({"growth_factor": 0.5}, "LossScale.growth_factor=0.5 is too small; it must be at least 1"),
-        ({"backoff_factor": 0.0}, "LossScale.backoff_factor=0.0 is too small; it must be above 0"),
         ({"backoff_factor": 1.5}, "LossScale.backoff_factor=1.5 is too large; it must be at most 1"),
-        ({"growth_interval": 0}, "LossScale.growth_interval=0 is too small; it must be at least 1"),
         ({"growth_interval": 1.5}, "LossScale.growth_interval=1.5 is not a whole number"),
-        ({"hysteresis": 0}, "LossScale.hysteresis=0 is too small"),
-        ({"calibration_steps": 0}, "LossScale.calibration_steps=0 is too small"),
         ({"margin": 0.5}, "LossScale.margin=0.5 is too small"),
     ],
 )

@@ -83,9 +83,6 @@ def test_under_fp32_everything_is_fp32(name: str) -> None:
     assert {dtype for ran in recorded_zoo(name, "fp32").ran for dtype in (*ran.inputs, *ran.outputs)} == FP32
 
 
-# -- FP8, rules and regions --------------------------------------------------------------------------------------------
-
-
 class Stack(nn.Module):
     """Four Linears; the third within a region, if so asked."""
 

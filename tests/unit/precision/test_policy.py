@@ -23,9 +23,6 @@ def reducing(name: str, asked: str, reduces_every_micro_batch: bool) -> Precisio
     return PrecisionPolicy.named(name).reducing(asked, reduces_every_micro_batch=reduces_every_micro_batch)
 
 
-# -- the contract ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "compute"), [("fp32", FP32), ("tf32", FP32), ("bf16", BF16), ("fp16", FP16)])
 def test_names(name: str, compute: torch.dtype) -> None:
     policy = PrecisionPolicy.named(name)
@@ -58,12 +55,9 @@ def test_dtype_during_reduction(name: str, asked: str, reduces_every_micro_batch
     assert again == policy, "what was decided stays"
 
 
-class LlamaRMSNorm(nn.RMSNorm):
-    """A norm by its name alone."""
-
-
-class MixtralTopKRouter(nn.Linear):
-    """A router by its name alone."""
+def named(name: str, base: type[nn.Module], *sizes: int) -> nn.Module:
+    module: nn.Module = type(name, (base,), {})(*sizes)
+    return module
 
 
 class PreNorm(nn.Module):
@@ -80,8 +74,8 @@ class PreNorm(nn.Module):
     [
         (nn.LayerNorm(4), True),
         (nn.BatchNorm2d(4), True),
-        (LlamaRMSNorm(4), True),
-        (MixtralTopKRouter(4, 2), True),
+        (named("LlamaRMSNorm", nn.Module), True),
+        (named("MixtralTopKRouter", nn.Linear, 4, 2), True),
         (nn.Softmax(-1), True),
         (nn.CrossEntropyLoss(), True),
         (nn.Linear(4, 4), False),
@@ -119,9 +113,6 @@ def test_contract_to_dict_and_describe() -> None:
     assert [contract_dict[kind] for kind in kinds] == ["bf16", "fp32", "bf16", "fp32", "bf16", "fp32", "fp32"]
     assert contract_dict["replicas"] == {f"{i}.{name}": "bf16" for i in (0, 2, 4) for name in ("weight", "bias")}
     assert "parameters computed: 6 in bf16, 0 in fp32" in contract.describe()[-1]
-
-
-# -- the choice --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -195,9 +186,6 @@ def test_matmul_precision_follows_the_policy() -> None:
 def test_invalid_policies_are_refused(build: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build()
-
-
-# -- models that cannot be trained -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

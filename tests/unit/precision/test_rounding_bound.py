@@ -82,9 +82,6 @@ def test_products_are_summed_in_fp32_on_a_gpu_too() -> None:
     assert not matmul.allow_fp16_accumulation
 
 
-# -- controls: the bound is one that wrong arithmetic breaks -----------------------------------------------------------
-
-
 @pytest.mark.parametrize("floats", [BF16, FP16, TF32, FP8_E4M3, FP8_E5M2], ids=lambda floats: floats.name)
 def test_it_is_not_loose(floats: FloatFormat) -> None:
     """A product of the worst numbers of a binade comes near it; of a narrower format it breaks it."""

@@ -94,6 +94,14 @@ def table(contract: Contract) -> dict[str, str]:
 
 
 PLAIN = "bf16: only a plain nn.Linear has FP8 products"
+NORM = "fp32: norm"
+
+
+def block(number: int, norm: str, up: str, down: str | None = None) -> dict[str, str]:
+    prefix = f"blocks.{number}"
+    return {f"{prefix}.norm": norm, f"{prefix}.up": up, f"{prefix}.down": up if down is None else down}
+
+
 TABLES = [
     (
         Net,
@@ -101,9 +109,10 @@ TABLES = [
         {},
         {
             "embed": PLAIN,
-            **{f"blocks.{i}.norm": "fp32: norm" for i in range(3)},
-            **{f"blocks.{i}.{name}": "fp8" for i in range(3) for name in ("up", "down")},
-            "norm": "fp32: norm",
+            **block(0, NORM, "fp8"),
+            **block(1, NORM, "fp8"),
+            **block(2, NORM, "fp8"),
+            "norm": NORM,
             "head": "bf16: last product",
         },
     ),
@@ -113,16 +122,10 @@ TABLES = [
         {"blocks.0": "fp32", "blocks.*.down": "fp8", "blocks.2.*": "fp16", "blocks.1.norm": "bf16", "head": "fp8"},
         {
             "embed": "bf16",
-            "blocks.0.norm": "fp32: rule 'blocks.0'",
-            "blocks.0.up": "fp32: rule 'blocks.0'",
-            "blocks.0.down": "fp8: rule 'blocks.*.down'",
-            "blocks.1.norm": "bf16: rule 'blocks.1.norm'",
-            "blocks.1.up": "bf16",
-            "blocks.1.down": "fp8: rule 'blocks.*.down'",
-            "blocks.2.norm": "fp32: norm",
-            "blocks.2.up": "fp16: rule 'blocks.2.*'",
-            "blocks.2.down": "fp16: rule 'blocks.2.*'",
-            "norm": "fp32: norm",
+            **block(0, "fp32: rule 'blocks.0'", "fp32: rule 'blocks.0'", "fp8: rule 'blocks.*.down'"),
+            **block(1, "bf16: rule 'blocks.1.norm'", "bf16", "fp8: rule 'blocks.*.down'"),
+            **block(2, NORM, "fp16: rule 'blocks.2.*'"),
+            "norm": NORM,
             "head": "fp8: rule 'head'",
         },
     ),
@@ -132,16 +135,11 @@ TABLES = [
         {"*": "fp8", "blocks.[01]": "fp32", "blocks.1": "bf16"},
         {
             "embed": PLAIN,
-            "blocks.0.norm": "fp32: rule 'blocks.[01]'",
-            "blocks.0.up": "fp32: rule 'blocks.[01]'",
-            "blocks.0.down": "fp32: rule 'blocks.[01]'",
-            "blocks.1.norm": "fp32: rule 'blocks.[01]'",  # of a container's name, as of a pattern: norms are not meant
-            "blocks.1.up": "bf16: rule 'blocks.1'",
-            "blocks.1.down": "bf16: rule 'blocks.1'",
-            "blocks.2.norm": "fp32: norm",
-            "blocks.2.up": "fp8: rule '*'",
-            "blocks.2.down": "fp8: rule '*'",
-            "norm": "fp32: norm",
+            **block(0, "fp32: rule 'blocks.[01]'", "fp32: rule 'blocks.[01]'"),
+            # of a container's name, as of a pattern: norms are not meant
+            **block(1, "fp32: rule 'blocks.[01]'", "bf16: rule 'blocks.1'"),
+            **block(2, NORM, "fp8: rule '*'"),
+            "norm": NORM,
             "head": "bf16: weight tied to 'embed.weight'",
         },
     ),
@@ -163,17 +161,13 @@ TABLES = [
         "fp8",
         {},
         {
-            "": PLAIN,
-            "attend": PLAIN,
-            "attend.out_proj": PLAIN,
+            **dict.fromkeys(("", "attend", "attend.out_proj", "normed", "normed.parametrizations.weight"), PLAIN),
+            "normed.parametrizations.weight.0": NORM,
             "small": "bf16: too small for FP8: a dimension below 16",
-            "frozen": "fp8",
             "double": "bf16: its weight is float64",
-            "normed": PLAIN,
-            "normed.parametrizations.weight": PLAIN,
-            "normed.parametrizations.weight.0": "fp32: norm",
             "mine": "bf16: its forward is replaced",
             "compiled.0": "bf16: inside the compiled module 'compiled'",
+            "frozen": "fp8",
             "wide": "fp8",
             "last": "bf16: last product",
         },

@@ -32,9 +32,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
 
 
-# -- choice --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("out_features", "in_features", "is_float8", "reason"),
     [
@@ -105,9 +102,6 @@ def test_out_of_memory_in_timing_is_a_config_error(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(choice, "_times", too_large)
     with pytest.raises(ConfigError, match=r"no memory to time 8192 rows of 'a' \[64, 64\] on cpu; set float8 num_rows"):
         decide_float8([Float8Candidate("a", 64, 64)], resolve_float8(Float8(choice="timed"), CPU), CPU)
-
-
-# -- options -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

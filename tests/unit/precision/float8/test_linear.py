@@ -84,7 +84,8 @@ def bound(linear: nn.Linear, recipe: Recipe) -> QuantizedWeight:
     return quantized
 
 
-CACHES: dict[str, Callable[[nn.Linear, Recipe], QuantizedWeight]] = {
+MakeCache = Callable[[nn.Linear, Recipe], QuantizedWeight]
+CACHES: dict[str, MakeCache] = {
     "never": lambda linear, recipe: QuantizedWeight(recipe),
     "until written": lambda linear, recipe: QuantizedWeight(recipe, Cache.UNTIL_WRITTEN),
     "bound": bound,
@@ -113,9 +114,7 @@ def test_all_three_matmuls_are_near_double(recipe: Recipe, emulate: bool, sizes:
 @both_recipes
 @every_cache
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
-def test_all_caches_give_the_same_bits(
-    recipe: Recipe, cache: Callable[[nn.Linear, Recipe], QuantizedWeight], emulate: bool
-) -> None:
+def test_all_caches_give_the_same_bits(recipe: Recipe, cache: MakeCache, emulate: bool) -> None:
     needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     x, grad = normal(37, 50), normal(37, 20, seed=2)
@@ -382,7 +381,7 @@ def test_hooks_and_freezing_of_a_dequantized_weight_are_refused() -> None:
 
 @every_cache
 @both_recipes
-def test_a_copy_owns_its_weight(recipe: Recipe, cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
+def test_a_copy_owns_its_weight(recipe: Recipe, cache: MakeCache) -> None:
     linear = make(recipe, bias=True)
     linear.quantized_weight = cache(linear, recipe)
     model = nn.Sequential(linear, nn.ReLU())
@@ -399,9 +398,7 @@ def test_a_copy_owns_its_weight(recipe: Recipe, cache: Callable[[nn.Linear, Reci
 
 
 @every_cache
-def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(
-    cache: Callable[[nn.Linear, Recipe], QuantizedWeight],
-) -> None:
+def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(cache: MakeCache) -> None:
     linear = make(TENSORWISE, bias=True)
     linear.quantized_weight = cache(linear, TENSORWISE)
     x = normal(16, 80).requires_grad_()
@@ -416,9 +413,7 @@ def test_a_full_precision_region_computes_in_fp32_in_fp8_linears(
 
 
 @every_cache
-def test_autocast_of_another_dtype_is_refused_inside_an_engine(
-    cache: Callable[[nn.Linear, Recipe], QuantizedWeight],
-) -> None:
+def test_autocast_of_another_dtype_is_refused_inside_an_engine(cache: MakeCache) -> None:
     """With autocast off it computes in FP32 like any Linear; outside an engine autocast does not affect FP8."""
     linear = make(TENSORWISE, bias=True)
     linear.quantized_weight = cache(linear, TENSORWISE)
@@ -444,7 +439,7 @@ def test_autocast_of_another_dtype_is_refused_inside_an_engine(
 
 @pytest.mark.filterwarnings("ignore")
 @every_cache
-def test_compiled_code_has_its_products_as_operators(cache: Callable[[nn.Linear, Recipe], QuantizedWeight]) -> None:
+def test_compiled_code_has_its_products_as_operators(cache: MakeCache) -> None:
     """A compiler does not trace padding and cached tensors; its graph has no break."""
     torch._dynamo.reset()
     recipe = Recipe(emulate=False)
