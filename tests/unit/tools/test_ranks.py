@@ -49,8 +49,7 @@ def test_results_come_by_rank_and_output_of_libraries_goes_to_the_log(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("job", "reason"),
-    [("fail", "rank 1 ended with exit code 3: the reason"), ("die", "rank 1 was ended by SIGTERM")],
+    ("job", "reason"), [("fail", "rank 1 ended with exit code 3: the reason"), ("die", "rank 1 was ended by SIGTERM")]
 )
 def test_the_rank_that_failed_is_named_and_the_others_are_ended(job: str, reason: str, tmp_path: Path) -> None:
     begin = time.monotonic()

@@ -11,8 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch._dynamo.utils import counters
-from torch._inductor import compile_fx
 
 from dtrain.config.dump import from_plain
 from dtrain.tools.accept import steps
@@ -34,7 +32,6 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
         return import_module(name)
 
     monkeypatch.setattr(environment, "import_module", find)
-    monkeypatch.setenv("NCCL_DEBUG", "INFO")
     *_, results = environment.run(request(tmp_path))
     assert not dist.is_initialized()
     found = {row["step"]: row["error"] or row["found"] for row in results["steps"]}
@@ -47,11 +44,6 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     # one that need not work is a fact
     assert results["failures"] == ["import dtrain's engine: ImportError: No module named 'dtrain.engine.native'"]
     assert conclusions(results)[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
-    assert results["host"]["packages"]["pytest"] == pytest.__version__
-    assert results["host"]["environment"]["NCCL_DEBUG"] == "INFO"
-    text = "\n".join(environment.section(results))
-    assert "| FAILS: ImportError: No module named 'deepspeed'" in text
-    assert "- memory_gib: " in text
 
 
 @pytest.mark.parametrize(
@@ -98,17 +90,6 @@ def test_the_driver_describes_the_first_visible_gpu(
 def job(name: str, number: int = 0, **changes: Any) -> CaseJob:
     planned = steps.step_job("tiny", name, number, device="cpu", threads=1, size=2)
     return replace(from_plain(CaseJob, planned.options["job"]), warmup=1, windows=1, steps=1, **changes)
-
-
-def test_blocks_of_dtrain_are_compiled_by_the_key_without_a_graph_break(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch._dynamo.reset()
-    counters.clear()  # a case has a process of its own
-    monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, inputs: graph)  # traced, and run as it is
-    figures = measure(job(steps.TENSORWISE, is_compiled=True))
-    assert [linear.format for linear in figures.linears].count("fp8") == 8
-    assert (figures.graphs, figures.graph_breaks, figures.warnings) == (1, 0, [])
-    assert figures.activations
-    assert figures.emulates_float8
 
 
 def test_a_peer_and_dtrain_start_from_the_same_weights_and_tokens(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.telemetry.metrics import to_json
-from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, plan_jobs, report
+from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, report
 from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
 from dtrain.tools.accept.parts import curves as worker
-from dtrain.tools.accept.plan import LIMITS_S, Machine, Plan, make_plan
+from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
 from tests.unit.tools.accept.made import ended, request
 
 H100, CPU = Machine("cuda", 79.6), Machine("cpu")
@@ -63,20 +63,20 @@ def test_figures_begin_with_the_optimizer_and_the_pair_that_the_target_names() -
     assert (sizes["3B, dtrain, run 1"], sizes["1.2B, offload=cpu, run 1"]) == (1, 2)
 
 
-def test_all_is_both_and_measures_nothing_twice() -> None:
+def test_all_is_both_and_measures_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     both, facts, figures = plan("all"), plan("facts"), plan("figures")
     assert set(names(both.jobs)) == {*names(facts.jobs), *names(figures.jobs)}
     assert len(set(names(both.jobs))) == len(both.jobs)
-    assert names(both.alone)[:4] == [*names(facts.alone), "1.2B, dtrain, run 1"]
-    assert both.together_s < LIMITS_S["facts"]
+    assert {job.part for job in both.jobs} == set(PARTS)
+    assert {job.part for job in plan("all", parts=["rates"]).jobs} == {"rates"}
+    monkeypatch.setattr("dtrain.tools.bench.peers.find_spec", lambda name: None)
+    assert plan("figures").left_out["steps"]["1.2B, DeepSpeed"] == "package deepspeed is not installed"
 
 
 def test_a_small_gpu_and_a_cpu_train_tiny_models() -> None:
     for machine in (Machine("cuda", 24.0), CPU):
         found = plan("all", machine)
         assert {name.split(",")[0] for name in names(found.jobs) if ", run " in name} == {"tiny"}
-    compiled = [job.options["job"]["is_compiled"] for job in plan("all", CPU).jobs if job.part == "steps"]
-    assert not any(compiled)
     assert not [job for job in plan("all", CPU).jobs if job.part == "compiled"]
 
 
@@ -93,22 +93,6 @@ def crash(job: PartJob, num_done: int, status: str = FAILED, *, begun: bool = Tr
     rows = [case | {"losses": CURVE, "skipped": [], "seconds": 1.0} for case in cases[:num_done]]
     results = {"rows": rows, "begun": cases[num_done] if begun else None, "planned": cases}
     return ended(job.name, "curves", results, status=status, error="" if status == DONE else "was ended by SIGSEGV")
-
-
-def test_after_a_crash_the_other_cases_run_in_a_new_process_at_most_three_times() -> None:
-    job = next(job for job in plan_jobs("cuda", 100.0)[0] if job.name == "curves of native")
-    assert job.again is not None
-    second = job.again(job, crash(job, 2))
-    assert second is not None
-    assert (second.name, second.options["device"]) == ("curves of native, start 2", "cuda")
-    assert second.options["cases"] == job.options["cases"][3:]
-    third = job.again(second, crash(second, 1, begun=False))
-    assert third is not None
-    assert (third.name, third.options["cases"]) == ("curves of native, start 3", job.options["cases"][4:])
-    assert job.again(third, crash(third, 1)) is None
-    assert job.again(job, crash(job, len(job.options["cases"]) - 1)) is None
-    # a process that does not even begin fails for all of its cases
-    assert job.again(job, ended(job.name, "curves", {}, status=FAILED, error="ImportError: libx.so")) is None
 
 
 # -- curves: comparison ------------------------------------------------------------------------------------------------

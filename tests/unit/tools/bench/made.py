@@ -20,11 +20,7 @@ def case_result(case: BenchmarkCase, rounds: list[list[float]], losses: list[flo
 
 
 def result(
-    name: str,
-    ranks: int,
-    rounds: list[list[float]],
-    losses: list[float | None] | None = None,
-    engine: str = "native",
+    name: str, ranks: int, rounds: list[list[float]], losses: list[float | None] | None = None, engine: str = "native"
 ) -> CaseResult:
     """A result of the native engine at stage 2, or of the peer ``engine``."""
     stage = 2 if engine == "native" else None

@@ -9,10 +9,9 @@ from torch import nn
 from dtrain.config.optim import SGD
 from dtrain.engine.initialize import initialize
 from dtrain.precision.formats import BF16, FP16, FP32
-from dtrain.precision.histogram import Histogram
 from dtrain.tools.experiment import accumulation, gradient_histogram
 from dtrain.tools.experiment.accumulation import MATMUL, SUMS, VECTORS
-from dtrain.tools.experiment.gradient_histogram import SCALES, ActivationGradients
+from dtrain.tools.experiment.gradient_histogram import SCALES
 from dtrain.tools.experiment.master_weights import WithoutMasters
 from dtrain.tools.experiment.networks import convnet, detector
 
@@ -37,26 +36,6 @@ def test_accumulation() -> None:
 
 
 # -- gradients of activations ------------------------------------------------------------------------------------------
-
-
-def test_counts_the_gradient_of_every_product() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
-    x = torch.randn(5, 1, 4, 4, generator=torch.Generator().manual_seed(0))
-    expected = Histogram.of(torch.zeros(0))
-    activation = model[0](x).detach().requires_grad_()
-    output = model[3](torch.relu(activation).flatten(1))
-    output.retain_grad()
-    output.square().mean().backward()
-    for gradient in (activation.grad, output.grad):
-        expected += Histogram.of(gradient)
-    model.zero_grad()
-    engine, observer = initialize(model, precision="fp32", seed=0), ActivationGradients()
-    observer.start(engine)
-    engine.backward(engine(x).square().mean())
-    assert observer.histogram() == expected
-    with engine.eval():
-        engine(x)
-    assert observer.histogram() == expected
 
 
 def test_a_scale_recovers_the_gradients_of_a_detector_and_a_classifier_needs_none() -> None:

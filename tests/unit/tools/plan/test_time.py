@@ -13,7 +13,7 @@ from dtrain.cli.resolve import compose
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import time as plan_time
-from dtrain.tools.plan.amdahl import Item, expected, limit
+from dtrain.tools.plan.amdahl import Item
 from dtrain.tools.plan.roofline import roofline
 from dtrain.tools.plan.shapes import record_products
 from dtrain.tools.plan.time import format_table, item_table, phase_table, product_share, summary
@@ -89,13 +89,6 @@ def test_tables_show_what_was_measured() -> None:
     assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
     assert "not in these times" in summary(times, run, None)[2]
     assert "not compiled" in summary(times, planned_run(*SMALL, "model.compile=blocks"), None)[1]
-
-
-def test_amdahls_law() -> None:
-    assert expected(0.5, 2.0) == pytest.approx(4 / 3)
-    assert limit(0.75) == pytest.approx(4.0)
-    assert expected(0.9, 1e12) == pytest.approx(limit(0.9))
-    assert expected(0.3, 1.0) == 1.0
 
 
 def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

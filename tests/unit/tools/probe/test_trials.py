@@ -16,12 +16,9 @@ from dtrain.config.precision import LossScale
 from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
-from dtrain.precision import hardware
-from dtrain.tools.probe import trials
-from dtrain.tools.probe.noise import MicroBatches, cosine, final_loss, load_steps, noise_of, perturb_by_an_ulp
-from dtrain.tools.probe.trials import FormatTraining, interleave, is_emulated, train
-from tests.helpers.probed_models import FACTORY
-from tests.unit.tools.probe.tiny import TINY
+from dtrain.tools.probe.noise import MicroBatches, cosine, load_steps, noise_of, perturb_by_an_ulp
+from dtrain.tools.probe.trials import FormatTraining, interleave, train
+from tests.helpers.probed_models import FACTORY, TINY
 
 CPU = torch.device("cpu")
 
@@ -50,10 +47,6 @@ def start(config: RunConfig, dataset: Dataset, **options: Any) -> FormatTraining
 
 def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
     return replace(config, precision=replace(config.precision, loss_scale=LossScale(**scale)))
-
-
-def with_kind(config: RunConfig, kind: str) -> RunConfig:
-    return replace(config, model=replace(config.model, args={"kind": kind}))
 
 
 # -- trials ------------------------------------------------------------------------------------------------------------
@@ -90,41 +83,7 @@ def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
     assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
-)
-def test_a_model_that_fails_in_fp16_is_a_failed_trial(
-    kind: str, reason: str, config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
-) -> None:
-    names = ("fp32", "bf16", "fp16")
-    trainings = [start(with_kind(config.training(name), kind), dataset) for name in names]
-    _, cosines = interleave(trainings, steps)
-    found = [training.trial(trainings[0].final_loss, c) for training, c in zip(trainings, cosines, strict=True)]
-    assert [trial.failure is None for trial in found] == [True, True, False]
-    failed = found[2]
-    assert failed.failure is not None
-    assert failed.failure.startswith("step 1: ")
-    assert reason in failed.failure
-    assert (failed.gap, failed.losses) == (math.inf, [])
-    assert math.isnan(failed.cosine)
-
-
-def test_emulated_formats(config: ProbeConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    rule = config.training("bf16", {"head": "fp8"})
-    runs = [*map(config.training, ("fp32", "bf16", "fp16", "fp8")), rule]
-    assert [is_emulated(run, CPU) for run in runs] == [False, False, True, True, True]
-    monkeypatch.setattr(hardware, "has_bf16_products", lambda device: False)
-    monkeypatch.setattr(trials, "has_bf16_products", lambda device: False)
-    assert is_emulated(config.training("bf16"), CPU)
-
-
 # -- noise -------------------------------------------------------------------------------------------------------------
-
-
-def test_the_last_quarter_is_compared() -> None:
-    assert final_loss([9.0] * 6 + [1.0, 2.0]) == 1.5
-    assert final_loss([9.0, 3.0]) == 3.0
 
 
 def test_noise_is_the_standard_deviation_with_the_reference() -> None:

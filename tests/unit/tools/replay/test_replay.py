@@ -16,12 +16,7 @@ from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.engine.outcome import Culprit
 from dtrain.errors import ConfigError
 from dtrain.tools.replay.cli import parse
-from dtrain.tools.replay.records import (
-    ReplayedStep,
-    ReplayResult,
-    differing_fields,
-    on_other_ranks,
-)
+from dtrain.tools.replay.records import ReplayedStep, ReplayResult, differing_fields, on_other_ranks
 from dtrain.tools.replay.report import summary_lines
 from dtrain.tools.replay.run import compare
 from dtrain.tools.replay.source import RecordedRun, read_run, require_named
@@ -82,13 +77,6 @@ def test_the_configuration_of_the_step_counts(tmp_path: Path) -> None:
         write_run(tmp_path, f"seed={seed}", name=name)
     (tmp_path / "config-until-step-8 (copy).yaml").write_text("not: ours")
     assert [read_run(tmp_path, step).config.seed for step in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
-
-
-def test_blocks_are_compiled_as_the_run_chose(tmp_path: Path) -> None:
-    write_run(tmp_path, "model.compile=auto")
-    assert read_run(tmp_path, 9).config.model.compile == "none"
-    write_lines(tmp_path, *(line(step, compiled_graphs=1) for step in range(1, 11)))
-    assert read_run(tmp_path, 9).config.model.compile == "blocks"
 
 
 @pytest.mark.parametrize("override", ["model.factory=a.b:c", "optim=torch optim.factory=a.b:Mine"])

@@ -79,10 +79,7 @@ def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 @pytest.mark.usefixtures("one_memory_plan")
 @pytest.mark.parametrize(
     ("ranks", "size"),
-    [
-        (16, 8),
-        *(pytest.param(*case, marks=exhaustive) for case in ((8, None), (64, None), (1024, None), (1024, 8))),
-    ],
+    [(16, 8), *(pytest.param(*case, marks=exhaustive) for case in ((8, None), (64, None), (1024, None), (1024, 8)))],
 )
 def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
     """Stage 3, whose prefetch keeps the last two blocks from forward until backward."""
@@ -154,13 +151,6 @@ def test_memory_that_does_not_fit_is_named() -> None:
             "ms; larger micro-batches or more of them a step reduce this",
             "engine=fsdp2 is simulated as native at the same stage; for its reduce-scatters: gradients=",
         ),
-        pytest.param(
-            [STAGE_2], 64, "larger micro-batches, more of them a step, or engine.shard_size", "", marks=exhaustive
-        ),
-        pytest.param(
-            [STAGE_3, "engine.shard_size=8"], 64, "ms; larger micro-batches reduce this", "", marks=exhaustive
-        ),
-        pytest.param(["engine=ddp"], 8, "", "engine=ddp is simulated as native at the same stage", marks=exhaustive),
     ],
 )
 def test_advice_about_transfers_and_other_engines(keys: list[str], ranks: int, advice: str, engine: str) -> None:

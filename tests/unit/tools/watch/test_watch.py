@@ -120,15 +120,6 @@ def test_a_held_run_names_its_process(run: Path) -> None:
         file.unlink()
 
 
-def test_a_run_without_a_checkpoint_or_a_step(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run", saved=())
-    assert WatchedRun(path).view().status.endswith("begins again, because there is no checkpoint")
-    write_lease(tmp_path / "new", OWN)
-    view = WatchedRun(tmp_path / "new").view()
-    assert view.status == f"running: process {os.getpid()} on here; waiting for the first logged step"
-    assert [name for name, _ in view.plain(ascii_only=True)] == ["run", "state", "step"]
-
-
 def test_a_heartbeat_counts_by_the_clock_of_the_watcher(run: Path) -> None:
     """The time of the file decides only at the first look; from then on, its bytes do."""
     now = [0.0]

@@ -8,27 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint import state_dict_loader as dcp
 
 from dtrain.__main__ import main
-from dtrain.checkpoint import open_newest
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import Muon
-from dtrain.config.tool_schema import (
-    LossHeadBenchConfig,
-    OptimizerBenchConfig,
-)
+from dtrain.config.tool_schema import LossHeadBenchConfig, OptimizerBenchConfig
 from dtrain.data.text import Document
 from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.tools.bench.operations import data
-from dtrain.tools.bench.operations.checkpoint import State, save_cases
 from dtrain.tools.bench.operations.loss_head import _Head
 from dtrain.tools.bench.operations.muon import MuonPhase
 from dtrain.tools.bench.operations.optimizer import OptimizerPhase, _record
 from dtrain.tools.bench.records import OperationResults, read_results
 from dtrain.tools.bench.report.document import describe
-from tests.helpers.checkpoints import ALONE
 from tests.helpers.oracle import assert_close_to_largest, normwise_error
 from tests.helpers.token_shards import MemoryShards
 
@@ -72,15 +65,7 @@ def test_optimizer(compiled: bool, tmp_path: Path, capsys: pytest.CaptureFixture
     assert {(timing.nbytes, timing.flops) for timing in muon} == {(0, 5 * cubes * 64**3)}
     assert [one.ranks for one in results.traffic] == [2, 4, 8, 64]
     assert all(0 < one.bytes_per_parameter <= one.bound == 4 for one in results.traffic)
-    (table,) = describe(results).tables
-    shown = {row[:2]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
-    assert not shown["muon, 4 bytes", "dtrain"]["GB/s"]
-    assert shown["muon, 4 bytes", "dtrain"]["TFLOP/s"]
-    assert not shown["sgd, 4 bytes", "dtrain, blocked"]["TFLOP/s"]
-    document = (tmp_path / "doc.md").read_text()
-    assert "a GPT of 1 block and hidden dim 64 (49,152 elements)" in document
-    assert "2.33 on 2 ranks" in document
-    assert "at most 4 on any number" in document
+    assert "2.33 on 2 ranks" in (tmp_path / "doc.md").read_text()
 
 
 def test_loss_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +99,6 @@ def test_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     workloads = [f"{kind}, {size} MB" for size in (1, 2) for kind in ("stall", "total")]
     assert cases_of(results) == dict.fromkeys(workloads, names)
     assert {round(timing.nbytes / 1e6) for timing in results.timings} == {1, 2}
-    ms = {(timing.workload, timing.case): timing.ms for timing in results.timings}
-    for name in names[1:]:
-        stalls, totals = ms["stall, 1 MB", name], ms["total, 1 MB", name]
-        assert all(stall <= total for stall, total in zip(stalls, totals, strict=True))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["doc.md", "r.json"]
 
 
@@ -164,7 +145,7 @@ def test_optimizers_do_the_same_update(optimizer: str) -> None:
 
 
 def test_muon_of_both_sides_ends_with_equal_masters_and_clips() -> None:
-    own, baseline = MuonPhase(1, CPU, MUON, 0.5), MuonPhase(1, CPU, MUON, 0.5)
+    own, baseline = (MuonPhase(1, CPU, MUON, 0.5) for _ in range(2))
     for run in (own.dtrain_step(), baseline.torch_sequence(baseline.torch_optimizer())):
         run()
         run()
@@ -172,7 +153,7 @@ def test_muon_of_both_sides_ends_with_equal_masters_and_clips() -> None:
     assert torch.equal(own.master, baseline.master)
     assert torch.equal(own.replica, baseline.replica)
     assert torch.equal(own.replica, own.master.bfloat16())
-    own, baseline = MuonPhase(1, CPU, MUON, 4.0), MuonPhase(1, CPU, MUON, 4.0)
+    own, baseline = (MuonPhase(1, CPU, MUON, 4.0) for _ in range(2))
     own.dtrain_step()()
     optimizer = baseline.torch_optimizer()
     baseline.torch_sequence(optimizer)()
@@ -205,25 +186,3 @@ def test_padded_and_packed_batches_have_the_same_loss() -> None:
         total = sum(model(**batch).loss.item() * count for batch, count in zip(batches, counts, strict=True))
         losses.append(total / sum(counts))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
-
-
-def test_saves_hold_the_whole_state(tmp_path: Path) -> None:
-    state = State(ALONE, 100_000)
-    expected = state.named()
-    for name, save in save_cases(state).items():
-        path = tmp_path / name
-        path.mkdir()
-        stalled, total = save(path)
-        assert total > 0
-        assert name == "lower bound" or 0 < stalled <= total
-    assert (tmp_path / "lower bound" / "0").read_bytes() == b"".join(t.numpy().tobytes() for t in expected.values())
-    for name in ("dtrain", "dtrain, asynchronous"):
-        reader = open_newest(tmp_path / name, ALONE)
-        assert {f"{t.kind}.{t.name}.0" for t in reader.tensors} == expected.keys()
-        assert all(torch.equal(reader.read(p.kind, p.name), p.data) for p in state.shards)
-    for name in ("DCP save", "DCP async_save"):
-        read = {key: torch.zeros_like(tensor) for key, tensor in expected.items()}
-        dcp.load(read, checkpoint_id=tmp_path / name)
-        assert all(torch.equal(read[key], tensor) for key, tensor in expected.items())
-    read = torch.load(tmp_path / "torch.save, fsync" / "0.pt", weights_only=True)
-    assert all(torch.equal(read[key], tensor) for key, tensor in expected.items())

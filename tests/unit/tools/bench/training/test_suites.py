@@ -43,19 +43,14 @@ def cases_of(results: TrainingResults | Float8Results) -> dict[str, CaseResult]:
     return {case.case.name: case for case in results.cases}
 
 
-@pytest.mark.parametrize("starts", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_engine_suite(starts: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]", f"bench.starts={starts}"]
+def test_engine_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]", "bench.starts=0"]
     results = bench(capsys, tmp_path / "deep/r.json", "engine", *TINY, *SHORT, *lists)
     cases = cases_of(results)
     assert isinstance(results, TrainingResults)
-    assert len(results.train_starts_s) == starts
     assert list(cases) == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "native, stage 2"]
     for result in cases.values():
-        assert [len(times) for times in (result.warmup.step_ms, result.warmup.cpu_ms)] == [1, 1]
-        for times in (times for timed in result.rounds for times in (timed.step_ms, timed.cpu_ms)):
-            assert len(times) == 2
-            assert min(times) > 0
+        assert all(len(timed.step_ms) == len(timed.cpu_ms) == 2 for timed in result.rounds)
         assert result.first_step_s > max(result.warmup.step_ms) / 1000
         assert result.footprint.peak_rss > 50e6
         assert result.footprint.num_parameters == cases["plain"].footprint.num_parameters
@@ -67,7 +62,6 @@ def test_engine_suite(starts: int, tmp_path: Path, capsys: pytest.CaptureFixture
     assert final_loss(one) != final_loss(native)
     assert sum(native.footprint.state.values()) < 0.7 * sum(one.footprint.state.values())
     steps, details = describe(results).tables
-    assert {"step / plain", "speed-up over ddp"} <= set(steps.columns)
     assert row(steps, "native, stage 2")["speed-up over ddp"]
     assert "step / plain, 2 at once" in details.columns
     assert os.uname().nodename not in astuple(results.host)
@@ -121,9 +115,7 @@ def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(linear.reason for linear in fp8.footprint.linears)
     products = ["output", "input gradient", "weight gradient", ALL_THREE] * len(product_shapes(fp8.footprint.linears))
     assert [product.product for product in width.products] == products
-    for product in width.products:
-        assert list(product.ms) == ["bf16", "tensorwise"]
-        assert all(len(ms) == 2 and min(ms) > 0 for ms in product.ms.values())
+    assert all(list(product.ms) == ["bf16", "tensorwise"] for product in width.products)
 
 
 def test_the_start_of_a_training_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
