@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.telemetry.metrics import to_json
 from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, report
-from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
+from dtrain.tools.accept.job import CUT, FAILED, LATE, PartJob
 from dtrain.tools.accept.parts import curves as worker
 from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
 from tests.unit.tools.accept.made import ended, request
@@ -84,27 +83,12 @@ CASE = TrainingCase("native", 2, "bf16")
 CURVE = [4.0, 3.0, 2.0]
 
 
-# -- curves: cases, jobs -----------------------------------------------------------------------------------------------
-
-
-def crash(job: PartJob, num_done: int, status: str = FAILED, *, begun: bool = True) -> Ended:
-    """The job as it ends after ``num_done`` cases, in the middle of the next one if it has ``begun``."""
-    cases: Sequence[dict[str, Any]] = job.options["cases"]
-    rows = [case | {"losses": CURVE, "skipped": [], "seconds": 1.0} for case in cases[:num_done]]
-    results = {"rows": rows, "begun": cases[num_done] if begun else None, "planned": cases}
-    return ended(job.name, "curves", results, status=status, error="" if status == DONE else "was ended by SIGSEGV")
-
-
-# -- curves: comparison ------------------------------------------------------------------------------------------------
-
-
 def test_a_curve_within_its_bound_agrees_and_every_other_has_its_reason() -> None:
     for precision, bound in LOSS_BOUNDS.items():
         case = TrainingCase("native", 2, precision)
-        assert (
-            compare(case, {"losses": [4.0, 3.0 * (1 + 0.9 * bound), 2.0], "skipped": []}, CURVE)["status"] == "agrees"
-        )
-        row = compare(case, {"losses": [4.0, 3.0, 2.0 * (1 - 1.1 * bound)], "skipped": []}, CURVE)
+        near, far = [4.0, 3.0 * (1 + 0.9 * bound), 2.0], [4.0, 3.0, 2.0 * (1 - 1.1 * bound)]
+        assert compare(case, {"losses": near, "skipped": []}, CURVE)["status"] == "agrees"
+        row = compare(case, {"losses": far, "skipped": []}, CURVE)
         assert (row["status"], row["deviation"]) == ("deviates", pytest.approx(1.1 * bound))
         assert row["reason"].endswith("at step 3")
     line = json.loads(to_json({"losses": [4.0, float("nan"), 2.0], "skipped": []}))
@@ -130,30 +114,20 @@ def test_the_bounds_tell_formats_apart(tmp_path: Path, monkeypatch: pytest.Monke
     assert compare(fp32, low, reference)["status"] == "deviates", "FP32 that computes in BF16"
 
 
-# -- curves: the page --------------------------------------------------------------------------------------------------
-
-
-def reference(**row: Any) -> Ended:
-    line = row or {"losses": CURVE, "skipped": []}
-    return ended(REFERENCE_JOB, "curves", {"rows": [asdict(REFERENCE) | line], "begun": None})
-
-
-@pytest.fixture
-def job() -> PartJob:
-    cases = [asdict(TrainingCase("ddp", 0, name)) for name in ("bf16", "fp32", "fp8")]
-    return PartJob("curves of ddp", "curves", "curves", 1.0, 1.0, {"cases": cases})
-
-
 @pytest.mark.parametrize("status", [FAILED, LATE, CUT])
-def test_a_crash_is_the_failure_of_the_case_that_had_begun_unless_it_was_cut_short(job: PartJob, status: str) -> None:
-    first = crash(job, 1, status)
-    found = report([reference(), first], {})
+def test_a_crash_is_the_failure_of_the_case_that_had_begun_unless_it_was_cut_short(status: str) -> None:
+    line = {"losses": CURVE, "skipped": []}
+    reference = ended(REFERENCE_JOB, "curves", {"rows": [asdict(REFERENCE) | line], "begun": None})
+    cases = [asdict(TrainingCase("ddp", 0, name)) for name in ("bf16", "fp32", "fp8")]
+    results = {"rows": [cases[0] | line], "begun": cases[1], "planned": cases}
+    first = ended("curves of ddp", "curves", results, status=status, error="was ended by SIGSEGV")
+    found = report([reference, first], {})
     if status == CUT:
         assert (found.failures, list(found.left_out)) == ([], ["ddp fp32, stage 0", "ddp fp8, stage 0"])
         return
     assert found.failures == ["ddp fp32, stage 0 failed: was ended by SIGSEGV"]
     assert found.left_out == {"ddp fp8, stage 0": "no time left, or its process failed before"}
-    again = replace(job, name="curves of ddp, start 2", options={"cases": job.options["cases"][2:]})
-    assert report([reference(), first, crash(again, 1, DONE, begun=False)], {}).left_out == {}
-    whole = report([ended(job.name, "curves", {}, status=status, error="ImportError: libx.so")], {})
+    again = {"rows": [cases[2] | line], "begun": None, "planned": cases[2:]}
+    assert report([reference, first, ended("curves of ddp, start 2", "curves", again)], {}).left_out == {}
+    whole = report([ended("curves of ddp", "curves", {}, status=status, error="ImportError: libx.so")], {})
     assert whole.failures == [f"curves of ddp {status}: ImportError: libx.so"]

@@ -9,6 +9,7 @@ import re
 import shutil
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -78,15 +79,12 @@ def results(path: Path, *, other_host: bool = True) -> tuple[list[str], bool]:
     return [row[1] for row in table.rows], is_good
 
 
-def with_answers(path: Path, problems: list[Exception] | None = None) -> tuple[list[str], bool]:
-    """The other host is a thread, whose error is added to ``problems``."""
-    problems = [] if problems is None else problems
+def with_answers(path: Path) -> tuple[list[str], bool]:
+    """The other host is a thread."""
 
     def other() -> None:
-        try:
+        with suppress(Exception):
             answer(path)
-        except Exception as error:
-            problems.append(error)
 
     thread = threading.Thread(target=other)
     thread.start()
@@ -105,15 +103,7 @@ def test_a_local_folder_has_all_properties(tmp_path: Path, capsys: pytest.Captur
     assert os.listdir(tmp_path) == []
 
 
-def no_links(*paths: Path) -> None:
-    raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
-
-
-def create_again(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT)
-
-
-def no_sync(descriptor: object) -> None:
+def refuse(*_: object) -> None:
     raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
@@ -122,30 +112,21 @@ def copying_rename(source: Path, target: Path) -> None:
     shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
 
 
-def upload_at_close(descriptor: int, data: bytes) -> None:
-    pass
-
-
 @pytest.mark.parametrize(
-    ("function", "replacement", "row", "reason"),
+    ("function", "stand_in", "row", "reason"),
     [
-        ("link", no_links, 1, "NO: Operation not permitted"),
-        ("create", create_again, 0, "NO: a file was created twice"),
-        ("sync_directory", no_sync, 2, "NO: Invalid argument"),
+        ("link", refuse, 1, "NO: Invalid argument"),
+        ("create", lambda path: os.open(path, os.O_WRONLY | os.O_CREAT), 0, "NO: a file was created twice"),
+        ("sync_directory", refuse, 2, "NO: Invalid argument"),
         ("rename", copying_rename, 3, "NO: the old name is still there"),
-        ("overwrite", upload_at_close, 6, "NO: this process on host"),
+        ("overwrite", lambda descriptor, data: None, 6, "NO: this process on host"),  # it uploads when the file closes
     ],
 )
 def test_a_missing_property_is_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    function: str,
-    replacement: Callable[..., Any],
-    row: int,
-    reason: str,
+    function: str, stand_in: Callable[..., Any], row: int, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared_folder, "LIMIT_S", 0.3)
-    monkeypatch.setattr(storage, function, replacement)
+    monkeypatch.setattr(storage, function, stand_in)
     found, is_good = with_answers(tmp_path)
     assert not is_good
     assert found[row].startswith(reason), found

@@ -1,22 +1,32 @@
-"""Each suite that trains, once from end to end at a tiny size."""
+"""The suites that train: their cases, their processes, and each once from end to end at a tiny size."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import subprocess
 from dataclasses import astuple
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from dtrain.__main__ import main
+from dtrain.cli.resolve import read_suite
+from dtrain.config import capabilities
+from dtrain.config.commands import BENCH_ENGINE
+from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig
 from dtrain.errors import BenchError
+from dtrain.telemetry import host
 from dtrain.tools.bench.operations.float8_products import ALL_THREE, product_shapes
-from dtrain.tools.bench.records import CaseResult, Float8Results, TrainingResults, read_results
+from dtrain.tools.bench.peers import DEFAULT_PEERS, PEERS
+from dtrain.tools.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
 from dtrain.tools.bench.report.document import describe
 from dtrain.tools.bench.report.statistics import final_loss
 from dtrain.tools.bench.report.training import has_wrong_loss
-from dtrain.tools.bench.training import first_step
+from dtrain.tools.bench.training import cases, first_step, rounds, suites
+from dtrain.tools.bench.training.processes import CaseProcesses
 from tests.unit.tools.bench.made import SHORT, TINY, row
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
@@ -131,3 +141,74 @@ def test_the_start_of_a_training_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BenchError, match="exit code 1 before its first step: no data"):
         first_step.time_first_steps(1, 1)
     assert first_step.time_first_steps(0, 1) == []
+
+
+CPU = torch.device("cpu")
+
+
+def test_engine_and_precision_cases() -> None:
+    def names(**values: Any) -> list[str]:
+        return [case.name for case in cases.engine_cases(EngineBenchConfig(**values))]
+
+    plain = ["plain", "native, 1 rank", "plain, 2 at once"]
+    assert names(ranks=1) == plain[:2]
+    both = ["fsdp2", "ddp", "native, stage 0", "native, stage 3"]
+    assert names(stages=[0, 3], peers=["fsdp2", "ddp"], engines=[]) == [*plain, *both]
+    assert names(stages=[], engines=[]) == [*plain, *DEFAULT_PEERS]
+    precision = suites.precision_cases(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
+    assert precision == [BenchmarkCase(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
+    assert "fp16" not in suites.fast_precisions(CPU)
+
+
+def test_an_engine_comes_after_the_peer_that_does_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = {"peers": ["accelerate", "fsdp2"], "engines": ["fsdp2:3", "deepspeed"]}
+    found = cases.peer_cases(EngineBenchConfig(**lists, precision="fp32", ranks=3))  # type: ignore[arg-type]
+    assert found == [
+        BenchmarkCase("accelerate", "accelerate", 3, "fp32"),
+        BenchmarkCase("fsdp2", "fsdp2", 3, "fp32"),
+        BenchmarkCase("dtrain fsdp2, stage 3", "fsdp2", 3, "fp32", 3, baseline="fsdp2"),
+        BenchmarkCase("fsdp2 again", "fsdp2", 3, "fp32", baseline="fsdp2"),
+        BenchmarkCase("deepspeed_2_fp32", "deepspeed_2_fp32", 3, "fp32"),
+        BenchmarkCase("dtrain deepspeed, stage 2", "deepspeed", 3, "fp32", 2, baseline="deepspeed_2_fp32"),
+    ]
+    assert [case.is_dtrain for case in found] == [False, False, True, False, False, True]
+    assert set(cases.BASELINE_PEERS.values()) <= set(PEERS)
+    monkeypatch.setattr(capabilities, "find_spec", lambda name: None)
+    assert cases.chosen_engines(None) == [("fsdp2", 2), ("ddp", 0)], "by default those that are installed"
+
+
+def read() -> EngineSuiteConfig:
+    found = read_suite([*TINY, *SHORT], BENCH_ENGINE)
+    assert found is not None
+    return found
+
+
+def test_an_idle_rank_uses_no_processor_time_and_a_killed_one_is_named() -> None:
+    with CaseProcesses(BenchmarkCase("plain", "plain", 1, "fp32"), read()) as processes:
+        processes.start()
+        assert processes.take_steps(0).step_ms == []
+        (process,) = processes._processes
+        before = _processor_seconds(process.pid)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.6)
+        assert _processor_seconds(process.pid) - before < 0.1
+        process.kill()
+        with pytest.raises(BenchError, match="plain: rank 0 ended with exit code -9"):
+            processes.take_steps(1)
+    assert process.poll() is not None
+
+
+def _processor_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_a_case_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent, plain = (BenchmarkCase(name, name, 1, "fp32") for name in ("absent", "plain"))
+    (result,), (failure,) = rounds.run_rounds([absent, plain], read())
+    assert (result.case, len(result.warmup.step_ms), len(result.rounds)) == (plain, 1, 2)
+    assert (failure.case, failure.reason) == (absent, "absent: rank 0 failed: KeyError: 'absent'")
+    assert 0.0 < host.memory_left() <= 1.0
+    monkeypatch.setattr(rounds, "memory_left", lambda: 0.04)
+    with pytest.raises(BenchError, match="no case ran; plain: only 4% of the memory is left"):
+        rounds.run_rounds([plain], read())
