@@ -163,29 +163,17 @@ class FakeDevice:
         return _NoWaits(self.pinned)
 
 
-def _pinning(make: Callable[..., Tensor], pinned: set[int]) -> Callable[..., Tensor]:
+def _pinning(make: Callable[..., Tensor], pinned: set[int], *, has_values: bool = True) -> Callable[..., Tensor]:
     """Returns ``make``, which notes that memory is pinned instead of asking the driver for it."""
 
     def made(*args: Any, pin_memory: bool = False, device: Any = None, **kwargs: Any) -> Tensor:
-        on_device = device is not None and torch.device(device).type == "cuda"
+        on_device = has_values and device is not None and torch.device(device).type == "cuda"
         tensor = make(*args, device="cpu" if on_device else device, **kwargs)
-        if pin_memory or on_device:
+        if has_values and (pin_memory or on_device):
             tensor.constant = None  # type: ignore[attr-defined] # else torch would compute with its values on the device
         if pin_memory:
             pinned.add(tensor.untyped_storage().data_ptr())
         return tensor.to(DEVICE) if on_device else tensor
-
-    return made
-
-
-def _pinned_empty(make: Callable[..., Tensor], pinned: set[int]) -> Callable[..., Tensor]:
-    """Returns ``make``, which notes that memory is pinned, and leaves the rest as it is."""
-
-    def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Tensor:
-        tensor = make(*args, **kwargs)
-        if pin_memory:
-            pinned.add(tensor.untyped_storage().data_ptr())
-        return tensor
 
     return made
 
@@ -298,7 +286,7 @@ def fake_cuda() -> Iterator[FakeDevice]:
     replaced: list[tuple[Any, str, Any]] = [
         *((torch.cuda, name, replacement) for name, replacement in _TORCH_CUDA.items()),
         (torch, "tensor", _pinning(torch.tensor, device.pinned)),
-        (torch, "empty", _pinned_empty(torch.empty, device.pinned)),
+        (torch, "empty", _pinning(torch.empty, device.pinned, has_values=False)),
         (torch, "empty_like", _pinning(torch.empty_like, device.pinned)),
         (torch.UntypedStorage, "data_ptr", storage_address),
         (torch.nn.Module, "to", lambda module, _: module),  # a model is built on its device

@@ -24,11 +24,15 @@ INPUTS, TARGETS = TOKENS[:, :-1], TOKENS[:, 1:]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    theirs = load_hf(folders[family])
-    model = build_hf(folders[family])
+def test_a_family_under_engines(family: str, folders: dict[str, Path]) -> None:
+    """In FP32 with the bits of transformers; in BF16 with norms and routers in FP32; each layer is a unit."""
+    theirs, model = load_hf(folders[family]), build_hf(folders[family])
     for name, parameter in theirs.named_parameters():  # FP32, although config.json says BF16
         assert torch.equal(model.get_parameter(f"hf.{name}"), parameter), name
+    layers = "hf.transformer.h" if family == "gpt2" else "hf.model.layers"
+    assert find_units(model, "auto") == [f"{layers}.0", f"{layers}.1"]
+    decayed = {name.rpartition(".")[0].rpartition(".")[2] for name in decayed_names(model)}
+    assert family != "mixtral" or "gate" in decayed  # a router's weight is a matrix
     engine = dtrain.initialize(model, precision="fp32")
     with engine.eval():
         output = engine(INPUTS, targets=TARGETS)
@@ -36,6 +40,16 @@ def test_an_fp32_engine_computes_the_bits_of_transformers(family: str, folders: 
         logits = theirs(INPUTS).logits
     assert torch.equal(output.logits, logits)
     assert output.loss == F.cross_entropy(logits.flatten(0, 1), TARGETS.flatten(), reduction="sum") / TARGETS.numel()
+
+    engine = dtrain.initialize(build_hf(folders[family]), precision="bf16", zero_stage=3)
+    kept = {name.rpartition(".")[0] for name, dtype in engine.contract.replica_dtypes.items() if dtype is torch.float32}
+    types = {name: type(module).__name__.lower() for name, module in engine.module.named_modules()}
+    assert kept == {name for name, kind in types.items() if "norm" in kind or "router" in kind}
+    for tokens in engine.accumulate([TOKENS]):
+        output = engine(tokens[:, :-1], targets=tokens[:, 1:])
+        assert output.logits.dtype == torch.float32
+        engine.backward(output)
+    assert engine.step().applied
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -82,27 +96,6 @@ def test_tensors_without_a_place_are_named(tmp_path: Path, caplog: pytest.LogCap
     with caplog.at_level("INFO", "dtrain"):
         build_hf(folder)
     assert "LlamaForCausalLM has no place for 9 tensors of the files, such as 'model.layers.1." in caplog.text
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_layer_is_a_unit_and_norms_and_routers_are_fp32(family: str, folders: dict[str, Path]) -> None:
-    model = build_hf(folders[family])
-    layers = "hf.transformer.h" if family == "gpt2" else "hf.model.layers"
-    assert find_units(model, "auto") == [f"{layers}.0", f"{layers}.1"]
-    engine = dtrain.initialize(model, precision="bf16", zero_stage=3)
-    kept = {name.rpartition(".")[0] for name, dtype in engine.contract.replica_dtypes.items() if dtype is torch.float32}
-    assert kept == {
-        name
-        for name, module in model.named_modules()
-        if "norm" in type(module).__name__.lower() or "Router" in type(module).__name__
-    }
-    decayed = {name.rpartition(".")[0].rpartition(".")[2] for name in decayed_names(model)}
-    assert family != "mixtral" or "gate" in decayed  # a router's weight is a matrix
-    for tokens in engine.accumulate([TOKENS]):
-        output = engine(tokens[:, :-1], targets=tokens[:, 1:])
-        assert output.logits.dtype == torch.float32
-        engine.backward(output)
-    assert engine.step().applied
 
 
 def test_random_weights_follow_the_seed_and_the_replaced_entries(folders: dict[str, Path]) -> None:

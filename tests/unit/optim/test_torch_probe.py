@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,69 +32,57 @@ class Updating(Optimizer):
         raise NotImplementedError
 
 
-class Lamb(Updating):
+Move = Callable[[Any, dict[str, Any], Any, dict[str, Any]], Any]
+
+
+def updating(name: str, move: Move) -> type[Updating]:
+    return type(name, (Updating,), {"move": move})
+
+
+def lamb(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
     """LAMB without its second moment."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-        update = state["exp_avg"] + group["weight_decay"] * p
-        p.sub_(group["lr"] * p.norm() / update.norm() * update)
+    state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+    update = state["exp_avg"] + group["weight_decay"] * p
+    p.sub_(group["lr"] * p.norm() / update.norm() * update)
 
 
-class Lars(Lamb):
+def lars(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
     """Needs whole tensors only for a weight that decays."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        if group["weight_decay"]:
-            super().move(group, p, state)
-        else:
-            p.sub_(group["lr"] * p.grad)
-            state["exp_avg"] = torch.zeros_like(p)
+    if group["weight_decay"]:
+        lamb(self, group, p, state)
+    else:
+        p.sub_(group["lr"] * p.grad)
+        state["exp_avg"] = torch.zeros_like(p)
 
 
-class Centered(Updating):
-    """Elementwise on vectors; centers the gradients of matrices."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        p.sub_(group["lr"] * (p.grad - p.grad.mean(1, keepdim=True) if p.dim() == 2 else p.grad))
+def count(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+    group["k"] = group.get("k", 0) + 1
+    p.sub_(group["lr"] / group["k"] * p.grad)
 
 
-class Counting(Updating):
-    """Counts in its parameter group."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        group["k"] = group.get("k", 0) + 1
-        p.sub_(group["lr"] / group["k"] * p.grad)
-
-
-class FixedRate(Updating):
-    """Ignores its parameter group."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        p.sub_(self.built_lr * p.grad)
-
-
-class Distance(Updating):
+def estimate(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
     """Estimates its step size, one for a parameter."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        state["d"] = state.get("d", 1.0) + p.grad.abs().max().item()
-        p.sub_(group["lr"] * state["d"] * p.grad)
+    state["d"] = state.get("d", 1.0) + p.grad.abs().max().item()
+    p.sub_(group["lr"] * state["d"] * p.grad)
 
 
-class Noisy(Updating):
-    """Adds noise."""
-
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        p.sub_(group["lr"] * (p.grad + torch.randn_like(p)))
+def center(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+    """Elementwise on vectors; centers the gradients of matrices."""
+    p.sub_(group["lr"] * (p.grad - p.grad.mean(1, keepdim=True) if p.dim() == 2 else p.grad))
 
 
-class Shuffled(Updating):
-    """Starts a state at random."""
+def shuffle(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+    p.sub_(group["lr"] * state.setdefault("noise", torch.rand_like(p)) * p.grad)
 
-    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        state.setdefault("noise", torch.rand_like(p))
-        p.sub_(group["lr"] * state["noise"] * p.grad)
+
+Lamb, Lars, Counting = updating("Lamb", lamb), updating("Lars", lars), updating("Counting", count)
+Distance, Centered, Shuffled = (
+    updating("Distance", estimate),
+    updating("Centered", center),
+    updating("Shuffled", shuffle),
+)
+FixedRate = updating("FixedRate", lambda self, group, p, state: p.sub_(self.built_lr * p.grad))
+Noisy = updating("Noisy", lambda self, group, p, state: p.sub_(group["lr"] * (p.grad + torch.randn_like(p))))
 
 
 class Hidden(torch.optim.AdamW):
@@ -106,11 +95,7 @@ class Hidden(torch.optim.AdamW):
 @pytest.mark.parametrize(
     ("optimizer", "options", "reason"),
     [
-        (
-            torch.optim.Adafactor,
-            {},
-            "is not elementwise.*weight of shape.*the states are variance and row_var, col_var",
-        ),
+        (torch.optim.Adafactor, {}, "is not elementwise.*weight of shape.*the states are variance and row_var, col"),
         (torch.optim.LBFGS, {}, "closure that computes the loss again"),
         (torch.optim.Muon, {}, "fails on 1-D FP32 tensors.*Muon only supports 2D parameters"),
         (torch.optim.SparseAdam, {}, "does not support dense gradients"),

@@ -266,8 +266,6 @@ def test_describe() -> None:
         ("bf16", {"*": "nvfp4"}, "precision rule '*': nvfp4 needs the FP4 Tensor Cores of Blackwell"),
         ("bf16", {"*": "tf32"}, "precision rule '*': tf32 is a mode of the whole process"),
         ("fp16", {"head": "fp8"}, "an fp8 rule under precision=fp16: FP8 products return BF16"),
-        ("tf32", {"head": "fp8"}, "an fp8 rule under precision=tf32: FP8 products return BF16"),
-        ("auto", {"blocks.*": "fp8"}, "an fp8 rule under precision=fp32"),
         ("fp8", {"embed": "fp8"}, "precision rule 'embed: fp8': only a plain nn.Linear has FP8 products; give it bf16"),
         ("fp8", {"*norm": "fp8"}, "precision rule '*norm: fp8' reaches no Linear that can be FP8"),
         ("fp8", {"head": "fp8"}, "precision rule 'head: fp8': weight tied to 'embed.weight'; give it bf16"),
@@ -276,9 +274,7 @@ def test_describe() -> None:
         ("fp7", {}, "precision=fp7 is not one of auto, fp32, tf32, bf16, fp16, fp8; did you mean 'fp8'?"),
     ],
 )
-def test_refusals(name: str, rules: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+def test_refusals(name: str, rules: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         resolved(Net(tied=True), name, rules)
     assert str(raised.value).startswith(message)
@@ -406,16 +402,6 @@ def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(
     (norm,) = [ran for ran in ops.ran if "layer_norm" in ran.op]
     exempt = name == "bf16"  # without autocast the region has no effect
     assert norm.outputs == ("fp32",) or not exempt, "full_precision() in code wins over a rule"
-
-
-def test_regions_compile_without_a_break() -> None:
-    model = Net()
-    autocast, _ = prepared(model, "bf16", {"blocks.1": "fp16", "blocks.2": "fp32"})
-    tokens = torch.arange(6).view(2, 3)
-    with autocast():
-        want = model(tokens)
-        compiled = torch.compile(model, backend="eager", fullgraph=True)
-        assert torch.equal(compiled(tokens), want)
 
 
 def test_float8_modules_are_made_and_named() -> None:
