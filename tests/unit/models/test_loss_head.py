@@ -22,7 +22,7 @@ from dtrain.models.loss_head import _tell
 from dtrain.tasks import generate
 from dtrain.train.setup import check_patterns
 from tests.helpers.hf_models import VOCAB as HF_VOCAB
-from tests.helpers.hf_models import model_config, save_hf
+from tests.helpers.hf_models import model_config
 from tests.helpers.oracle import normwise_error
 
 VOCAB = 70
@@ -119,10 +119,7 @@ def test_a_rule_for_the_head_is_followed(wanted: str, dtype: torch.dtype, monkey
     ("keys", "message"),
     [
         (["precision=fp8", "precision.rules={head: fp8}"], "model.loss_chunk=8: the output layer 'head' is FP8"),
-        (
-            ["telemetry.activations=[head]", "telemetry.precision_every=1"],
-            "activations: 'head' has no output with mode",
-        ),
+        (["telemetry.activations=[head]", "telemetry.precision_every=1"], "activations: 'head' has no output with m"),
     ],
 )
 def test_refusals_before_the_run_starts(keys: list[str], message: str) -> None:
@@ -132,9 +129,8 @@ def test_refusals_before_the_run_starts(keys: list[str], message: str) -> None:
         check_patterns(config, model)
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("mixtral", marks=pytest.mark.exhaustive)])
-def test_models_of_transformers(family: str, tmp_path: Path) -> None:
-    config = replace(model_config(save_hf(tmp_path / family, family)), **TERMS)
+def test_models_of_transformers(folders: dict[str, Path]) -> None:
+    config = replace(model_config(folders["llama"]), **TERMS)
     chunked, full = (build_model(replace(config, loss_chunk=chunk), HF_VOCAB, seed=0) for chunk in (10, "none"))
     assert chunked(**INPUTS).logits is None
     assert_same(chunked, full)

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
 from dtrain.optim import flat, formula
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import UpdateClass, UpdateGroup, UpdateScalars
+from dtrain.optim.rule import UpdateGroup, UpdateScalars
 from dtrain.precision.remainder import read, split
 from dtrain.sharding.layout import CHUNK
-from tests.helpers.arena import CLASSES, DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits, scalars
+from tests.helpers.arena import DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits, scalars
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import assert_close_to_largest
 
@@ -167,23 +164,6 @@ def test_blocks_give_the_same_bits(record: Any, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(flat, "_BLOCK", 3 * CHUNK)
     monkeypatch.setitem(formula._BLOCK, "cpu", 2 * CHUNK + 100)
     assert same_bits(Arena(record, classes).steps(), want)
-
-
-@settings(max_examples=10)
-@given(
-    st.lists(st.sampled_from(CLASSES), min_size=1, max_size=8).flatmap(
-        lambda classes: st.tuples(st.just(classes), st.sets(st.integers(0, len(classes))))
-    ),
-    st.integers(0, 2**31),
-    st.sampled_from([1.0, 0.3, 12345.678]),
-)
-@kernels()
-def test_any_cut_at_chunks_gives_the_same_bits(
-    record: Any, case: tuple[Sequence[UpdateClass], set[int]], seed: int, divisor: float
-) -> None:
-    classes, cuts = case
-    whole, cut = Arena(record, classes, seed), Arena(record, classes, seed)
-    assert same_bits(cut.steps(cut.optimizer(sorted(cuts)), divisor=divisor), whole.steps(divisor=divisor))
 
 
 @pytest.mark.parametrize("record", [AdamW(compile=False), Adam(compile=False), Lion(compile=False)], ids=repr)

@@ -13,20 +13,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
-    LambdaLR,
-    LinearLR,
-    LRScheduler,
-    OneCycleLR,
-    ReduceLROnPlateau,
-    SequentialLR,
-)
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, LinearLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
 
 import dtrain
 from dtrain.errors import ConfigError
@@ -39,19 +27,24 @@ ONE_CYCLE: dict[str, Any] = {"max_lr": 0.02, "total_steps": 20, "cycle_momentum"
 
 
 def warm_then_cosine(optimizer: Optimizer) -> LRScheduler:
-    parts: list[LRScheduler] = [LinearLR(optimizer, 0.1, total_iters=4), CosineAnnealingLR(optimizer, 8, eta_min=1e-5)]
-    return SequentialLR(optimizer, parts, milestones=[4])
+    parts: list[LRScheduler] = [
+        LinearLR(optimizer, 0.1, total_iters=4),
+        lr_scheduler.CosineAnnealingLR(optimizer, 8, eta_min=1e-5),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
 
 
 def chained(optimizer: Optimizer) -> LRScheduler:
-    return ChainedScheduler([LinearLR(optimizer, 0.5, total_iters=3), ExponentialLR(optimizer, 0.9)], optimizer)
+    return lr_scheduler.ChainedScheduler(
+        [LinearLR(optimizer, 0.5, total_iters=3), ExponentialLR(optimizer, 0.9)], optimizer
+    )
 
 
 SCHEDULERS: list[tuple[Callable[..., LRScheduler], dict[str, Any]]] = [
     (OneCycleLR, ONE_CYCLE),
-    (CosineAnnealingWarmRestarts, {"T_0": 3, "T_mult": 2, "eta_min": 1e-4}),
+    (lr_scheduler.CosineAnnealingWarmRestarts, {"T_0": 3, "T_mult": 2, "eta_min": 1e-4}),
     (LambdaLR, {"lr_lambda": lambda step: 1 / (step + 1)}),
-    (CyclicLR, {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3, "cycle_momentum": False}),
+    (lr_scheduler.CyclicLR, {"base_lr": 1e-3, "max_lr": 1e-2, "step_size_up": 3, "cycle_momentum": False}),
     (warm_then_cosine, {}),
     (chained, {}),
 ]
@@ -146,7 +139,11 @@ class DecayScheduler(LRScheduler):
 @pytest.mark.parametrize(
     ("scheduler", "options", "message"),
     [
-        (ReduceLROnPlateau, {}, r"step of ReduceLROnPlateau needs metrics.*if outcome\.applied: scheduler\.step"),
+        (
+            ReduceLROnPlateau,
+            {},
+            r"step of ReduceLROnPlateau needs metrics.*if outcome\.applied: scheduler\.step",
+        ),
         (OneCycleLR, {"max_lr": 0.1, "total_steps": 9}, "OneCycleLR also changes betas.*give cycle_momentum=False"),
         (DecayScheduler, {}, "DecayScheduler also changes weight_decay"),
         (OneCycleLR, {"max_lr": 0.1}, "OneCycleLR cannot be built: ValueError"),

@@ -14,24 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.__main__ import main
-from dtrain.precision.formats import (
-    BF16,
-    EXACT,
-    FORMATS,
-    FP8_E4M3,
-    FP8_E5M2,
-    FP16,
-    FP32,
-    INF,
-    NAN,
-    ROUNDED,
-    SATURATED,
-    SUBNORMAL,
-    TF32,
-    ZERO,
-    FloatFormat,
-    gamma,
-)
+from dtrain.precision import formats
+from dtrain.precision.formats import BF16, FORMATS, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32, FloatFormat, gamma
 from dtrain.precision.hardware import GPUS, rate
 from dtrain.tools.formats.picture import worst_errors
 
@@ -79,7 +63,7 @@ def test_every_number_is_counted_and_is_exact(floats: FloatFormat) -> None:
     some = finite if floats.bits == 8 else finite[::97]
     for value in some:
         rounded = floats.rounded(value)
-        assert (rounded.value, rounded.event) == (value, EXACT)
+        assert (rounded.value, rounded.event) == (value, formats.EXACT)
 
 
 def test_what_only_a_formula_gives() -> None:
@@ -138,19 +122,19 @@ def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
 @pytest.mark.parametrize(
     ("floats", "number", "value", "event"),
     [
-        (FP16, 300.0 * 300.0, math.inf, INF),
-        (FP16, 65519.99, 65504.0, ROUNDED),
-        (FP16, -65520.0, -math.inf, INF),
-        (FP16, 1e-8, 0.0, ZERO),
-        (FP16, 2.0**-24, 2.0**-24, EXACT),
-        (FP16, 1e-7, 2 * 2.0**-24, SUBNORMAL),
-        (BF16, 1 + 1e-4, 1.0, ROUNDED),
-        (FP8_E4M3, 70000.0, 448.0, SATURATED),
-        (FP8_E4M3, -math.inf, -448.0, SATURATED),
-        (FP8_E5M2, math.inf, math.inf, EXACT),
-        (FP8_E5M2, math.nan, math.nan, NAN),
-        (FP32, Fraction(1, 3), float(torch.tensor(1 / 3)), ROUNDED),
-        (FP32, Fraction(2) ** 200, math.inf, INF),
+        (FP16, 300.0 * 300.0, math.inf, formats.INF),
+        (FP16, 65519.99, 65504.0, formats.ROUNDED),
+        (FP16, -65520.0, -math.inf, formats.INF),
+        (FP16, 1e-8, 0.0, formats.ZERO),
+        (FP16, 2.0**-24, 2.0**-24, formats.EXACT),
+        (FP16, 1e-7, 2 * 2.0**-24, formats.SUBNORMAL),
+        (BF16, 1 + 1e-4, 1.0, formats.ROUNDED),
+        (FP8_E4M3, 70000.0, 448.0, formats.SATURATED),
+        (FP8_E4M3, -math.inf, -448.0, formats.SATURATED),
+        (FP8_E5M2, math.inf, math.inf, formats.EXACT),
+        (FP8_E5M2, math.nan, math.nan, formats.NAN),
+        (FP32, Fraction(1, 3), float(torch.tensor(1 / 3)), formats.ROUNDED),
+        (FP32, Fraction(2) ** 200, math.inf, formats.INF),
     ],
 )
 def test_what_happens_is_named(floats: FloatFormat, number: Fraction | float, value: float, event: str) -> None:

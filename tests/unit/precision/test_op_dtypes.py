@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from dtrain.config.precision import Float8
 from dtrain.engine.step import StepEngine
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.op_dtypes import OpDtypes
-from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -30,8 +28,8 @@ OPS = (
 BF16, FP32 = {"bf16"}, {"fp32"}
 
 
-def start(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native", **options: Any) -> StepEngine:
-    built = dtrain.initialize(model, engine=engine, precision=precision, seed=0, **options)
+def start(model: nn.Module, precision: str | PrecisionPolicy) -> StepEngine:
+    built = dtrain.initialize(model, precision=precision, seed=0)
     assert isinstance(built, StepEngine)
     return built
 
@@ -102,11 +100,11 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native") -> tuple[OpDtypes, Any]:
+def products(model: nn.Module, precision: str | PrecisionPolicy) -> tuple[OpDtypes, Any]:
     """Returns the operand dtypes of the four Linears by name."""
     torch.manual_seed(0)
     x = torch.randn(8, 16)
-    trained = start(model, precision, engine)
+    trained = start(model, precision)
     ops = recorded(trained, lambda: trained(x).square().mean())
     names = ("first", "second", "third", "last")
     return ops, [ops.dtypes(name, "mm", "addmm", "_scaled_mm") for name in names]
@@ -130,26 +128,13 @@ def test_rules_give_each_module_its_format() -> None:
     assert seen == [FP32, BF16, FP32, FP32]
 
 
-def test_a_region_overrules_a_rule() -> None:
+def test_a_region_overrules_a_rule_and_fp8() -> None:
+    for precision in ("bf16", "fp8"):
+        ops, seen = products(Stack(region=True), precision)
+        assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16]
+        sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
+        assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
+        casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
+        assert not casts, "an FP8 Linear is exempt there"
     _, seen = products(Stack(region=True), PrecisionPolicy.named("bf16", rules={"third": "fp16", "last": "fp16"}))
     assert seen == [BF16, BF16, FP32, {"fp16"}]
-
-
-def regions_ran(rank: int, world: int) -> dict[tuple[str, str], tuple[Any, set[Any], list[Any]]]:
-    """Returns the matmuls, the sums of bias gradients, and the casts to FP8 in the region, by engine and precision."""
-    found = {}
-    for engine, precision in itertools.product(("native", "ddp", "fsdp2"), ("bf16", "fp8")):
-        ops, seen = products(Stack(region=True), precision, engine)
-        sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
-        casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
-        found[engine, precision] = seen, sums, casts
-    return found
-
-
-@pytest.mark.processes
-def test_a_full_precision_region_computes_in_fp32() -> None:
-    [found] = run_ranks(1, regions_ran)  # in a process of its own: fsdp2 makes a process group
-    for (engine, precision), (seen, sums, casts) in found.items():
-        assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16], engine
-        assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
-        assert not casts, "an FP8 Linear is exempt there"
