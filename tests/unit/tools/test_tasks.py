@@ -40,17 +40,3 @@ def test_a_run_is_verified_and_replayed(capfd: pytest.CaptureFixture[str]) -> No
     record = json.loads(Path("replayed/micro-batch-000.json").read_text(encoding="utf-8"))
     assert len(record["text"]) == 4
     assert set(record["text"]) <= set("0123456789")
-
-
-def test_plans_name_samples_and_outputs(capfd: pytest.CaptureFixture[str]) -> None:
-    regression = f"experiment=regression {_QUICK} precision=bf16 model.hidden_dim=36"
-    formats = dtrain(capfd, f"plan precision experiment=glyphs {_DIGITS} {_QUICK} precision=bf16").splitlines()
-    assert [line for line in formats if line.startswith("| model.stem_norm ") and "fp32" in line]
-    assert [line for line in formats if line.startswith("| model.head ") and "16x32" in line]
-    hidden = dtrain(capfd, f"plan shapes {regression}")
-    assert [line for line in hidden.splitlines() if line.startswith("| hidden_dim 36 ") and "model.hidden_dim" in line]
-    own = "model.factory=tests.helpers.own_models:plain model.args.more_outputs=0"
-    shapes = dtrain(capfd, f"plan shapes data=glyphs {_DIGITS.rpartition(' ')[0]} {own} {_QUICK} precision=bf16")
-    assert "| outputs 10 " in shapes
-    assert "vocabulary" not in shapes
-    assert "max_seq_len" not in shapes + hidden

@@ -49,10 +49,7 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [
-        (
-            "NVIDIA H100 80GB HBM3, 81559, 580.65.06, 700.00, 1980\nNVIDIA T4, 15360, 580.65.06, 70.00, 1590\n",
-            ["NVIDIA H100 80GB HBM3", 79.6, "580.65.06", 700.0, 1980.0],
-        ),
+        ("H100, 81559, 580.65, 700.00, 1980\nT4, 15360, 5, 70.00, 1590\n", ["H100", 79.6, "580.65", 700.0, 1980.0]),
         ("NVIDIA GB10, [N/A], 580.65.06, [N/A], [Unknown Error]\n", ["NVIDIA GB10", None, "580.65.06", None, None]),
         ("No devices were found\n", None),
         ("", None),

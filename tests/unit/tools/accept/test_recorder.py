@@ -9,8 +9,7 @@ import pytest
 
 from dtrain.tools.accept.job import Request
 from dtrain.tools.accept.parts import gpu_tests
-from dtrain.tools.accept.parts.gpu_tests import conclusions, counts, find_tests, read_records, section
-from tests.helpers.launch import ROOT
+from dtrain.tools.accept.parts.gpu_tests import conclusions, counts, read_records, section
 
 TESTS = """
 import os, pytest
@@ -66,7 +65,7 @@ def test_a_crash_costs_one_test(workers: int, tmp_path: Path, monkeypatch: pytes
     assert conclusions(results)[0].startswith("tests: 3 failed, 1 not ended, 2 passed, 1 skipped")
 
 
-def test_half_a_record_does_not_count_and_a_wheel_has_no_tests(tmp_path: Path) -> None:
+def test_half_a_record_does_not_count(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
     lines = ['{"begin": "a"}', '{"test": "a", "outcome": "failed", "when": "call"}']
     lines += ['{"test": "a", "outcome": "skipped", "when": "teardown"}', '{"begin": "b"}', '{"test": "b", "outc']
@@ -74,8 +73,3 @@ def test_half_a_record_does_not_count_and_a_wheel_has_no_tests(tmp_path: Path) -
     found = read_records(path)
     assert found["b"] is None
     assert (found["a"] or {})["outcome"] == "failed", "the worse phase of a test"
-    assert find_tests() == (ROOT, "")
-    assert "an installed package" in find_tests(str(tmp_path))[1]
-    request = Request("cpu", True, str(tmp_path / "x.json"), str(tmp_path), 1.0, {"root": str(tmp_path)})
-    (results,) = gpu_tests.run(request)
-    assert list(results["left_out"]) == ["tests/gpu"]

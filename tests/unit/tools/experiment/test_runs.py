@@ -142,8 +142,6 @@ def test_a_worse_format_is_told_from_noise() -> None:
 
 SMALL = ("train.global_batch_size=8", "train.micro_batch_size=8")
 SHARES = {  # of the products: in convolutions, and in FP8; lower and upper bounds
-    "language model": (0.0, 0.0, 0.1, 1.0),
-    "vision transformer": (0.0, 1.0, 0.8, 1.0),
     "convnet": (0.99, 1.0, 0.0, 0.0),
     "diffusion": (0.9, 1.0, 0.0, 0.1),
     "regression": (0.0, 0.0, 0.1, 1.0),

@@ -171,26 +171,6 @@ def test_noise_baseline_perturbs_weights_during_forwards_only() -> None:
     assert 0 < abs(losses[1] - losses[0]) < 0.1 * losses[0]
 
 
-def test_noise_baseline_in_fp16_lowers_its_loss_scale_until_no_gradient_overflows() -> None:
-    class Steep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layer(x).float().sum() * 100.0
-
-    torch.manual_seed(0)
-    fp32, fp16 = (
-        PlainTraining(Steep(), OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=dtype)
-        for dtype in (None, torch.float16)
-    )
-    micro_batches = [{"x": torch.ones(2, 4)}]
-    norms = [plain.step(micro_batches, 1e-3)[1] for plain in (fp32, fp16)]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
-    assert fp16.applied_steps == 1
-
-
 # -- the command -------------------------------------------------------------------------------------------------------
 
 

@@ -23,16 +23,8 @@ def trial(format_name: str, gap: float = 0.0, *, ms: float | None = None, failur
 
 def result(module: str, format_name: str, predicted: float, product: str = "fprop") -> ProductResult:
     finite = math.isfinite(predicted)
-    return ProductResult(
-        module,
-        product,
-        format_name,
-        30.0 if finite else -math.inf,
-        0.0,
-        0.0,
-        "precision" if finite else "range",
-        predicted,
-    )
+    sqnr_db, cause = (30.0, "precision") if finite else (-math.inf, "range")
+    return ProductResult(module, product, format_name, sqnr_db, 0.0, 0.0, cause, predicted)
 
 
 class World:

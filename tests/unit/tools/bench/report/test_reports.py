@@ -71,7 +71,7 @@ def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
     assert (tmp_path / "new.md").read_text() == "# Benchmarks\n"
 
 
-def test_files_of_earlier_versions_are_read_and_others_refused(tmp_path: Path) -> None:
+def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     write_results(path, results_of([result("plain", 1, [[1.0]], [float("nan")], "plain")]))
     read = read_results(path)
@@ -84,13 +84,6 @@ def test_files_of_earlier_versions_are_read_and_others_refused(tmp_path: Path) -
             read_results(path)
     with pytest.raises(BenchError, match=r"absent\.json is no results file"):
         read_results(tmp_path / "absent.json")
-    del good["failures"], good["host"]["peers"]
-    for timed in (good["cases"][0]["warmup"], *good["cases"][0]["rounds"]):
-        del timed["cpu_ms"], timed["parts_ms"]
-    for key in ("loss_scale", "times_vote", "samples", "baseline"):
-        del good["cases"][0]["case"][key]
-    path.write_text(json.dumps(good))
-    assert "| not measured " in describe(read_results(path)).markdown()
 
 
 # -- suites that train -------------------------------------------------------------------------------------------------
