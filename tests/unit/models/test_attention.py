@@ -91,22 +91,8 @@ def test_borders_are_where_documents_and_rows_begin(rows: list[list[int]]) -> No
 
 
 @pytest.mark.parametrize("kv_heads", [1, 4])
-def test_attention_within_documents_is_that_of_a_block_mask(kv_heads: int) -> None:
-    positions = positions_of([[3, 1, 6], [10]])
-    generator = torch.Generator().manual_seed(0)
-    queries, keys, values = (torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads))
-    numbers = (positions == 0).cumsum(1)
-    mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & torch.ones(10, 10, dtype=torch.bool).tril()
-    transposed = [x.transpose(1, 2) for x in (queries, keys, values)]
-    want = F.scaled_dot_product_attention(*transposed, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(-2)
-    got = causal_attention(queries, keys, values, 0.0, document_borders(positions))
-    torch.testing.assert_close(got, want)
-    assert not attention.has_varlen_kernel(queries.bfloat16(), keys.bfloat16(), 0.0), "for GPUs"
-
-
-@pytest.mark.parametrize("kv_heads", [1, 4])
-def test_the_kernel_for_all_documents_gets_their_borders(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
-    """A written-out kernel stands in for the GPU's."""
+def test_attention_within_documents_is_that_of_a_block_mask(monkeypatch: pytest.MonkeyPatch, kv_heads: int) -> None:
+    """Also by a written-out kernel, which stands in for the GPU's."""
 
     def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *borders: Any, **how: Any) -> Tensor:
         cu_seq_q, cu_seq_k, max_q, max_k = borders
@@ -122,14 +108,18 @@ def test_the_kernel_for_all_documents_gets_their_borders(monkeypatch: pytest.Mon
             out[first:last] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
         return out
 
-    positions = positions_of([[3, 1, 6], [4, 6]])
+    positions = positions_of([[3, 1, 6], [10]])
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads)]
-    want = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
+    queries, keys, values = (torch.randn(2, 10, heads, 8, generator=generator) for heads in (4, kv_heads, kv_heads))
+    numbers = (positions == 0).cumsum(1)
+    mask = (numbers[:, None, :, None] == numbers[:, None, None, :]) & torch.ones(10, 10, dtype=torch.bool).tril()
+    transposed = [x.transpose(1, 2) for x in (queries, keys, values)]
+    want = F.scaled_dot_product_attention(*transposed, attn_mask=mask, enable_gqa=True).transpose(1, 2).flatten(-2)
+    assert not attention.has_varlen_kernel(queries.bfloat16(), keys.bfloat16(), 0.0), "for GPUs"
+    torch.testing.assert_close(causal_attention(queries, keys, values, 0.0, document_borders(positions)), want)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
     monkeypatch.setattr(attention, "has_varlen_kernel", lambda queries, keys, dropout: True)
-    got = causal_attention(*states, 0.0, document_borders(positions))  # type: ignore[misc]
-    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(causal_attention(queries, keys, values, 0.0, document_borders(positions)), want)
 
 
 @pytest.mark.parametrize(

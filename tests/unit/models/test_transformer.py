@@ -125,22 +125,6 @@ def test_gpt2_has_its_own_sizes() -> None:
     assert sum(parameter.numel() for parameter in model.parameters()) - padding == 124_439_808
 
 
-@pytest.mark.parametrize("num_kv_heads", [1, 2])
-def test_grouped_query_attention_is_full_attention_with_repeated_heads(num_kv_heads: int) -> None:
-    grouped, full = build(replace(SMALL, num_kv_heads=num_kv_heads)), build()
-    state = grouped.state_dict()
-    for name in [name for name in state if name.endswith("qkv.weight")]:
-        head = 32 // 4
-        queries, keys, values = state[name].split((32, num_kv_heads * head, num_kv_heads * head))
-        repeated = [
-            w.unflatten(0, (-1, head)).repeat_interleave(4 // num_kv_heads, 0).flatten(0, 1) for w in (keys, values)
-        ]
-        state[name] = torch.cat((queries, *repeated))
-    full.load_state_dict(state)
-    tokens = random_tokens(2, 16)
-    torch.testing.assert_close(grouped(tokens).logits, full(tokens).logits)
-
-
 def test_attention_is_softmax_of_scaled_rotated_products() -> None:
     """The oracle: one layer written out with explicit masks, real rotation matrices and FP64."""
     attn = build().blocks[0].attn.double()

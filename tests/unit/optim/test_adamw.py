@@ -78,9 +78,6 @@ def test_a_record_finds_its_rule() -> None:
     assert [spec.name for spec in rule.states] == ["exp_avg", "exp_avg_sq"]
     with pytest.raises(ConfigError, match="optimizer is Momentum; expected one of Adam, AdamW, AdamWBF16"):
         rule_of(Momentum())
-
-
-def test_a_state_is_made_in_its_own_dtype_and_value() -> None:
     state = StateSpec("ema", torch.bfloat16, 0.5).like(torch.nn.Parameter(torch.zeros(3, 2)))
     assert (state.dtype, state.shape, state.requires_grad) == (torch.bfloat16, (3, 2), False)
     assert (state == 0.5).all()

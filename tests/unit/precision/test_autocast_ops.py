@@ -160,7 +160,7 @@ def test_a_sum_of_many_does_not_overflow_fp16() -> None:
     assert x.sum().isinf(), "a control: what happens without"
 
 
-def test_gradients_come_back_in_the_dtype_of_the_input() -> None:
+def test_gradients_come_back_in_the_dtype_of_the_input_and_errors_leave_autocast_on() -> None:
     x = (torch.eye(4) * 2).to(BF16).requires_grad_()
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         loss = x.mean() + linalg.det(x)
@@ -182,9 +182,6 @@ def test_a_users_own_autocast_stays_what_it_is(device: str) -> None:
             # of what torch has on its own lists nothing was replaced
             assert x.prod().dtype == FP32
             assert (x.float() @ x).dtype == BF16
-
-
-def test_an_error_leaves_autocast_on() -> None:
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         with pytest.raises(RuntimeError, match="must be batches of square matrices"):
             linalg.det(torch.ones(2, 3))

@@ -186,9 +186,7 @@ def test_states_saved_before_there_was_calibration_are_read() -> None:
     assert LossScaleState.of(LossScale("dynamic")).restored(saved) == LossScaleState(LossScale("dynamic"), 512.0, 3, 1)
     fresh = LossScaleState.of(LossScale("calibrated"))
     assert fresh.restored(saved) == fresh
-
-
-def test_fewer_calibration_steps_after_a_load_end_it_at_the_next() -> None:
+    # fewer calibration steps after a load end it at the next
     saved = calibrated([0.5] * 4, calibration_steps=9)[-1]
     state = LossScaleState.of(LossScale("calibrated", calibration_steps=2)).restored(saved)
     assert state.is_calibrating

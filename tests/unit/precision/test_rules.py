@@ -217,11 +217,8 @@ def test_replica_dtypes_by_storage_of_weights(weights: str, fp8: torch.dtype, fp
     assert contract.parameter_dtype("blocks.0.up.weight") == default
     assert found["head.weight"] == default
     assert contract.policy.dtype_during_reduction(FP16) == FP32
-
-
-def test_a_weight_of_two_formats_is_fp32() -> None:
-    contract = resolved(Net(tied=True), "bf16", {"head": "fp16"})
-    assert contract.replica_dtypes["embed.weight"] == FP32
+    tied = resolved(Net(tied=True), "bf16", {"head": "fp16"})
+    assert tied.replica_dtypes["embed.weight"] == FP32, "of two formats"
 
 
 def test_a_module_used_twice_is_one_module() -> None:
