@@ -97,10 +97,7 @@ def rate(number: int) -> float:
 
 @pytest.mark.parametrize(
     ("optimizer", "options", "names"),
-    [
-        pytest.param(optimizer, options, names, id="-".join([optimizer.__name__, *options]))
-        for optimizer, options, names in [*TAKEN, (Averaged, {"weight_decay": 0.1}, ["slow"])]
-    ],
+    [*TAKEN, (Averaged, {"weight_decay": 0.1}, ["slow"])],
 )
 def test_blocks_have_the_bits_of_the_class_itself(optimizer: Any, options: dict[str, Any], names: list[str]) -> None:
     training = Training(TorchOptimizer(optimizer, lr=0.01, **options))

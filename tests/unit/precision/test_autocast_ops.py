@@ -22,6 +22,10 @@ def methods(*names: str, **arguments: Any) -> dict[str, Function]:
     return {name: lambda x, name=name: getattr(x, name)(**arguments) for name in names}
 
 
+def first_of(name: str, num_inputs: int = 1) -> Function:
+    return lambda x: getattr(linalg, name)(*[x] * num_inputs)[0]
+
+
 REDUCTIONS: dict[str, Function] = {
     **methods("sum", "nansum", "mean", "nanmean", "var", "cov", "trace", "norm"),
     **methods("prod", "std", "cumsum", "cumprod", "logcumsumexp", "logsumexp", dim=0),
@@ -43,15 +47,11 @@ REDUCTIONS: dict[str, Function] = {
     "einsum that only sums": lambda x: torch.einsum("ij->i", x),
 }
 LINALG: dict[str, Function] = {
-    **{f.__name__.removeprefix("linalg_"): f for f in (linalg.inv, linalg.pinv, linalg.matrix_exp, linalg.det)},
-    **{f.__name__.removeprefix("linalg_"): f for f in (linalg.slogdet, linalg.cholesky, linalg.qr, linalg.svd)},
-    **{
-        f.__name__.removeprefix("linalg_"): f
-        for f in (linalg.svdvals, linalg.eigh, linalg.eigvalsh, linalg.lu, linalg.cond)
-    },
-    "ldl_factor": lambda x: linalg.ldl_factor(x)[0],
-    **{name: lambda x, name=name: getattr(linalg, name)(x)[0] for name in ("inv_ex", "cholesky_ex", "lu_factor")},
-    **{name: lambda x, name=name: getattr(linalg, name)(x, x) for name in ("solve", "solve_ex", "lstsq")},
+    **{name: getattr(linalg, name) for name in ("inv", "pinv", "matrix_exp", "det", "slogdet", "cholesky", "qr")},
+    **{name: getattr(linalg, name) for name in ("svd", "svdvals", "eigh", "eigvalsh", "lu", "cond")},
+    **{name: first_of(name) for name in ("inv_ex", "cholesky_ex", "lu_factor", "ldl_factor")},
+    **{name: first_of(name, 2) for name in ("solve_ex", "lstsq")},
+    "solve": lambda x: linalg.solve(x, x),
     "inverse": torch.inverse,
     "pinv hermitian": lambda x: linalg.pinv(x, hermitian=True, rtol=1e-6),
     "solve_triangular": lambda x: linalg.solve_triangular(x, x, upper=True),
