@@ -20,19 +20,6 @@ CPU = torch.device("cpu")
 # -- rates of matrix products ------------------------------------------------------------------------------------------
 
 
-def test_products_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    products = rates.plan_products(torch.device("cuda", 0), small=False)
-    formats = list(dict.fromkeys(product.format for product in products))
-    assert formats == ["bf16", "fp8", "fp8 fast", "fp8 rowwise", "fp8 rowwise fast", "fp16", "tf32", "fp32"]
-    shapes = {product.label: (product.m, product.n, product.k) for product in products if product.format == "fp8"}
-    assert shapes["feed-forward down"] == (8192, 2048, 8192)
-    assert shapes["head"] == (8192, 128256, 2048)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
-    older = rates.plan_products(torch.device("cuda", 0), small=True)
-    assert {product.format for product in older} == {"fp16", "fp32"}
-
-
 def test_a_rate_counts_two_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "time_ms", lambda operation, device, *, budget_s: [9.0, 2.0, 1.0])
     measurement = rates.Measurement(CPU, float("inf"), 0.01)

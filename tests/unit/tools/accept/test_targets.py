@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from dtrain.config.dump import from_plain
 from dtrain.tools.accept import steps
-from dtrain.tools.accept.job import FAILED, Ended
+from dtrain.tools.accept.job import Ended
 from dtrain.tools.accept.models import MODELS, count_flops
-from dtrain.tools.accept.parts.step import CaseFigures, CaseJob
+from dtrain.tools.accept.parts.step import CaseFigures
 from dtrain.tools.accept.steps import CHUNKED, DTRAIN, EAGER, FSDP2, TENSORWISE
 from dtrain.tools.accept.targets import TargetResult, check_targets
 from tests.unit.tools.accept.made import H100, ended, record, step
@@ -124,21 +123,6 @@ def test_sequences_grow_with_the_memory_that_model_states_leave(gib: float, expe
     cases = (("1.2B", DTRAIN), ("1.2B", CHUNKED), ("1.2B", EAGER), ("3B", DTRAIN))
     assert [steps.size_of(model, name, gib) for model, name in cases] == expected
     assert steps.size_of("tiny", DTRAIN, 0.0) == 2
-
-
-def test_a_run_is_repeated_with_half_the_sequences_only_if_it_was_out_of_memory() -> None:
-    job = steps.step_job("1.2B", DTRAIN, 0, device="cuda", threads=4, size=3)
-    assert job.again is not None
-    failed = ended(job.name, "steps", status=FAILED, error="exit code 1: OutOfMemoryError: CUDA out of memory.")
-    smaller = job.again(job, failed)
-    assert smaller is not None
-    case = from_plain(CaseJob, smaller.options["job"])
-    assert (smaller.name, case.micro_batch, case.rank_job.config["bench"]["micro_batch_size"]) == (job.name, 1, 1)
-    assert job.again(smaller, failed) is None
-    tail = ["RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
-    again = steps.step_job("1.2B", DTRAIN, 0, device="cuda", threads=4, size=2)
-    assert job.again(again, dataclasses.replace(failed, error="exit code 1", tail=tail)) is not None
-    assert job.again(again, dataclasses.replace(failed, error="was ended by SIGSEGV: no output")) is None
 
 
 # -- records -----------------------------------------------------------------------------------------------------------

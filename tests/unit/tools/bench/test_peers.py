@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtrain.cli.resolve import read_suite
+from dtrain.config.commands import BENCH_ENGINE
+from dtrain.config.dump import config_to_dict
 from dtrain.tools.bench import cli, peers
 from dtrain.tools.bench.peers import PEERS, deepspeed_zero, plain
-from dtrain.tools.bench.records import BenchmarkCase, FailedCase
+from dtrain.tools.bench.records import BenchmarkCase, FailedCase, RankJob
+from dtrain.tools.bench.training.worker import prepare, take_steps
 from tests.helpers.ranks import run_ranks
-from tests.unit.tools.bench.made import result, results_of
+from tests.unit.tools.bench.made import SHORT, TINY, result, results_of
 
 CPU = torch.device("cpu")
 needs_deepspeed = pytest.mark.skipif(not PEERS["deepspeed_1"].is_installed, reason="needs deepspeed")
@@ -77,3 +81,20 @@ def test_deepspeed_peer_sums_in_fp32_as_the_deepspeed_engine_does() -> None:
     cases = [(1, True), (2, True), (3, True), (2, False)]  # the last one shows that the others could fail
     for sent in run_ranks(2, sent_dtypes, cases):
         assert sent == [{torch.float32}] * 3 + [{torch.bfloat16}]
+
+
+def train(rank: int, world: int, names: list[str]) -> list[list[float]]:
+    config = read_suite([*TINY, *SHORT, "model.hidden_dim=96"], BENCH_ENGINE)
+    assert config is not None
+    jobs = [RankJob(BenchmarkCase(name, name, 2, "bf16"), rank, "store", config_to_dict(config)) for name in names]
+    return [take_steps(prepare(job, CPU), CPU, 5)["losses"] for job in jobs]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_peers_train_alike() -> None:
+    ranks = run_ranks(2, train, ["ddp", "ddp_zero", "fsdp2"])
+    first, *others = ([(a + b) / 2 for a, b in zip(*losses, strict=True)] for losses in zip(*ranks, strict=True))
+    assert first[-1] < first[0]
+    for losses in others:
+        assert losses == pytest.approx(first, rel=2e-3)

@@ -1,34 +1,25 @@
-"""Tables of made results, the document that `dtrain bench report` writes, and the files of results that it reads."""
+"""The document that `dtrain bench report` writes, and the files of results that it reads."""
 
 from __future__ import annotations
 
 import json
 import random
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from dtrain.__main__ import main
 from dtrain.errors import BenchError
-from dtrain.tools.bench.operations.float8_products import ALL_THREE
 from dtrain.tools.bench.records import (
-    BenchmarkCase,
-    CaseResult,
-    FailedCase,
-    Float8Results,
-    LinearFormat,
-    ProductTimes,
     TrainingResults,
-    WidthResults,
     read_results,
     write_results,
 )
 from dtrain.tools.bench.report.document import describe, update_document
 from dtrain.tools.bench.report.overhead import median_interval, meets_target
 from dtrain.tools.bench.report.training import has_wrong_loss
-from tests.unit.tools.bench.made import HOST, case_result, result, results_of, row
+from tests.unit.tools.bench.made import result, results_of
 
 ROOT = Path(__file__).parents[5]
 RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
@@ -86,9 +77,6 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
         read_results(tmp_path / "absent.json")
 
 
-# -- suites that train -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("loss", "wrong"), [(2.03, False), (1.97, False), (2.05, True), (1.5, True), (None, True)])
 def test_a_case_with_another_loss_is_marked_wrong(loss: float | None, wrong: bool) -> None:
     cases = [
@@ -99,9 +87,6 @@ def test_a_case_with_another_loss_is_marked_wrong(loss: float | None, wrong: boo
     assert [has_wrong_loss(item, cases) for item in cases] == [False, False, wrong]
     table = describe(results_of(cases)).tables[0]
     assert [cells[0] for cells in table.rows if "WRONG" in cells[-1]] == ["native"] * wrong
-
-
-# -- the overhead of dtrain's engines over their peers -----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -130,43 +115,3 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
             assert interval is not None
             held += interval[0] <= true_median <= interval[1]
         assert 0.94 < held / 2000 < 0.99
-
-
-# -- FP8 ---------------------------------------------------------------------------------------------------------------
-
-
-def test_fp8_is_compared_with_bf16_round_by_round() -> None:
-    linears = [
-        *(LinearFormat(f"blocks.{n}.up", 64, 32, "fp8", "timed 0.81 of BF16") for n in range(2)),
-        LinearFormat("head", 48, 32, "bf16", "last product"),
-    ]
-
-    def measured(name: str, step_ms: list[float], loss: float, linears: list[LinearFormat]) -> CaseResult:
-        precision, _, recipe = name.partition(" ")
-        case = BenchmarkCase(name, "native", 1, precision, 2, recipe=recipe or None)
-        made = case_result(case, [[ms] for ms in step_ms], [loss])
-        return replace(made, footprint=replace(made.footprint, linears=linears))
-
-    bf16, fp8 = measured("bf16", [100.0, 200.0], 2.0, []), measured("fp8 rowwise", [50.0, 160.0], 2.005, linears)
-    shapes = {
-        "output": "1000 x 64 x 32", "input gradient": "1000 x 32 x 64",
-        "weight gradient": "64 x 32 x 1000", ALL_THREE: "1000 x 64 x 32",
-    }  # fmt: skip
-    products = [ProductTimes(name, 1000, 64, 32, {"bf16": [2.0, 4.0], "rowwise": [1.0, 1.0]}) for name in shapes]
-    late = FailedCase(BenchmarkCase("fp8 tensorwise", "native", 1, "fp8", 2), "fp8 tensorwise: rank 0 failed: memory")
-    width = WidthResults(32, [bf16, fp8], products, [late])
-    config = {"bench": {"threads_per_rank": 1, "rounds": 2, "steps": 1, "ranks": 1}}
-    date = "2026-01-01T00:00:00"
-    results = Float8Results("float8", "dtrain bench float8", date, HOST, config, 1000, False, [width])
-    report = describe(results)
-    assert "the times say nothing" not in report.markdown()
-    assert "Did not run: fp8 tensorwise: rank 0 failed: memory." in report.facts
-    steps, formats, table = report.tables
-    cells = dict(zip(steps.columns, steps.rows[1], strict=True))
-    assert (cells["width"], cells["case"], cells["tokens/s"]) == ("32", "fp8 rowwise", "9.52k")  # 1,000 in 105 ms
-    assert (cells["loss against bf16"], cells["speed-up over bf16"]) == ("+0.25 %", "1.625 (1.250 to 2.000)")
-    assert formats.rows[0] == ("blocks.0.up", "2", "64 x 32", "fp8", "timed 0.81 of BF16")
-    assert {name: row(table, name)["M x N x K"] for name in shapes} == shapes
-    # 2 x 1000 x 64 x 32 operations in 3 ms; all three products are three times as much
-    assert (row(table, "output")["bf16 ms"], table.rows[0][3], table.rows[3][3]) == ("3.000", "0.00137", "0.0041")
-    assert row(table, "output")["rowwise speed-up"] == "3.00 (2.00 to 4.00)"

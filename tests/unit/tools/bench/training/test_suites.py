@@ -118,11 +118,9 @@ def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     # The weights and data are the same, the products are not.
     assert final_loss(fp8) == pytest.approx(final_loss(bf16), rel=0.02)
     assert final_loss(fp8) != final_loss(bf16)
-    assert not bf16.footprint.linears
     formats = {linear.name: linear.format for linear in fp8.footprint.linears}
     assert formats["blocks.0.ffn.down"] == "fp8"
     assert formats["head"] != "fp8", "the last product stays in BF16 by default"
-    assert all(linear.reason for linear in fp8.footprint.linears)
     products = ["output", "input gradient", "weight gradient", ALL_THREE] * len(product_shapes(fp8.footprint.linears))
     assert [product.product for product in width.products] == products
     assert all(list(product.ms) == ["bf16", "tensorwise"] for product in width.products)
