@@ -10,7 +10,6 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
-from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import padding, shapes
@@ -24,16 +23,13 @@ from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.planned import PlannedRun
 from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
+from tests.unit.tools.plan.planned_runs import planned_run
 
 _SHAPED = "model.factory=tests.helpers.shaped_models:build_"
 _BAD_BATCH = ("train.micro_batch_size=7", "train.global_batch_size=7", "model.max_seq_len=33")
 _BAD = (f"{_SHAPED}bad", *_BAD_BATCH)
 _IMAGES = (f"{_SHAPED}images", "precision=bf16")
 CPU = torch.device("cpu")
-
-
-def planned_run(*keys: str, device: str = "cpu", ranks: int = 1) -> PlannedRun:
-    return PlannedRun.of(compose(["launch.device=cpu", *keys]), find_device(device), ranks)
 
 
 def causes_of(run: PlannedRun, *, tf32: bool = False) -> dict[str, Cause]:
