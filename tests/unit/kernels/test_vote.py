@@ -15,8 +15,7 @@ from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.engine.vote.record import NUM_HOST, DeviceRecord
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.gradient_monitor import GradientMonitor
-from tests.helpers.vote_records import RankRecords, rank_records
-from tests.helpers.vote_records import table as table_of
+from tests.helpers.vote_records import RankRecords, rank_records, table
 
 fused = pytest.importorskip("dtrain.engine.vote.fused", reason="Triton is not installed")
 
@@ -82,17 +81,13 @@ records = st.builds(
 )
 
 
-def table(rows: list[RankRecords]) -> torch.Tensor:
-    return table_of(rows, DEVICE)
-
-
 @settings(max_examples=20)
 @given(st.lists(records, min_size=1, max_size=5), st.booleans())
 def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], agrees: bool) -> None:
     if agrees:  # else hardly any list is free of a veto
         rows = [one.replaced(step=4, **{key: rows[0][key] for key in ("max_grad_norm", "grad_factor")}) for one in rows]
-    want, want_packed = VoteTensors().decide(table(rows))
-    got, packed = fused.FusedVoteTensors(DEVICE).decide(table(rows))
+    want, want_packed = VoteTensors().decide(table(rows, DEVICE))
+    got, packed = fused.FusedVoteTensors(DEVICE).decide(table(rows, DEVICE))
     assert got.code.item() == want.code.item()
     if not want.code.item():  # else the others are not used
         for name in ("loss", "grad_norm", "grad_divisor"):
@@ -103,7 +98,7 @@ def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], agrees
 
 @pytest.mark.parametrize("num_ranks", [1, 1023, 1025, 3000])
 def test_any_number_of_ranks(num_ranks: int) -> None:
-    rows = table([known(sum_weights=1.0, sum_weighted_loss=2.0, sum_squares=1024.0**2)] * num_ranks)
+    rows = table([known(sum_weights=1.0, sum_weighted_loss=2.0, sum_squares=1024.0**2)] * num_ranks, DEVICE)
     decision, packed = fused.FusedVoteTensors(DEVICE).decide(rows)
     assert decision.loss.item() == 2.0
     assert decision.grad_norm.item() == pytest.approx(num_ranks**-0.5)
@@ -113,7 +108,7 @@ def test_any_number_of_ranks(num_ranks: int) -> None:
 
 
 def test_canonical_sums_replace_those_of_the_records() -> None:
-    rows = table([known(sum_weights=3.0, sum_weighted_loss=6.0, sum_squares=5.0)])
+    rows = table([known(sum_weights=3.0, sum_weighted_loss=6.0, sum_squares=5.0)], DEVICE)
     values = {"sum_squares": 16.0, "sum_weights": 2.0}
     sums = {name: torch.tensor(value, dtype=torch.float64, device=DEVICE) for name, value in values.items()}
     decision, _ = fused.FusedVoteTensors(DEVICE).decide(rows, **sums)

@@ -70,12 +70,6 @@ def test_formats_of_base_and_adapters(folders: dict[str, Path]) -> None:
     assert contract.float8_modules == (f"{layer}.lora_A.default",)
 
 
-def test_a_transposed_weight_is_adapted(folders: dict[str, Path], recwarn: pytest.WarningsRecorder) -> None:
-    model = build_hf(folders["gpt2"], lora=Lora(r=2, targets=["c_attn"]))
-    assert {tuple(p.shape) for p in trained(model).values()} == {(2, 32), (96, 2)}
-    assert not any("fan_in_fan_out" in str(warning.message) for warning in recwarn)
-
-
 def test_a_frozen_weight_costs_two_products(folders: dict[str, Path]) -> None:
     own = train_flops_per_token(model_config(folders["qwen3"]), VOCAB, 16)
     with_adapters = train_flops_per_token(model_config(folders["qwen3"], lora=LORA), VOCAB, 16)

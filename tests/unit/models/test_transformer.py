@@ -1,4 +1,7 @@
-"""The built-in models of text: what both have in common, and the parts of the transformer against an oracle."""
+"""The built-in models of text: what both have in common, and the parts of the transformer.
+
+tests/unit/checkpoint/huggingface/test_export.py holds their logits against transformers.
+"""
 
 from __future__ import annotations
 
@@ -123,32 +126,6 @@ def test_gpt2_has_its_own_sizes() -> None:
         model = build(sizes)
     padding = (50304 - 50257) * 768
     assert sum(parameter.numel() for parameter in model.parameters()) - padding == 124_439_808
-
-
-def test_attention_is_softmax_of_scaled_rotated_products() -> None:
-    """The oracle: one layer written out with explicit masks, real rotation matrices and FP64."""
-    attn = build().blocks[0].attn.double()
-    x = torch.randn(1, 6, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    qkv = (x @ attn.qkv.weight.T).view(6, 3, 4, 8)
-    expected = torch.zeros(6, 4, 8, dtype=torch.float64)
-    for h in range(4):
-        q, k = (turn_by_matrices(qkv[:, i, h]) for i in range(2))
-        scores = (q @ k.T / math.sqrt(8)).masked_fill(torch.ones(6, 6).triu(1).bool(), -math.inf)
-        expected[:, h] = scores.softmax(-1) @ qkv[:, 2, h]
-    got = attn(x, rotations(torch.arange(6), 8, 10000.0))
-    torch.testing.assert_close(got[0], expected.flatten(1) @ attn.out.weight.T, rtol=1e-5, atol=1e-8)
-
-
-def turn_by_matrices(x: Tensor) -> Tensor:
-    out = torch.empty_like(x)
-    for t in range(x.shape[0]):
-        for j in range(x.shape[1] // 2):
-            angle = t * 10000.0 ** (-2 * j / x.shape[1])
-            matrix = torch.tensor(
-                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=x.dtype
-            )
-            out[t, 2 * j : 2 * j + 2] = matrix @ x[t, 2 * j : 2 * j + 2]
-    return out
 
 
 @pytest.mark.compile

@@ -103,7 +103,6 @@ class Hidden(torch.optim.AdamW):
         (torch.optim.SGD, {"momentum": 0.9, "dampening": 0.5}, "first update differs from later ones.*set dampening=0"),
         (torch.optim.RAdam, {"betaz": (0.9, 0.99)}, "has no option betaz; did you mean 'betas'"),
         (torch.optim.RAdam, {"betas": (2.0, 3.0)}, r"betas=\[2,3\] it fails.*Invalid beta parameter at index 0"),
-        (torch.optim.RAdam, {"capturable": True}, "capturable=true it fails.*supported devices"),
         (Lamb, {}, "is not elementwise: .* the masters differ. It needs whole tensors"),
         (Lars, {}, "is not elementwise: .* the masters differ"),
         (Centered, {}, r"is not elementwise: .*weight of shape \[128, 136\] .* the masters differ"),

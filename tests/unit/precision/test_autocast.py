@@ -44,16 +44,6 @@ def bf16(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
-def test_fp32_policy_changes_nothing() -> None:
-    model = nn.Sequential(nn.Linear(8, 4), nn.LayerNorm(4), nn.Softmax(-1))
-    before = [module.forward for module in model]
-    autocast, _ = prepared(model, "fp32")
-    assert [module.forward for module in model] == before
-    output, seen = dtypes_of(lambda: model(torch.randn(3, 8)), autocast)
-    assert set().union(*seen.values()) == {"fp32"}
-    assert autocast.cast_output(output) is output
-
-
 NORMS: list[tuple[nn.Module, tuple[int, ...]]] = [
     (nn.LayerNorm(8), (3, 8)),
     (nn.RMSNorm(8), (3, 8)),

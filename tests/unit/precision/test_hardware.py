@@ -29,7 +29,9 @@ def tools(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> set[str]:
     return found
 
 
-def test_a_gpu_needs_triton_and_a_compiler_of_c(tools: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_needs_triton_and_a_compiler_of_c(
+    tools: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert has_compiler(CPU)
     assert has_compiler(GPU)
     tools.remove("triton")
@@ -40,10 +42,7 @@ def test_a_gpu_needs_triton_and_a_compiler_of_c(tools: set[str], monkeypatch: py
     assert not has_compiler(GPU), "Triton does not look for c++"
     monkeypatch.setenv("CC", "c++")
     assert has_compiler(GPU)
-
-
-def test_both_need_the_headers_of_python(tools: set[str], tmp_path: Path) -> None:
-    (tmp_path / "Python.h").unlink()
+    (tmp_path / "Python.h").unlink()  # both need the headers of Python
     assert not has_compiler(CPU)
     assert not has_compiler(GPU)
 

@@ -201,9 +201,6 @@ def test_a_forward_that_is_compiled_by_itself_is_seen() -> None:
     assert [is_compiled(block) for block in model.blocks] == [True, True, False], "through the forwards of regions"
 
 
-# -- what follows from a format ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("weights", "fp8", "fp16"), [("quantized", E4M3, FP16), ("policy", BF16, FP32), ("fp32", FP32, FP32)]
 )
@@ -252,9 +249,6 @@ def test_describe() -> None:
     assert len(resolved(Net(), "bf16").describe()) == 2, "nothing to explain"
 
 
-# -- refusals ----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "rules", "message"),
     [
@@ -283,9 +277,6 @@ def test_a_rule_for_a_part_of_attention_alone_is_refused() -> None:
             resolved(Energy(), "bf16", rules)
     found = table(resolved(Energy(), "bf16", {"attend": "fp16"}))
     assert found["attend"] == found["attend.out_proj"] == "fp16: rule 'attend'"
-
-
-# -- decisions ---------------------------------------------------------------------------------------------------------
 
 
 def test_candidates_are_the_linears_that_no_rule_covers() -> None:
@@ -320,9 +311,6 @@ def test_a_resumed_run_keeps_its_decisions() -> None:
     ]
     assert earlier_decisions(saved | {"decisions": old}, policy) == decisions, "the key of earlier versions"
     assert earlier_decisions(resolve(PrecisionPolicy.named("bf16"), Net()).to_dict(), policy) == ()
-
-
-# -- what modules then do ----------------------------------------------------------------------------------------------
 
 
 def prepared(model: nn.Module, name: str, rules: dict[str, str], weights: str = "policy") -> tuple[Autocast, Contract]:

@@ -92,9 +92,6 @@ CACHES: dict[str, MakeCache] = {
 every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
 
-# -- the numbers ---------------------------------------------------------------------------------------------------
-
-
 @every_recipe
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 @pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
@@ -143,9 +140,6 @@ def test_non_finite_values_reach_every_result_that_uses_them(
     assert not any(product.isfinite().all() for product in entered)
     others = [product for product in (y, dx, dw) if all(product is not one for one in entered)]
     assert all(product.isfinite().all() for product in others)
-
-
-# -- what comes in -------------------------------------------------------------------------------------------------
 
 
 @both_recipes
@@ -207,9 +201,6 @@ def test_fast_accumulation_affects_the_output_only(monkeypatch: pytest.MonkeyPat
     )
     products(make(Recipe(emulate=False, fast_accumulation=True)), normal(16, 80), normal(16, 48))
     assert asked == [True, False, False]
-
-
-# -- caching -----------------------------------------------------------------------------------------------------
 
 
 @both_recipes
@@ -338,9 +329,6 @@ def test_a_sharded_weight_is_refused() -> None:
     assert linear.weight.isnan().all()
     with pytest.raises(ContractError, match=r"'0\.weight' is computed with while it is sharded; its group was not uns"):
         linear(normal(16, 80))
-
-
-# -- the module ----------------------------------------------------------------------------------------------------
 
 
 def test_weight_reads_as_a_tensor_with_gradients() -> None:
