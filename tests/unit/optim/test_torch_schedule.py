@@ -71,26 +71,18 @@ def test_the_learning_rates_are_torchs(scheduler: Callable[..., LRScheduler], op
         assert LR * schedule.factor(step) == pytest.approx(expected[step], rel=1e-15)
 
 
-def test_an_engine_follows_applied_steps_and_resumes(tmp_path: Path) -> None:
+def test_an_engine_follows_applied_steps(tmp_path: Path) -> None:
     expected = torchs_lrs(OneCycleLR, ONE_CYCLE)
-
-    def build() -> Any:
-        schedule = dtrain.TorchSchedule(OneCycleLR, **ONE_CYCLE)
-        return start(optimizer=dtrain.AdamW(lr=LR), schedule=schedule)
-
-    engine = build()
+    engine = start(optimizer=dtrain.AdamW(lr=LR), schedule=dtrain.TorchSchedule(OneCycleLR, **ONE_CYCLE))
     for step in range(4):
         assert train_step(engine).lr == pytest.approx(expected[step], rel=1e-15)
     engine.backward(loss_of(engine) * math.inf)
     skipped = engine.step()
     assert (skipped.applied, skipped.lr) == (False, pytest.approx(expected[4], rel=1e-15))
     engine.save(tmp_path)
-    assert train_step(engine).lr == pytest.approx(expected[4], rel=1e-15)
-    resumed = build()
-    assert train_step(resumed).lr == pytest.approx(expected[0], rel=1e-15)
-    resumed.load(tmp_path)
-    assert train_step(resumed).lr == pytest.approx(expected[4], rel=1e-15)
-    assert all(map(torch.equal, engine.master_state().values(), resumed.master_state().values()))
+    for _ in range(2):
+        assert train_step(engine).lr == pytest.approx(expected[4], rel=1e-15)
+        engine.load(tmp_path)
 
 
 def test_groups_take_schedules_of_every_kind() -> None:
