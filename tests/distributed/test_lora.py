@@ -214,8 +214,13 @@ def test_peft_loads_the_adapters_and_transformers_the_merged_model(
     assert config["base_model_name_or_path"] == str(folder / name)
     assert (config["r"], config["lora_alpha"]) == (LORAS[name].r, LORAS[name].alpha)
     loaded = PeftModel.from_pretrained(load_hf(config["base_model_name_or_path"]), out)
+    own = {f"hf.{n.removeprefix('base_model.model.')}": p for n, p in loaded.named_parameters() if ".lora_" in n}
+    masters = ranks[name][1]
+    assert own.keys() == masters.keys()
+    assert all(torch.equal(values, masters[key]) for key, values in own.items())
     with torch.no_grad():
-        assert torch.equal(loaded(TOKENS).logits, ranks[f"{name}-logits"])
+        # not by their bits: those of an activation depend on the process that computes it
+        torch.testing.assert_close(loaded(TOKENS).logits, ranks[f"{name}-logits"], rtol=1e-5, atol=1e-5)
         base = load_hf(folder / name)(TOKENS).logits
         assert not torch.allclose(base, ranks[f"{name}-logits"], rtol=1e-3)
     assert main(["export", str(folder / f"{name}-fp32"), str(folder / f"{name}-merged"), "--merge"]) == 0
