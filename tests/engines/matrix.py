@@ -69,12 +69,9 @@ def every_value(case: Case) -> set[Any]:
 
 
 def every_pair(case: Case) -> set[Any]:
-    """What an exhaustive run has seen once: each engine and stage with each value of another axis.
-
-    Of a variant it is each engine, because options seldom depend on a stage.
-    """
+    """What an exhaustive run has seen once: each stage on each number of ranks, each engine with each other value."""
     place, *others = case.values
-    return {(case.engine if axis == "variant" else place, axis, value) for axis, value in others}
+    return {(place if axis == "ranks" else case.engine, axis, value) for axis, value in others}
 
 
 def covering(cases: Sequence[Case], parts: Callable[[Case], set[Any]], chosen: Sequence[Case] = ()) -> list[Case]:
@@ -158,7 +155,7 @@ def check(
 ) -> Callable[[Callable[[Trial], Any]], Callable[[Trial], Any]]:
     """Registers a function for the product of the axes.
 
-    A default run takes few cases, which have every value of an axis; an exhaustive run adds those with every pair.
+    A default run takes the few cases of :func:`every_value`; an exhaustive run adds those of :func:`every_pair`.
 
     Args:
         engines: those that have the feature.

@@ -84,9 +84,9 @@ class DeepSpeedEngine(StepEngine):
         self._zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
             self._deepspeed.enable_backward_allreduce = False  # reduced once, at the end of the step
-        self._optimizer.add_states(self._zero.partitions)
         for shard in self.local_shards(MASTER) if originals else ():
             shard.data.copy_(originals[shard.name][shard.start : shard.stop])
+        self._optimizer.add_states(self._zero.partitions)  # only now: an average starts as the master
         self._trained = {name: (p, self._updated_values(p)) for name, p in trained.items()}
         self.check_contract()
 
