@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
+from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -104,6 +105,7 @@ class _State:
         return not (
             replaced
             or threading.active_count() > self._threads
+            or any("gloo" in task.read_text() for task in Path("/proc/self/task").glob("*/comm"))
             or multiprocessing.active_children()
             or self._signal_handlers() != self._handlers
             or torch.get_default_dtype() != torch.float32
