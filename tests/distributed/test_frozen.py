@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import shutil
 from collections.abc import Callable, Iterable
@@ -31,9 +30,9 @@ pytestmark = pytest.mark.processes
 FORMATS = ("fp32", "bf16", "fp8", "fp8-rowwise")
 
 
-def formats(*default: str) -> pytest.MarkDecorator:
-    """Parametrizes a test with all formats, those that are not default in the exhaustive tier."""
-    marks = {name: [] if name in default else [pytest.mark.exhaustive] for name in FORMATS}
+def formats(default: str) -> pytest.MarkDecorator:
+    """Parametrizes a test with all formats, the others in the exhaustive tier."""
+    marks = {name: [] if name == default else [pytest.mark.exhaustive] for name in FORMATS}
     return pytest.mark.parametrize("precision", [pytest.param(name, marks=own) for name, own in marks.items()])
 
 
@@ -42,25 +41,14 @@ def cast(weight: Tensor, precision: str) -> Tensor:
     return dequantize(quantize(weight.detach(), E4M3, rowwise=precision == "fp8-rowwise"))
 
 
-# -- bits --------------------------------------------------------------------------------------------------------------
-
 Setting = tuple[int, bool, bool, dict[str, Any]]
 """Stage, whether sums are reproducible, whether activations are recomputed, and options of the engine."""
-VARIANTS: list[tuple[bool, dict[str, Any]]] = [
-    (recomputes, {"prefetch": prefetch, "reshard_after_forward": reshard})
-    for recomputes, prefetch, reshard in itertools.product((False, True), (0, 1, 2), (True, False))
-]
 SETTINGS: list[Setting] = [
     (2, True, False, {}),
     (3, True, True, {"prefetch": 0}),
     (3, True, False, {"prefetch": 2, "reshard_after_forward": False}),
 ]
-ALL_SETTINGS: list[Setting] = [
-    *((stage, True, recomputes, {}) for stage in range(3) for recomputes in (False, True)),
-    *((3, True, *variant) for variant in VARIANTS),
-]
 PLAIN: list[Setting] = [(2, False, False, {}), (3, False, True, {"prefetch": 1})]
-ALL_PLAIN: list[Setting] = [PLAIN[0], *((3, False, *variant) for variant in VARIANTS)]
 
 
 def bits(
@@ -86,11 +74,11 @@ def bits(
 @pytest.mark.parametrize(
     ("precision", "settings", "plain"),
     [
-        ("fp32", SETTINGS, PLAIN),
-        ("bf16", SETTINGS[1:2], PLAIN),
-        ("fp8", SETTINGS[1:], []),
+        ("fp32", SETTINGS[::2], PLAIN),
+        ("bf16", SETTINGS[1:2], []),
+        ("fp8", SETTINGS[2:], []),
         ("fp8-rowwise", SETTINGS[1:2], []),
-        *(pytest.param(one, ALL_SETTINGS, ALL_PLAIN, marks=pytest.mark.exhaustive) for one in FORMATS),
+        *(pytest.param(one, SETTINGS, PLAIN, marks=pytest.mark.exhaustive) for one in FORMATS),
     ],
 )
 def test_every_stage_and_world_size_has_the_same_bits(
@@ -106,14 +94,12 @@ def test_every_stage_and_world_size_has_the_same_bits(
             assert torch.equal(frozen[name][0][1], weight.to(frozen[name][0][1].dtype).view(-1))
     first, second = run_ranks(2, bits, precision, settings + plain)
     reference = first[len(settings)][:2] if plain else ()
-    for number, (setting, own, other) in enumerate(zip(settings + plain, first, second, strict=True)):
-        want_losses, want_masters = (losses, masters) if number < len(settings) else reference
+    for setting, own, other in zip(settings + plain, first, second, strict=True):
+        want_losses, want_masters = (losses, masters) if setting[1] else reference
         assert own[0] == other[0] == want_losses, setting
         assert same(own[1], want_masters), setting
         assert same(joined([own[2], other[2]]), joined([frozen])), setting
 
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 WIDE = 192
 
@@ -121,7 +107,7 @@ WIDE = 192
 def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, int, int, set[str]]]:
     """Returns, by stage: bytes of the frozen parameters, by the formula, bytes not accounted for, whole parameters."""
     found = {}
-    for stage in (0, 2, 3):
+    for stage in (0, 3):
         gc.collect()
         gc.freeze()  # objects that exist already are neither searched nor counted
         engine = start(stage, precision, dim=WIDE)
@@ -133,7 +119,7 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
     return found
 
 
-@formats("fp32", "fp8")
+@formats("fp8")
 def test_frozen_bytes_follow_the_formula(precision: str) -> None:
     every = {name: p for name, p in Adapted(WIDE).named_parameters() if not p.requires_grad}
     float8 = {n: p for n, p in every.items() if n.removesuffix(".weight") in LINEARS and precision.startswith("fp8")}
@@ -153,12 +139,9 @@ def test_frozen_bytes_follow_the_formula(precision: str) -> None:
             assert abs(unknown) < (32 if float8 else 16) * 1024, stage
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-State = tuple[dict[str, Tensor], dict[str, list[tuple[int, Tensor]]], list[float]]
-
-
-def save(rank: int, world: int, folder: str, precision: str, stage: int = 3, loaded: str | None = None) -> State:
+def save(
+    rank: int, world: int, folder: str, precision: str, stage: int = 3, loaded: str | None = None
+) -> tuple[dict[str, Tensor], dict[str, list[tuple[int, Tensor]]], list[float]]:
     """Trains a step, or loads instead, and saves; returns masters, frozen weights and the losses of the steps after."""
     # other weights, frozen ones too, if it loads: what was saved must come back
     engine = start(stage, precision, seed=1 if loaded else 0, reproducible=True)
@@ -170,7 +153,7 @@ def save(rank: int, world: int, folder: str, precision: str, stage: int = 3, loa
     return engine.master_state(), held(engine), train(engine, range(1, 2))
 
 
-@formats("bf16", "fp8-rowwise")
+@formats("fp8-rowwise")
 def test_a_checkpoint_goes_from_stage_3_to_others_and_back(precision: str, tmp_path: Path) -> None:
     folders = [str(tmp_path / name) for name in ("first", "second", "third")]
     ranks = run_ranks(2, save, folders[0], precision)
@@ -208,8 +191,9 @@ def corrupt(path: Path, name: str) -> None:
         length = int.from_bytes(data[:8], "little")
         header = json.loads(data[8 : 8 + length])
         key = next(key for key in header if key.startswith("frozen") and name in key)
-        last = 8 + length + header[key]["data_offsets"][1] - 1
-        return data[:last] + bytes([data[last] ^ 0x01]) + data[last + 1 :]
+        changed = bytearray(data)
+        changed[8 + length + header[key]["data_offsets"][1] - 1] ^= 1
+        return bytes(changed)
 
     vouched("r0000.safetensors", edit)(path)
 
