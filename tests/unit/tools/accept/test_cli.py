@@ -1,4 +1,4 @@
-"""The command line of ``dtrain accept``, and a dry run: a CPU in place of the GPU, tiny shapes."""
+"""The command line of ``dtrain accept``, and dry runs: a CPU in place of the GPU, tiny shapes."""
 
 from __future__ import annotations
 
@@ -74,6 +74,27 @@ def test_the_limit_holds_if_the_command_itself_hangs(tmp_path: Path) -> None:
     assert time.monotonic() - begin < 60
 
 
+FILES = ["device=cpu", "out=out", "archive=all.tar.gz", "caches=caches.tar.gz"]
+
+
+def check_results(folder: Path, shown: str, goal: str, parts: list[str] | None, ended: set[str]) -> None:
+    """Checks the files of a dry run. The jobs ``ended`` end on any machine; a busy one may not come to others."""
+    content = json.loads((folder / "out/accept.json").read_text())
+    statuses = {found["name"]: found["status"] for found in content["ended"]}
+    planned = make_plan(goal, Machine("cpu"), LIMITS_S[goal], parts=parts).jobs
+    assert set(statuses) | set(content["not_run"]) == {job.name for job in planned}
+    assert set(statuses.values()) <= {"done", "cut short"}
+    assert {name for name, status in statuses.items() if status == "done"} >= ended
+    with tarfile.open(folder / "all.tar.gz") as tar:
+        inside = set(tar.getnames())
+    assert {"out/accept.json", "out/accept.md"} <= inside
+    assert len(statuses) == len([name for name in inside if name.startswith("out/jobs/") and name.endswith(".json")])
+    page = (folder / "out/accept.md").read_text()
+    assert all(f"| G{number} |" in page and f"| G{number} |" in shown for number in range(1, 8))
+    assert all(f"\n## {PARTS[found['part']]}\n" in page for found in content["ended"])
+    assert sorted(path.name for path in folder.iterdir()) == ["all.tar.gz", "caches.tar.gz", "out"]
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_dry_run_of_two_parts(
@@ -83,19 +104,19 @@ def test_a_dry_run_of_two_parts(
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone
         monkeypatch.delenv(name)
-    files = ["device=cpu", "out=out", "archive=all.tar.gz", "caches=caches.tar.gz"]
-    assert main(["accept", "goal=figures", "parts=rates,memory", *files]) == 0
-    content = json.loads(Path("out/accept.json").read_text())
-    statuses = {found["name"]: found["status"] for found in content["ended"]}
-    planned = make_plan("figures", Machine("cpu"), LIMITS_S["figures"], parts=["rates", "memory"]).jobs
-    assert set(statuses) | set(content["not_run"]) == {job.name for job in planned}
-    assert set(statuses.values()) <= {"done", "cut short"}
-    assert {name for name, status in statuses.items() if status == "done"} >= {"rates", "loss head", "states"}
-    with tarfile.open("all.tar.gz") as tar:
-        inside = set(tar.getnames())
-    assert {"out/accept.json", "out/accept.md"} <= inside
-    assert len(statuses) == len([name for name in inside if name.startswith("out/jobs/") and name.endswith(".json")])
-    page, shown = Path("out/accept.md").read_text(), capsys.readouterr().out
-    assert all(f"| G{number} |" in page and f"| G{number} |" in shown for number in range(1, 8))
-    assert all(f"\n## {PARTS[found['part']]}\n" in page for found in content["ended"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.tar.gz", "caches.tar.gz", "out"]
+    assert main(["accept", "goal=figures", "parts=rates,memory", *FILES]) == 0
+    shown = capsys.readouterr().out
+    check_results(tmp_path, shown, "figures", ["rates", "memory"], {"rates", "loss head", "states"})
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@pytest.mark.parametrize(("goal", "ended"), [("facts", {"environment"}), ("figures", {"optimizer", "rates"})])
+def test_a_dry_run_as_a_user_types_it(goal: str, ended: set[str], tmp_path: Path) -> None:
+    begin = time.monotonic()
+    command = [sys.executable, "-m", "dtrain", "accept", f"goal={goal}", "limit_s=40", *FILES]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    seconds = time.monotonic() - begin
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert seconds < 43, "the limit counts from the start of the process"
+    check_results(tmp_path, done.stdout, goal, None, ended)

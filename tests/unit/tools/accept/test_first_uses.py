@@ -46,6 +46,22 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     assert conclusions(results)[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
 
 
+def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other() -> None:
+    def fail() -> None:
+        raise ArithmeticError("the result is 1.0\nexpected 2.0")
+
+    results: dict[str, Any] = {"steps": []}
+    uses = {"device": lambda: "x" * 500, "Triton kernel": fail, "scaled_mm, blocks of 128": fail, "last": lambda: 4}
+    assert [len(found["steps"]) for found in environment._timed(uses, results)] == [1, 2, 3, 4]
+    assert [row["found"] for row in results["steps"]] == ["x" * 400, "", "", "4"]
+    assert results["failures"] == ["Triton kernel: ArithmeticError: the result is 1.0 expected 2.0"]
+    assert conclusions(results)[1] == "scaled_mm, blocks of 128 fails: ArithmeticError: the result is 1.0 expected 2.0"
+    environment._require(2.01, 2.0, 1e-2)
+    for wrong in (2.1, float("nan")):
+        with pytest.raises(ArithmeticError, match="expected 2"):
+            environment._require(wrong, 2.0, 1e-2)
+
+
 @pytest.mark.parametrize(
     ("answer", "expected"),
     [

@@ -11,8 +11,9 @@ import pytest
 
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.telemetry.metrics import to_json
-from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, report
-from dtrain.tools.accept.job import CUT, FAILED, LATE, PartJob
+from dtrain.tools.accept import curves
+from dtrain.tools.accept.curves import LOSS_BOUNDS, REFERENCE, REFERENCE_JOB, TrainingCase, compare, plan_jobs, report
+from dtrain.tools.accept.job import CUT, FAILED, LATE, Ended, PartJob
 from dtrain.tools.accept.parts import curves as worker
 from dtrain.tools.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
 from tests.unit.tools.accept.made import ended, request
@@ -81,6 +82,51 @@ def test_a_small_gpu_and_a_cpu_train_tiny_models() -> None:
 
 CASE = TrainingCase("native", 2, "bf16")
 CURVE = [4.0, 3.0, 2.0]
+
+
+def test_cases_and_jobs_of_a_gpu_and_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, left_out = curves.plan_cases("cuda")
+    counts = {engine: sum(case.engine == engine for case in cases) for engine in CAPABILITIES}
+    assert counts == {"native": 20, "fsdp2": 10, "deepspeed": 16, "ddp": 5}
+    assert (len(set(cases)), cases[0]) == (51, CASE)
+    assert list(left_out) == ["deepspeed fp8"]
+    jobs, _ = plan_jobs("cuda", 100.0)
+    assert [job.name for job in jobs] == [REFERENCE_JOB, *(f"curves of {engine}" for engine in CAPABILITIES)]
+    assert [job.options["device"] for job in jobs] == ["cpu", *["cuda"] * 4]
+    assert [case for job in jobs for case in job.options["cases"]] == [asdict(case) for case in (REFERENCE, *cases)]
+    jobs, left_out = plan_jobs("cpu", 100.0)
+    tried = {(case["engine"], case["zero_stage"]) for job in jobs for case in job.options["cases"]}
+    assert tried == {("native", 2), ("native", 3), ("ddp", 0)}
+    assert (left_out["fsdp2 bf16, stage 3"], left_out["tf32"]) == ("a CPU tries few cases", "no GPU")
+    missing = property(lambda self: "needs the package deepspeed" if self.package else "")
+    monkeypatch.setattr(type(CAPABILITIES["ddp"]), "missing_requirement", missing)
+    cases, left_out = curves.plan_cases("cuda")
+    assert not [case for case in cases if case.engine == "deepspeed"]
+    assert left_out == {"deepspeed": "needs the package deepspeed"}
+
+
+def crash(job: PartJob, num_done: int, *, begun: bool = True) -> Ended:
+    """The job as it fails after ``num_done`` cases, in the middle of the next one if it has ``begun``."""
+    cases = job.options["cases"]
+    rows = [case | {"losses": CURVE, "skipped": []} for case in cases[:num_done]]
+    results = {"rows": rows, "begun": cases[num_done] if begun else None, "planned": cases}
+    return ended(job.name, "curves", results, status=FAILED, error="was ended by SIGSEGV")
+
+
+def test_after_a_crash_the_other_cases_run_in_a_new_process_at_most_three_times() -> None:
+    job = next(job for job in plan_jobs("cuda", 100.0)[0] if job.name == "curves of native")
+    assert job.again is not None
+    second = job.again(job, crash(job, 2))
+    assert second is not None
+    assert (second.name, second.options["device"]) == ("curves of native, start 2", "cuda")
+    assert second.options["cases"] == job.options["cases"][3:]
+    third = job.again(second, crash(second, 1, begun=False))
+    assert third is not None
+    assert (third.name, third.options["cases"]) == ("curves of native, start 3", job.options["cases"][4:])
+    assert job.again(third, crash(third, 1)) is None
+    assert job.again(job, crash(job, len(job.options["cases"]) - 1)) is None
+    # a process that does not even begin fails for all of its cases
+    assert job.again(job, ended(job.name, "curves", {}, status=FAILED, error="ImportError: libx.so")) is None
 
 
 def test_a_curve_within_its_bound_agrees_and_every_other_has_its_reason() -> None:

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from dtrain.config.dump import from_plain
 from dtrain.tools.accept import steps
-from dtrain.tools.accept.job import Ended
+from dtrain.tools.accept.job import FAILED, Ended
 from dtrain.tools.accept.models import MODELS, count_flops
-from dtrain.tools.accept.parts.step import CaseFigures
-from dtrain.tools.accept.steps import CHUNKED, DTRAIN, EAGER, FSDP2, TENSORWISE
-from dtrain.tools.accept.targets import TargetResult, check_targets
+from dtrain.tools.accept.parts.step import CaseFigures, CaseJob
+from dtrain.tools.accept.steps import CHUNKED, DEEPSPEED, DTRAIN, EAGER, FSDP2, PLAIN, TENSORWISE
+from dtrain.tools.accept.targets import TargetResult, check_targets, table
 from tests.unit.tools.accept.made import H100, ended, record, step
 
 WAIT = {"cudaStreamSynchronize": 2}
@@ -46,6 +47,15 @@ def optimizer(launches: int = 5, waits: dict[str, int] | None = None, ms: float 
 
 def pair(name: str, ms: float, model: str = "1.2B", baseline_ms: float = 100.0, **figures: Any) -> list[Ended]:
     return [step(model, steps.DTRAIN, 1, baseline_ms), step(model, name, 1, ms, **figures)]
+
+
+def test_every_target_is_listed_before_it_is_measured() -> None:
+    results = check_targets([])
+    assert sorted({result.key for result in results}) == [f"G{number}" for number in range(1, 8)]
+    assert {result.met for result in results} == {None}
+    text = table(results)
+    assert text.count("| not measured | measure it: `dtrain accept goal=figures`") == len(results)
+    assert "MET" not in text
 
 
 # with 4 GFLOP a token and 2 x 4,096 tokens a step, 989.4 TFLOP/s are 33.12 ms
@@ -116,6 +126,24 @@ def test_a_target_that_is_not_met_names_what_is_slowest() -> None:
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("order", [steps.ORDER, steps.SMALL_ORDER])
+def test_the_order_has_known_cases_whose_numbers_count_up(order: tuple[tuple[str, str, int], ...]) -> None:
+    numbers: dict[tuple[str, str], list[int]] = {}
+    for model, name, number in order:
+        assert model in MODELS
+        numbers.setdefault((model, name), []).append(number)
+        job = steps.step_job(model, name, number, device="cuda", threads=4, size=2)
+        case = from_plain(CaseJob, job.options["job"])
+        assert (case.rank_job.case.name, case.is_text) == (name, number > 0)
+        assert case.is_compiled is (name not in (EAGER, "recompute=selective", "recompute=full", "offload=cpu"))
+        assert (case.rank_job.case.recipe is None) == (case.rank_job.case.precision == "bf16")
+        assert (case.rank_job.config["model"]["loss_chunk"] == "auto") is (name == CHUNKED)
+        (found,) = steps.records_of([ended(job.name, job.part)])
+        assert (found.model, found.name, found.number) == (model, name, number)
+    assert all(own == list(range(len(own))) for own in numbers.values())
+    assert {name for _, name in numbers} >= {DTRAIN, FSDP2, DEEPSPEED, PLAIN, TENSORWISE, EAGER}
+
+
 @pytest.mark.parametrize(
     ("gib", "expected"), [(79.6, [3, 6, 2, 1]), (141, [6, 12, 4, 3]), (40, [1, 2, 1, 1]), (20, [1, 1, 1, 1])]
 )
@@ -123,6 +151,21 @@ def test_sequences_grow_with_the_memory_that_model_states_leave(gib: float, expe
     cases = (("1.2B", DTRAIN), ("1.2B", CHUNKED), ("1.2B", EAGER), ("3B", DTRAIN))
     assert [steps.size_of(model, name, gib) for model, name in cases] == expected
     assert steps.size_of("tiny", DTRAIN, 0.0) == 2
+
+
+def test_a_run_is_repeated_with_half_the_sequences_only_if_it_was_out_of_memory() -> None:
+    job = steps.step_job("1.2B", DTRAIN, 0, device="cuda", threads=4, size=3)
+    assert job.again is not None
+    failed = ended(job.name, "steps", status=FAILED, error="exit code 1: OutOfMemoryError: CUDA out of memory.")
+    smaller = job.again(job, failed)
+    assert smaller is not None
+    case = from_plain(CaseJob, smaller.options["job"])
+    assert (smaller.name, case.micro_batch, case.rank_job.config["bench"]["micro_batch_size"]) == (job.name, 1, 1)
+    assert job.again(smaller, failed) is None
+    tail = ["RuntimeError: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"]
+    again = steps.step_job("1.2B", DTRAIN, 0, device="cuda", threads=4, size=2)
+    assert job.again(again, dataclasses.replace(failed, error="exit code 1", tail=tail)) is not None
+    assert job.again(again, dataclasses.replace(failed, error="was ended by SIGSEGV: no output")) is None
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
