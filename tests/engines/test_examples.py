@@ -117,16 +117,14 @@ def test_gan_covers_more_and_more_modes(tmp_path: Path, steps: int, modes: int, 
     assert near >= percent
 
 
-@pytest.mark.parametrize(
-    ("world", "steps", "loss"), [(1, 5, 5.6), pytest.param(2, 60, 3.3, marks=pytest.mark.exhaustive)]
-)
-def test_lora_trains_adapters_that_peft_loads(tmp_path: Path, world: int, steps: int, loss: float) -> None:
-    output, *_ = run_ranks(world, run_one, tmp_path, f"lora.py --steps {steps} --out adapters")
+@pytest.mark.exhaustive  # transformers and peft take seconds to import
+def test_lora_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
+    output, _ = run_ranks(2, run_one, tmp_path, "lora.py --steps 60 --out adapters")
     numbers = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)\nadapters: held-out loss ([\d.]+) in peft", output)
     assert numbers is not None, output
     before, after, loaded = map(float, numbers.groups())
     assert before > math.log(256)  # of guesses that are equal for all bytes
-    assert after < loss
+    assert after < 3.3
     assert loaded == pytest.approx(after, abs=0.01)  # the same products, in other kernels
     adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert {adapter.dtype for adapter in adapters.values()} == {torch.float32}
@@ -135,8 +133,8 @@ def test_lora_trains_adapters_that_peft_loads(tmp_path: Path, world: int, steps:
     elements = 16 * (2 * (4 * (128 + 128) + 3 * (128 + 256)) + 128 + 256)
     assert sum(adapter.numel() for adapter in adapters.values()) == elements
     frozen, masters = map(float, re.findall(r"([\d.]+) MB", output))
-    assert masters == pytest.approx(4 * elements / world / 1e6, rel=0.1)  # FP32, a part on each rank, and padding
-    assert frozen == pytest.approx(2 * (2 * (4 * 128**2 + 3 * 128 * 256) + 2 * 256 * 128) / world / 1e6, rel=0.1)
+    assert masters == pytest.approx(4 * elements / 2 / 1e6, rel=0.1)  # FP32, a half on each rank, and padding
+    assert frozen == pytest.approx(2 * (2 * (4 * 128**2 + 3 * 128 * 256) + 2 * 256 * 128) / 2 / 1e6, rel=0.1)
 
 
 @pytest.mark.parametrize(

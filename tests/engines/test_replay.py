@@ -152,6 +152,7 @@ def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, t
     assert report["culprit"] == report["recorded"]
 
 
+@pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_left_and_the_one_before_used(run_dir: Path, tmp_path: Path) -> None:
     copied = tmp_path / "copied"
     shutil.copytree(run_dir, copied)
