@@ -17,7 +17,7 @@ from dtrain.config.dump import config_to_dict
 from dtrain.tools.bench import cli, peers
 from dtrain.tools.bench.peers import PEERS, deepspeed_zero, plain
 from dtrain.tools.bench.records import BenchmarkCase, FailedCase, RankJob
-from dtrain.tools.bench.training.worker import prepare, take_steps
+from dtrain.tools.bench.training.worker import footprint, prepare, take_steps
 from tests.helpers.ranks import run_ranks
 from tests.unit.tools.bench.made import SHORT, TINY, result, results_of
 
@@ -83,18 +83,48 @@ def test_deepspeed_peer_sums_in_fp32_as_the_deepspeed_engine_does() -> None:
         assert sent == [{torch.float32}] * 3 + [{torch.bfloat16}]
 
 
-def train(rank: int, world: int, names: list[str]) -> list[list[float]]:
+Trained = tuple[list[float], dict[str, float]]
+
+
+def train(rank: int, world: int, cases: list[BenchmarkCase]) -> list[Trained]:
+    """Losses of this rank, and its state in bytes a parameter, of each case."""
     config = read_suite([*TINY, *SHORT, "model.hidden_dim=96"], BENCH_ENGINE)
     assert config is not None
-    jobs = [RankJob(BenchmarkCase(name, name, 2, "bf16"), rank, "store", config_to_dict(config)) for name in names]
-    return [take_steps(prepare(job, CPU), CPU, 5)["losses"] for job in jobs]
+    trained: list[Trained] = []
+    for case in cases:
+        training = prepare(RankJob(case, rank, "store", config_to_dict(config)), CPU)
+        losses, held = take_steps(training, CPU, 5)["losses"], footprint(training, CPU)
+        trained.append((losses, {kind: size / held.num_parameters for kind, size in held.state.items()}))
+    return trained
+
+
+def train_alike(cases: list[BenchmarkCase]) -> dict[str, dict[str, float]]:
+    """States of rank 0 by case; each case's loss, a mean over the ranks, must be that of the first."""
+    ranks = run_ranks(2, train, cases)
+    losses = ([losses for losses, _ in trained] for trained in ranks)
+    first, *others = ([(a + b) / 2 for a, b in zip(*both, strict=True)] for both in zip(*losses, strict=True))
+    assert first[-1] < first[0]
+    for other in others:
+        assert other == pytest.approx(first, rel=2e-3)
+    return {case.name: state for case, (_, state) in zip(cases, ranks[0], strict=True)}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
 def test_peers_train_alike() -> None:
-    ranks = run_ranks(2, train, ["ddp", "ddp_zero", "fsdp2"])
-    first, *others = ([(a + b) / 2 for a, b in zip(*losses, strict=True)] for losses in zip(*ranks, strict=True))
-    assert first[-1] < first[0]
-    for losses in others:
-        assert losses == pytest.approx(first, rel=2e-3)
+    train_alike([BenchmarkCase(name, name, 2, "bf16") for name in ("ddp", "ddp_zero", "fsdp2")])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@needs_deepspeed
+def test_peers_of_other_libraries_train_as_ddp_does_and_count_their_state() -> None:
+    # the engine before the peers: it switches DeepSpeed's extension off, which takes a minute to compile
+    engine = BenchmarkCase("dtrain deepspeed", "deepspeed", 2, "bf16", 2)
+    names = ["deepspeed_1", "deepspeed_3", *["accelerate"] * PEERS["accelerate"].is_installed]
+    ddp, *own = (BenchmarkCase(name, name, 2, "bf16") for name in ("ddp", *names))
+    states = train_alike([ddp, engine, *own])
+    for name in ("deepspeed_1", "deepspeed_3", "dtrain deepspeed"):
+        # stage 3 keeps small parameters whole beside the shards
+        held = {"master": 2, "moments": 4, "compute": 3 if name == "deepspeed_3" else 2}
+        assert {kind: states[name][kind] for kind in held} == pytest.approx(held, rel=0.02)

@@ -117,6 +117,17 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(run: Path, monkeyp
     assert verify(run).ok
 
 
+def test_late_file_system_error_is_one_clear_line(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", "/closed")
+
+    monkeypatch.setattr("dtrain.checkpoint.directory.quarantined_checkpoints", fail)
+    assert main(["list", str(run)]) == 2
+    assert capsys.readouterr().err == "dtrain: Permission denied (errno 13): /closed\n"
+
+
 LOSSES = {100: 3.0, 200: 1.0, 300: 2.0, 400: None, 500: 2.5}
 
 

@@ -94,6 +94,7 @@ def test_differing_values_are_measured(
         ([2**60], [2**60 + 1], torch.int64, [1.0]),
         ([-(2**63)], [2**63 - 1], torch.int64, [2.0**64]),
         ([2**64 - 1], [2**64 - 2], torch.uint64, [1.0]),
+        ([0], [2**64 - 1], torch.uint64, [2.0**64]),
         ([255], [3], torch.uint8, [252.0]),
         ([True], [False], torch.bool, [1.0]),
     ],

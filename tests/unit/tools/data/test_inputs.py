@@ -100,6 +100,13 @@ def test_mistakes_in_a_line(tmp_path: Path, line: str, expected: str) -> None:
             list(documents(source, "text"))
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.jsonl"):
+        content = "x" if name == "a.txt" else '{"text": "x"}'
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        assert list(documents(Source(name, str(tmp_path / name), 0, None, 1), "text")) == [("x", 0)]
+
+
 def test_columns_that_are_text(tmp_path: Path) -> None:
     for kind in (pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())):
         write_column(tmp_path, ["a", "b", "a"], kind)
@@ -121,6 +128,19 @@ def test_mistakes_in_a_column(tmp_path: Path, texts: list[object], key: str, exp
     write_parquet(tmp_path / "x.parquet", texts, key)
     with pytest.raises(ConfigError, match=expected):
         plan_units(find_files(f"{tmp_path}/*"), "text")
+
+
+def test_kinds_of_columns_that_are_no_text(tmp_path: Path) -> None:
+    string = pyarrow.string()
+    for kind in (pyarrow.large_list(string), pyarrow.list_(string, 1), pyarrow.list_view(string)):
+        with pytest.raises(ConfigError, match=r"column 'text' has the type .*<.*; expected text"):
+            inputs._text_column(pyarrow.schema([("text", kind)]), "x.parquet", "text")
+    write_column(tmp_path, pyarrow.array([None, None], string), string)
+    with pytest.raises(ConfigError, match=r"x\.parquet has only nulls in column 'text'; remove it"):
+        plan_units(find_files(f"{tmp_path}/*"), "text")
+    path = write_parquet(tmp_path / "one.parquet", ["a", "b", "c", "d", None])
+    with pytest.raises(DataError, match=r"one\.parquet, row 5: 'text' is null; expected text"):
+        list(documents(Source("one.parquet", str(path), 1, 2, 1), "text"))
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

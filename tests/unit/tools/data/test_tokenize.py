@@ -22,7 +22,7 @@ from dtrain.__main__ import main
 from dtrain.data.shards.format import MANIFEST, ShardManifest
 from dtrain.data.shards.reader import TokenShards
 from dtrain.data.tokenizer import TokenizerFile
-from dtrain.errors import ConfigError, RankError, StorageError
+from dtrain.errors import ConfigError, DataError, RankError, StorageError
 from dtrain.tools.data import inputs, pool, unfinished, writer
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
@@ -219,9 +219,39 @@ def test_mistakes_before_the_work(
     assert re.search(expected, error)
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
+def test_the_error_of_a_worker_takes_one_line(
+    tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["fine", "half \ud83d"])
+    assert tokenize(f"{tmp_path}/*.jsonl", tokenizer, tmp_path / "out", "workers=1") == 1
+    error = capfd.readouterr().err
+    assert error == (
+        f"dtrain: {tmp_path}/a.jsonl, line 2 cannot be tokenized: the text holds half of a surrogate pair, which has "
+        "no UTF-8\n"
+    )
+
+
 def unit_of(folder: Path, *texts: str) -> Any:
     (unit,) = plan_units(find_files(str(write_jsonl(folder / "a.jsonl", texts))), "text")
     return unit
+
+
+def test_only_empty_documents(tmp_path: Path, tokenizer: Path) -> None:
+    finished = tokenize_unit(*job(tmp_path, tokenizer), 0, unit_of(tmp_path, "", ""))
+    assert (finished.entry.tokens, finished.entry.documents, finished.num_empty) == (0, 0, 2)
+    assert (tmp_path / "00000.bin").read_bytes() == b""
+
+
+def test_a_token_beyond_the_vocabulary_is_found(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_job, loaded = job(tmp_path, tokenizer)
+    monkeypatch.setattr(loaded, "encode_batch", lambda texts: [[5, 512]])
+    with pytest.raises(DataError, match="token 512, which is beyond its vocabulary of 512"):
+        tokenize_unit(own_job, loaded, 0, unit_of(tmp_path, "text"))
+    assert not list((tmp_path / "scratch").iterdir())
 
 
 def test_a_full_disk_takes_one_line(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

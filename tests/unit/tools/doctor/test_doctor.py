@@ -7,22 +7,28 @@ import os
 import platform
 import re
 import shutil
+import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from dtrain.__main__ import main
 from dtrain.checkpoint import shared_folder, storage
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.telemetry.gpu import GPUState
 from dtrain.tools.doctor import folder, machine
 from dtrain.tools.doctor.folder import answer, check_folder
+from dtrain.tools.doctor.machine import _machine, _measure, _software
 
 CPU = torch.device("cpu")
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -64,6 +70,58 @@ def test_machine_tables_are_true_and_hide_the_api_key(
     assert cells(output, "`precision=auto`")[1:] == [f"chooses {chosen.name}", f"because {chosen.reason}"]
 
 
+def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An H100 whose power is limited, with a cublasLt of CUDA 12.8."""
+    properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
+    kernels = {16: "flash", 4: "cudnn"}
+    files = {"libcudnn.so": "/opt/libcudnn.so.9", "libcublasLt.so": "/opt/libcublasLt.so.12"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: properties.name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(machine, "describe_state", lambda index: GPUState(500, 700, 700, 1200, 1980, mig="Disabled"))
+    monkeypatch.setattr(machine, "loaded_library", files.get)
+    monkeypatch.setattr(machine, "cublaslt_version", lambda: "12.8.4")
+    monkeypatch.setattr(machine, "attention_kernel", lambda device, dtype, *, kv_heads, **shape: kernels[kv_heads])
+    rows = dict(_machine())
+    assert rows["GPU 0"] == "NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0"
+    power = "power limit 500 W (default 700, at most 700), SM clock 1,200 of 1,980 MHz"
+    assert rows["GPU 0 power and clocks"] == power
+    assert rows["GPU 0 MIG mode"] == "disabled"
+    assert rows["cuDNN"] == "9.10.2, /opt/libcudnn.so.9"
+    assert rows["cublasLt"] == "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9"
+    assert rows["attention of 16 heads of 128"] == "flash; with 4 key heads: cudnn (BF16, causal, 2,048 tokens)"
+    assert {"GPU driver", "compiler for GPUs"} <= rows.keys()
+    assert "GPU" not in rows
+    for version, text in (("12.9.0", "12.9.0, /opt/libcublasLt.so.12"), (None, "unknown version")):
+        monkeypatch.setattr(machine, "cublaslt_version", lambda version=version: version)
+        assert dict(_machine())["cublasLt"] == text
+
+    def fail() -> int:
+        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10)\nmore")
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
+    assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
+
+
+def test_without_a_gpu_no_row_of_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = dict(_machine())
+    assert rows["GPU"] == "none visible to PyTorch"
+    assert not rows.keys() & {"GPU driver", "cuDNN", "cublasLt", "attention of 16 heads of 128"}
+
+
+@pytest.mark.parametrize(("number", "is_bad"), [("3.8.0", True), ("3.7.1", False)])
+def test_a_triton_known_as_bad_is_named(number: str, is_bad: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "package_version", lambda name: number)
+    monkeypatch.setattr(platform, "platform", lambda terse: "Linux")  # it may start uname
+    purposes = {name: purpose for name, _, purpose in _software()}
+    assert ("3.8.0 may store garbage" in purposes["triton"]) == is_bad
+    assert purposes["triton"].startswith("kernels on a GPU")
+    assert purposes["numpy"] == "data"
+
+
 def test_engines(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "engines"]) == 0
     output = capsys.readouterr().out
@@ -71,6 +129,15 @@ def test_engines(capsys: pytest.CaptureFixture[str]) -> None:
     for name, capabilities in CAPABILITIES.items():
         assert all(supported.reason in output for supported in capabilities.supported.values())
         assert cells(output, f"`{name}`")[1].startswith("no" if capabilities.missing_requirement else "yes")
+
+
+def test_unsupported_dtype_is_reported_with_its_error() -> None:
+    def make(size: int) -> Callable[[], Tensor]:
+        return lambda: torch.zeros(size, size, dtype=torch.float8_e4m3fn) @ torch.zeros(size, size)
+
+    speed = _measure("odd", make, CPU)
+    assert speed.gflops is None
+    assert "dtype" in speed.error
 
 
 def results(path: Path, *, other_host: bool = True) -> tuple[list[str], bool]:
@@ -140,6 +207,18 @@ def test_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all("does not see" in result for result in found[4:])
 
 
+@pytest.mark.processes
+def test_a_second_process_that_ends_at_once_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(folder, "_START_S", 20.0)
+    monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
+    began = time.monotonic()
+    found, is_good = results(tmp_path, other_host=False)
+    assert time.monotonic() - began < 10
+    assert not is_good
+    assert found[4:] == ["NO: the other process has ended without an answer; see its message above"] * 3
+
+
 def test_files_of_others_are_read_with_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An answer that never ends, and a probe that leads elsewhere."""
     monkeypatch.setattr(shared_folder, "LIMIT_S", 0.2)
@@ -155,3 +234,10 @@ def test_files_of_others_are_read_with_a_limit(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "dtrain-doctor").symlink_to("elsewhere")
     with pytest.raises(ConfigError, match="must be a folder"):
         answer(tmp_path)
+
+
+def test_a_probe_of_another_command_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "dtrain-doctor").mkdir()
+    assert main(["doctor", "folder", str(tmp_path)]) == 2
+    assert "remove it, unless another dtrain doctor runs there" in capsys.readouterr().err
+    assert (tmp_path / "dtrain-doctor").is_dir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
 import subprocess
@@ -19,15 +20,23 @@ from dtrain.config.commands import BENCH_ENGINE
 from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig
 from dtrain.errors import BenchError
 from dtrain.telemetry import host
+from dtrain.tools.bench import peers, records
 from dtrain.tools.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.tools.bench.peers import DEFAULT_PEERS, PEERS
-from dtrain.tools.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
+from dtrain.tools.bench.records import (
+    BenchmarkCase,
+    CaseResult,
+    FailedCase,
+    Float8Results,
+    TrainingResults,
+    read_results,
+)
 from dtrain.tools.bench.report.document import describe
 from dtrain.tools.bench.report.statistics import final_loss
 from dtrain.tools.bench.report.training import has_wrong_loss
 from dtrain.tools.bench.training import cases, first_step, rounds, suites
 from dtrain.tools.bench.training.processes import CaseProcesses
-from tests.unit.tools.bench.made import SHORT, TINY, row
+from tests.unit.tools.bench.made import HOST, SHORT, TINY, result, row
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
@@ -59,11 +68,11 @@ def test_engine_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     cases = cases_of(results)
     assert isinstance(results, TrainingResults)
     assert list(cases) == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "native, stage 2"]
-    for result in cases.values():
-        assert all(len(timed.step_ms) == len(timed.cpu_ms) == 2 for timed in result.rounds)
-        assert result.first_step_s > max(result.warmup.step_ms) / 1000
-        assert result.footprint.peak_rss > 50e6
-        assert result.footprint.num_parameters == cases["plain"].footprint.num_parameters
+    for case in cases.values():
+        assert all(len(timed.step_ms) == len(timed.cpu_ms) == 2 for timed in case.rounds)
+        assert case.first_step_s > max(case.warmup.step_ms) / 1000
+        assert case.footprint.peak_rss > 50e6
+        assert case.footprint.num_parameters == cases["plain"].footprint.num_parameters
     assert cases["plain, 2 at once"].case.is_lower_bound
     # FP32 masters under BF16 replicas start from the plain loop's weights and see its data.
     one, ddp, native = cases["native, 1 rank"], cases["ddp"], cases["native, stage 2"]
@@ -75,6 +84,17 @@ def test_engine_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert row(steps, "native, stage 2")["speed-up over ddp"]
     assert "step / plain, 2 at once" in details.columns
     assert os.uname().nodename not in astuple(results.host)
+
+
+@pytest.mark.exhaustive
+def test_precision_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = bench(capsys, tmp_path / "r.json", "precision", *TINY, *SHORT, "bench.precisions=[bf16]")
+    fp32, bf16 = cases_of(results).values()
+    assert (fp32.case.precision, bf16.case.precision) == ("fp32", "bf16")
+    assert final_loss(fp32) == pytest.approx(final_loss(bf16), rel=0.01)
+    assert final_loss(fp32) != final_loss(bf16)
+    assert fp32.footprint.state != bf16.footprint.state
+    assert row(describe(results).tables[0], "bf16")["speed-up over fp32"]
 
 
 def test_blocks_suite_counts_activations_and_trains_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +122,13 @@ def test_vote_suite_times_parts_inside_each_step(tmp_path: Path, capsys: pytest.
         assert all(max(ranks) < step for *ranks, step in zip(*vote, timed.step_ms, strict=True))
     # A power of two changes only the exponents of the gradients, and the update divides by it.
     assert final_loss(dynamic) == pytest.approx(final_loss(none), rel=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_telemetry_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("telemetry", *TINY, *SHORT, "bench.precisions=[fp32]", "bench.ranks=1")
+    off, sampled = cases_of(bench(capsys, tmp_path / "r.json", *words)).values()
+    assert [timed.losses for timed in off.rounds] == [timed.losses for timed in sampled.rounds]
 
 
 def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +200,30 @@ def test_an_engine_comes_after_the_peer_that_does_its_work(monkeypatch: pytest.M
     assert set(cases.BASELINE_PEERS.values()) <= set(PEERS)
     monkeypatch.setattr(capabilities, "find_spec", lambda name: None)
     assert cases.chosen_engines(None) == [("fsdp2", 2), ("ddp", 0)], "by default those that are installed"
+
+
+def test_a_peer_that_is_not_installed_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured: list[str] = []
+
+    def run_rounds(given: list[BenchmarkCase], _: object) -> tuple[list[CaseResult], list[FailedCase]]:
+        measured.extend(case.name for case in given)
+        return [result("plain", 1, [[1.0]], engine="plain")], []
+
+    monkeypatch.setattr(suites, "run_rounds", run_rounds)
+    monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
+    monkeypatch.setattr(records, "describe_host", lambda: HOST)
+    arguments = ["bench.peers=[ddp,deepspeed_2,accelerate]", "bench.engines=[]", "bench.stages=[]", "bench.starts=0"]
+    config = read_suite([*TINY, *arguments], BENCH_ENGINE)
+    assert config is not None
+    with caplog.at_level(logging.WARNING):
+        results = suites.run_engine_suite(config, "dtrain bench engine")
+    assert measured == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "accelerate"]
+    (failure,) = results.failures
+    assert failure.reason == "deepspeed_2: package deepspeed is not installed; pip install 'dtrain[bench]'"
+    assert caplog.messages == [f"left out: {failure.reason}"]
+    assert f"Did not run: {failure.reason}." in describe(results).facts
 
 
 def read() -> EngineSuiteConfig:
