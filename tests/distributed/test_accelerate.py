@@ -32,16 +32,16 @@ def grouped(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(decay_groups(model), lr=2e-2)
 
 
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+
+
 # 38 samples in batches of 4 give two ranks unequal numbers of them; drop_last leaves six out
 # each with the stage that trains it
 SCRIPTS = {
     "drop-last": (Script(drop_last=True, max_norm=0.3, epochs=1), {}, 0),
     "accumulated": (Script(grouped, max_norm=0.3), {"gradient_accumulation_steps": 2}, 3),
-    "split": (
-        Script(lambda model: torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9), epochs=1),
-        {"split": True},
-        1,
-    ),
+    "split": (Script(sgd, epochs=1), {"split": True}, 1),
 }
 
 

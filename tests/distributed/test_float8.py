@@ -43,8 +43,6 @@ def digest(tensors: dict[str, Tensor]) -> str:
     return content.hexdigest()
 
 
-# -- the bits ----------------------------------------------------------------------------------------------------------
-
 POLICIES = {
     **{recipe: dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe)) for recipe in RECIPES},
     "rules": dtrain.PrecisionPolicy.named(
@@ -107,9 +105,6 @@ def test_stage_3_gathers_what_odd_models_need() -> None:
     run_ranks(2, compare_with_stage_2)
 
 
-# -- the replicas ------------------------------------------------------------------------------------------------------
-
-
 def replicas_are_the_masters(rank: int, world: int) -> None:
     """After some steps each Linear finds what its master gives when it is cast whole, once, with one scale."""
     for recipe in RECIPES:
@@ -139,33 +134,6 @@ def assert_is_cast_of(module: nn.Module, master: Tensor, recipe: str) -> None:
 
 def test_replicas_are_the_masters_cast() -> None:
     run_ranks(2, replicas_are_the_masters)
-
-
-def skipped(rank: int, world: int) -> list[list[Any]]:
-    """Returns what changes in a step that is skipped after an overflow on one rank, for each recipe."""
-    found = []
-    for recipe in RECIPES:
-        engine = start(recipe, zero_stage=3)
-        train(engine, [0, 1, 2])
-
-        def state(engine: NativeEngine = engine) -> dict[str, Tensor]:
-            kinds = {kind: engine._held(kind) for kind in engine.saved_dtypes}
-            return {f"{kind}{n}": t.clone() for kind, own in kinds.items() for n, t in enumerate(own)} | copies(engine)
-
-        before = state()
-        loss = engine(batch(3, rank))
-        engine.backward(loss * (math.inf if rank == 1 else 1.0))
-        outcome = engine.step()
-        same = {name: torch.equal(tensor, before[name]) for name, tensor in state().items()}
-        train(engine, [3])
-        moved = digest(copies(engine)) != digest({name: before[name] for name in copies(engine)})
-        found.append([outcome.applied, [name for name, equal in same.items() if not equal], moved])
-    return found
-
-
-def test_a_skipped_step_keeps_every_bit() -> None:
-    """The next one moves them, so the test can fail."""
-    assert run_ranks(2, skipped) == [[[False, [], True]] * 2] * 2
 
 
 @pytest.mark.parametrize(("recipe", "how"), [("tensorwise", "update"), ("rowwise", "load")])
@@ -279,9 +247,6 @@ def test_fp8_travels_in_few_collectives() -> None:
         assert (found["all_reduce_max"], found["all_gather"]) == (1, 4)
 
 
-# -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
 def resume(rank: int, world: int, folder: Path, stage: int, saves: bool) -> dict[str, tuple[list[float], str]]:
     """Two steps and a save, or a load into other weights; then two steps more, and the bits of masters and scales."""
     found = {}
@@ -301,9 +266,6 @@ def test_a_resumed_run_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     straight = run_ranks(2, resume, tmp_path, 2, True)[0]
     for world, stage in ((1, 1), (2, 3)):
         assert run_ranks(world, resume, tmp_path, stage, False)[0] == straight, f"stage {stage} on {world} ranks"
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def measured(rank: int, world: int) -> dict[tuple[str, int], Any]:

@@ -19,7 +19,6 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.train.run import run_training
-from tests.engines.helpers import state_digests
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
@@ -40,15 +39,9 @@ def trained(rank: int, world: int, engines: list[tuple[str, int]]) -> list[dict[
     """Checksums of the masters after steps of four micro-batches over all ranks."""
     entry, found = make("transformer"), []
     for engine, stage in engines:
-        built = dtrain.initialize(
-            entry.build(0),
-            engine=engine,
-            precision=dtrain.PrecisionPolicy.named("bf16", rules=RULES),
-            zero_stage=stage,
-            reproducible=engine == "native",
-            loss_scale=8.0,
-            seed=0,
-        )
+        policy = dtrain.PrecisionPolicy.named("bf16", rules=RULES)
+        options = {"engine": engine, "zero_stage": stage, "reproducible": engine == "native", "loss_scale": 8.0}
+        built: Any = dtrain.initialize(entry.build(0), precision=policy, seed=0, **options)
         for step in range(2):
             own = [entry.batch(4 * step + i * world + rank) for i in range(4 // world)]
             for micro in built.accumulate(own):
@@ -82,9 +75,7 @@ def test_rank_0_times_for_all_ranks_and_recipes_must_agree() -> None:
     """Two ranks that time the same never measure the same number of milliseconds."""
     (first, refusal), (second, other_refusal) = run_ranks(2, decided)
     assert first == second
-    assert [decision["name"] for decision in first] == ["1", "2"]
-    assert first[0]["bf16_ms"] > 0
-    assert first[0]["float8_ms"] > 0
+    assert [(one["name"], one["bf16_ms"] > 0) for one in first] == [("1", True), ("2", True)]
     for text in (refusal, other_refusal):
         assert "contract: float8: 'grad_format' is e5m2 on rank 0 and e4m3 on rank 1" in text
 
@@ -93,38 +84,26 @@ def train(rank: int, world: int, run_dir: str, *overrides: str) -> int:
     words = (
         *("experiment=smoke", "precision=fp8", "precision.float8.choice=timed", "report=false"),
         *("model.hidden_dim=32", "model.num_layers=1", "launch.threads_per_rank=1", "train.sample_tokens=0"),
-        *(
-            "schedule=constant",
-            "schedule.warmup_steps=0",
-            "train.eval_every=0",
-            "train.eval_batches=1",
-            "train.save_every=1",
-        ),
+        *("schedule=constant", "schedule.warmup_steps=0", "train.eval_every=0", "train.eval_batches=1"),
+        "train.save_every=1",
     )
     return run_training(compose([*words, f"run_dir={run_dir}", *overrides]))
 
 
-def contract_in(run_dir: Path) -> dict[str, Any]:
-    contract: dict[str, Any] = json.loads((run_dir / "precision.json").read_text(encoding="utf-8"))
-    return contract
-
-
 def test_a_resumed_run_keeps_its_decisions(tmp_path: Path) -> None:
-    assert run_ranks(1, train, str(tmp_path), "train.steps=1") == [0]
-    before = contract_in(tmp_path)
+    contracts = []
+    for words in (["train.steps=1"], ["train.steps=2"], ["train.steps=3", "precision.float8.recipe=rowwise"]):
+        assert run_ranks(1, train, str(tmp_path), *words) == [0]
+        contracts.append(json.loads((tmp_path / "precision.json").read_text(encoding="utf-8")))
+    before, same, after = contracts
     assert before["decisions"]
     assert all(decision["bf16_ms"] > 0 for decision in before["decisions"])
-    assert run_ranks(1, train, str(tmp_path), "train.steps=2") == [0]
-    assert contract_in(tmp_path) == before, "timed again, the milliseconds would be others"
-    assert run_ranks(1, train, str(tmp_path), "train.steps=3", "precision.float8.recipe=rowwise") == [0]
-    after = contract_in(tmp_path)
+    assert same == before, "timed again, the milliseconds would be others"
     assert after["float8"]["recipe"] == "rowwise"
     assert after["decisions"] != before["decisions"], "other products are timed again"
 
 
-# -- a calibrated loss scale -------------------------------------------------------------------------------------------
-
-ENGINES = [("native", 0), ("native", 1), ("native", 2), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
+ENGINES = [("native", 0), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
 
 
 class Sum(nn.Module):
@@ -147,17 +126,12 @@ def build_sum(engine: str, stage: int) -> StepEngine:
     return built
 
 
-def largest_of(rank: int, step: int, micro_batch: int) -> float:
-    """Only once, on one rank, in one micro-batch, is a gradient as large as 0.75."""
-    return 0.75 if (rank, step, micro_batch) == (1, 1, 0) else 0.125 * (1 + step % 2)
-
-
 def take_step(engine: StepEngine, step: int) -> float:
-    """Returns the loss scale of the step."""
+    """Returns the loss scale; only once, on one rank, in one micro-batch, is a gradient as large as 0.75."""
     numbers = [0, 1]
     for number in engine.accumulate(numbers):
         x = torch.full((1, 4), -0.01)
-        x[0, number] = -largest_of(engine.rank, step, number)
+        x[0, number] = -0.75 if (engine.rank, step, number) == (1, 1, 0) else -0.125 * (1 + step % 2)
         # neither a weight nor the sum of the two is part of what is measured
         engine.backward(engine(x).mean(), weight=16.0)
     return engine.step().loss_scale
@@ -185,21 +159,3 @@ def test_all_ranks_choose_from_the_largest_gradient_of_all() -> None:
                 "loss scale calibrated to 8192: largest gradient 7.5e-01 x 8192 x margin 8 = 4.92e+04 <= 65,504; of "
                 "the measured gradients FP16 flushes 0.00% to zero at scale 1, 0.00% at 8192"
             ), engine
-
-
-def interrupt(rank: int, world: int, folder: str, save_after: int) -> tuple[dict[str, str], LossScaleState]:
-    """Goes on in a new engine with what the first has saved."""
-    engine = build_sum("native", 2)
-    for step in range(5):
-        if step == save_after:
-            engine.save(folder)
-            engine = build_sum("native", 2)
-            engine.load(folder)
-        take_step(engine, step)
-    return state_digests(engine), engine.loss_scale
-
-
-def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
-    whole, amid, after = (run_ranks(2, interrupt, str(tmp_path / str(step)), step) for step in (-1, 2, 4))
-    assert whole[0][1].scale == 8192.0
-    assert amid == after == whole

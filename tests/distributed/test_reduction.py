@@ -40,12 +40,11 @@ def main_grad(inputs: list[tuple[Tensor, float]], **options: Any) -> tuple[str, 
     return engine.contract.to_dict()["reduce"], gradient.clone()
 
 
-# -- the bound ---------------------------------------------------------------------------------------------------------
-
 NUM_MICRO_BATCHES = 5
 WEIGHTS = (1.0, 3.0, 7.0, 0.1, 1000.0)
 NUMEL = 3000
-SETTINGS = [*((stage, False) for stage in range(4)), (2, True)]
+UNIT = 2.0**-24 * (1 + 1e-5)  # for depths below 100, d u / (1 - d u) is less than d times this
+SETTINGS = [(0, False), (1, False), (3, False), (2, True)]
 """Stages, and whether they are reproducible."""
 
 
@@ -59,32 +58,23 @@ def micro_batch(number: int) -> Tensor:
 def main_grads(rank: int, world: int) -> list[Tensor]:
     own = [micro_batch(number) for number in range(rank, NUM_MICRO_BATCHES * world, world)]
     inputs = list(zip(own, WEIGHTS, strict=True))
-    return [
-        main_grad(inputs, precision="bf16", zero_stage=stage, reproducible=reproducible)[1]
-        for stage, reproducible in SETTINGS
-    ]
-
-
-def bound(depth: int) -> float:
-    return depth * 2.0**-24 / (1 - depth * 2.0**-24)
+    return [main_grad(inputs, precision="bf16", zero_stage=s, reproducible=same)[1] for s, same in SETTINGS]
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 3))])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_the_error_stays_under_the_bound(world: int) -> None:
     number = NUM_MICRO_BATCHES * world
     terms = torch.stack([micro_batch(n).double() * float(torch.tensor(WEIGHTS[n // world])) for n in range(number)])
     exact, size = terms.sum(dim=0), terms.abs().sum(dim=0)
     for (stage, reproducible), got in zip(SETTINGS, run_ranks(world, main_grads)[0], strict=True):
         depth = 1 + math.ceil(math.log2(number)) if reproducible else number  # of the canonical tree
-        assert ((got.double() - exact).abs() <= bound(depth) * size).all(), (stage, reproducible)
+        assert ((got.double() - exact).abs() <= depth * UNIT * size).all(), (stage, reproducible)
     reduced = torch.zeros(NUMEL, dtype=torch.bfloat16)
     for n in range(number):
         reduced += (micro_batch(n) * WEIGHTS[n // world]).bfloat16()
-    assert ((reduced.double() - exact).abs() > bound(number) * size).float().mean() > 0.9, "the control"
+    assert ((reduced.double() - exact).abs() > number * UNIT * size).float().mean() > 0.9, "the control"
 
-
-# -- the reduce dtype --------------------------------------------------------------------------------------------------
 
 GRADIENTS = [256.0, *[1.0] * 7]  # BF16 holds 256 and 1, but 256 + 1 is 256 there
 SUMS = [
@@ -104,12 +94,8 @@ SUMS = [
 def summed(rank: int, world: int, settings: list[tuple[int, str, str]]) -> list[tuple[str, list[float]]]:
     """The contract's dtype, and the sum of `GRADIENTS`, which are dealt to the ranks round-robin."""
     inputs = [(torch.full((8,), value), 1.0) for value in GRADIENTS[rank::world]]
-    found = []
-    for stage, precision, dtype in settings:
-        options = {"zero_stage": stage, "precision": precision, "reduce_dtype": dtype, "loss_scale": 1.0}
-        said, gradient = main_grad(inputs, **options)
-        found.append((said, gradient.tolist()))
-    return found
+    found = [main_grad(inputs, zero_stage=s, precision=p, reduce_dtype=d, loss_scale=1.0) for s, p, d in settings]
+    return [(said, gradient.tolist()) for said, gradient in found]
 
 
 @pytest.mark.processes
@@ -120,10 +106,6 @@ def test_partial_sums_are_fp32() -> None:
     assert run_ranks(4, summed, [(2, "bf16", "bf16")]) == [[("bf16", [263.0] * 8)]] * 4
 
 
-@pytest.mark.parametrize(
-    ("precision", "reduce_dtype", "message"),
-    [("bf16", "fp16", "no loss scale"), ("fp16", "bf16", "loses three bits of each")],
-)
-def test_a_senseless_one_is_refused(precision: str, reduce_dtype: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        dtrain.initialize(Dot(8), precision=precision, reduce_dtype=reduce_dtype, seed=0)
+def test_a_senseless_one_is_refused() -> None:
+    with pytest.raises(ConfigError, match="loses three bits of each"):
+        dtrain.initialize(Dot(8), precision="fp16", reduce_dtype="bf16", seed=0)

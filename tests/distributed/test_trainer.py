@@ -89,17 +89,10 @@ def train_and_save(rank: int, world: int, *runs: tuple[Path, type, bool]) -> lis
     be_rank(rank, world)
     results = []
     for folder, kind, resume in runs:
-        run = run_trainer(
-            kind,
-            folder,
-            model=build_model(resid_pdrop=0.1),
-            rows=text_rows(48),  # four steps an epoch
-            resume=resume,
-            max_steps=8,
-            save_strategy="steps",
-            save_steps=2,
-            trainer={"dtrain": {"engine": dtrain.Native(zero_stage=2)}},
-        )
+        run = run_trainer(  # four steps an epoch
+            kind, folder, model=build_model(resid_pdrop=0.1), rows=text_rows(48), resume=resume, max_steps=8,
+            save_strategy="steps", save_steps=2, trainer={"dtrain": {"engine": dtrain.Native(zero_stage=2)}},
+        )  # fmt: skip
         results.append(({key: run.values(key) for key in KEYS}, run.weights, run.trainer._initial_global_step))
     return results
 
@@ -119,14 +112,12 @@ def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-# -- dtrain train ------------------------------------------------------------------------------------------------------
-
 STEPS, ROWS, ACCUMULATION, SEQ_LEN, VOCAB = 6, 2, 2, 16, 257
 LR, DECAY = 3e-3, 0.1
 MAX_NORM = {1: 2.5, 2: 2.0}  # by ranks, between the norms of the steps: Adam would not notice if all were clipped
 EPS = 1e-6  # Adam with its default would turn the rounding of a gradient that cancels out into steps of the rate
+# names in the logs of Trainer, and in metrics.jsonl
 METRICS = {"loss": "loss", "grad_norm": "grad_norm", "learning_rate": "lr"}
-"""Names in the logs of Trainer, and in ``metrics.jsonl``."""
 
 DATA = {
     "text": ["data=text", "data.files=FOLDER/squares.txt"],
@@ -177,16 +168,10 @@ def train_by_trainer(folder: Path, case: str, world: int, rows: list[dict[str, T
     from dtrain.integrations.trainer import Trainer
 
     args = arguments(
-        folder / f"{case}-{world}-trainer",
-        max_steps=STEPS,
-        per_device_train_batch_size=ROWS,
-        gradient_accumulation_steps=ACCUMULATION,
-        learning_rate=LR,
-        weight_decay=DECAY,
-        adam_epsilon=EPS,
-        max_grad_norm=MAX_NORM[world],
+        folder / f"{case}-{world}-trainer", max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=LR,
+        gradient_accumulation_steps=ACCUMULATION, weight_decay=DECAY, adam_epsilon=EPS, max_grad_norm=MAX_NORM[world],
         train_sampling_strategy="sequential",
-    )
+    )  # fmt: skip
     trainer = Trainer(load_hf(folder / "model"), args, train_dataset=rows)
     trainer.train()
     trainer.save_model(str(folder / f"{case}-{world}-saved"))
@@ -221,6 +206,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_trainer_script_trains_as_the_command(folder: Path, world: int) -> None:
+    rows = rows_of(settings(folder, "masked", world))
+    counts = torch.stack([row["labels"] != IGNORE_INDEX for row in rows]).view(-1, ROWS * (SEQ_LEN + 1)).sum(1)
+    assert (int(counts.min()), int(counts.max())) == (0, ROWS * SEQ_LEN), "micro-batches have unequal numbers"
     ranks = run_ranks(world, train_by_both, folder) if world > 1 else [train_by_both(0, 1, folder)]
     for case in DATA:
         run = folder / f"{case}-{world}-run"
@@ -235,11 +223,3 @@ def test_a_trainer_script_trains_as_the_command(folder: Path, world: int) -> Non
         exported = load_hf(export(run, folder / f"{case}-{world}-exported"))
         weights = {name: parameter.detach() for name, parameter in exported.named_parameters()}
         assert normwise_error(saved_weights(folder / f"{case}-{world}-saved"), weights) < 1e-5, case
-
-
-def test_masked_micro_batches_have_unequal_numbers_of_targets(folder: Path) -> None:
-    rows = rows_of(settings(folder, "masked", 2))
-    counts = torch.stack([row["labels"] != IGNORE_INDEX for row in rows]).view(-1, ROWS * (SEQ_LEN + 1)).sum(1)
-    assert len(counts) == STEPS * ACCUMULATION * 2
-    assert (int(counts.min()), int(counts.max())) == (0, ROWS * SEQ_LEN)
-    assert len(counts.unique()) > STEPS

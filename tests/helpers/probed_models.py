@@ -21,7 +21,11 @@ ODD_NAME = "<b>mix&"
 
 
 class ProbedModel(nn.Module):
-    """Embedding, a layer and a head; for the kind ``overflow`` the activations between exceed FP16's range."""
+    """Embedding, a layer and a head; ``kind`` plants a failure.
+
+    ``overflow``: the activations between layer and head exceed FP16's range. ``raises``: FP16 inputs of the layer raise
+    an error.
+    """
 
     def __init__(self, vocab_size: int, width: int, kind: str, dropout: float) -> None:
         super().__init__()
@@ -35,6 +39,8 @@ class ProbedModel(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
         self.calls += 1
         x = self.layers[ODD_NAME](self.dropout(self.embedding(tokens)))
+        if self.kind == "raises" and x.dtype == torch.float16:
+            raise RuntimeError("this layer has no FP16")
         if self.kind == "overflow":
             x = x * 2.0**20 * 2.0**-20
         return causal_lm_output(self.head(x), targets)

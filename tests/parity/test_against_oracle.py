@@ -79,8 +79,6 @@ def test_the_transformer_follows_the_oracle_in_each_setting(engine: str, world: 
     assert_follows_the_oracle(run_ranks(world, train_all, ALL_RUNS[engine]), ALL_RUNS[engine])
 
 
-# -- odd models --------------------------------------------------------------------------------------------------------
-
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "native": [{"precision": precision, "zero_stage": stage} for stage in range(4) for precision in PRECISIONS[:2]],
     "ddp": [{"precision": precision} for precision in PRECISIONS[:2]],

@@ -43,8 +43,7 @@ def short_rank(rank: int, world: int, run: Run) -> tuple[dict[str, Tensor], dict
 
 def test_a_dummy_without_a_graph_takes_part() -> None:
     with_graph, without = run_ranks(2, short_rank, ddp("tied", "fp32"))[0]
-    for name, master in with_graph.items():
-        assert torch.equal(without[name], master), name
+    assert all(torch.equal(without[name], master) for name, master in with_graph.items())
 
 
 def buckets_of_two_steps(rank: int, world: int, run: Run) -> list[list[torch.dtype]]:
@@ -66,16 +65,18 @@ def test_gradients_are_reduced_once_a_step_in_fp32() -> None:
 
 def test_misuse_is_named() -> None:
     x = torch.ones(2, 4)
-    options: dict[str, Any] = {"engine": "ddp", "precision": "fp32", "seed": 0}
-    engine = dtrain.initialize(nn.Linear(4, 1), **options)
+
+    def begin() -> Any:
+        return dtrain.initialize(nn.Linear(4, 1), engine="ddp", precision="fp32", seed=0)
+
     with pytest.raises(UsageError, match=r"outside engine\.backward; call engine\.backward"):
-        engine(x).sum().backward()
-    engine = dtrain.initialize(nn.Linear(4, 1), **options)
+        begin()(x).sum().backward()
+    engine = begin()
     engine.backward(engine(x).sum())
     engine.module.weight.requires_grad_(False)
     with pytest.raises(ContractError, match=r"'weight' was frozen after dtrain\.initialize"):
         engine.step()
-    engine = dtrain.initialize(nn.Linear(4, 1), **options)
+    engine = begin()
     engine.module.weight.data = torch.ones(1, 4)
     engine.backward(engine(x).sum())
     with pytest.raises(ContractError, match="'weight' no longer lies where the engine updates it"):
@@ -96,17 +97,10 @@ class Heads(nn.Module):
         return output
 
 
-class Opaque(Heads):
-    """Returns its output in an object of a class of its own."""
-
-    def forward(self, x: Tensor, head: str = "left") -> Any:
-        return type("Output", (), {"value": super().forward(x, head)})()
-
-
-def start_small(model: type[nn.Module], engine: str) -> Any:
+def start_small(engine: str) -> Any:
     torch.manual_seed(0)
     return dtrain.initialize(
-        model(), optimizer=dtrain.AdamW(lr=1e-2), max_grad_norm=0.5, engine=engine, precision="fp32", seed=0
+        Heads(), optimizer=dtrain.AdamW(lr=1e-2), max_grad_norm=0.5, engine=engine, precision="fp32", seed=0
     )
 
 
@@ -118,12 +112,12 @@ def l2(engine: Any) -> Tensor:
     return 1e-2 * torch.stack([p.pow(2).sum() for p in engine.module.parameters()]).sum()
 
 
-LOSSES: dict[str, tuple[type[nn.Module], Callable[[Any, Tensor], Tensor]]] = {
-    "the module itself": (Heads, lambda engine, x: engine.module(x)),
-    "two forwards": (Heads, lambda engine, x: engine(x, "left") + engine(2 * x, "right")),
-    "a loss kept on the module": (Heads, lambda engine, x: engine(x) + engine.module.extra),
-    "weights read outside a forward": (Heads, lambda engine, x: engine(x) + l2(engine)),
-    "a class of its own": (Opaque, lambda engine, x: engine(x).value),
+LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "the module itself": lambda engine, x: engine.module(x),
+    "a head of each rank": lambda engine, x: engine(x, "right" if engine.rank else "left"),
+    "two forwards": lambda engine, x: engine(x, "left") + engine(2 * x, "right"),
+    "a loss kept on the module": lambda engine, x: engine(x) + engine.module.extra,
+    "weights read outside a forward": lambda engine, x: engine(x) + l2(engine),
 }
 
 
@@ -133,16 +127,16 @@ Masters = list[tuple[dict[str, Tensor], list[Tensor]]]
 def masters_of_both(rank: int, world: int) -> dict[str, Masters]:
     """Masters under native and under DDP, and this rank's bits of them, for each kind of loss and for loops left."""
     found: dict[str, Masters] = {}
-    for name, (model, loss) in LOSSES.items():
+    for name, loss in LOSSES.items():
         found[name] = []
-        for engine in (start_small(model, "native"), start_small(model, "ddp")):
+        for engine in (start_small("native"), start_small("ddp")):
             for step in range(3):
                 for index in engine.accumulate(range(1 + step % 2)):
                     engine.backward(loss(engine, batch(rank, step, index)), weight=1.0 + index)
                 assert engine.step().applied
             found[name].append(masters_and_bits(engine))
     found["loops left early"] = []
-    for engine in (start_small(Heads, "native"), start_small(Heads, "ddp")):
+    for engine in (start_small("native"), start_small("ddp")):
         for step, stop in enumerate((0, 2, 1, 0, 2)):  # in the first step, in a later one, and whole loops between
             for index in engine.accumulate(range(3)):
                 engine.backward(engine(batch(rank, step, index), "left" if index % 2 else "right"), weight=1.0 + index)
@@ -155,6 +149,8 @@ def masters_of_both(rank: int, world: int) -> dict[str, Masters]:
 
 
 def masters_and_bits(engine: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
+    # for each unused parameter that the library finds, the host would wait for the device
+    assert engine.name == "native" or not engine._replicated.find_unused_parameters
     return engine.master_state(), [shard.data.clone() for shard in engine.local_shards("master")]
 
 
@@ -166,60 +162,26 @@ def test_a_loss_may_come_from_anywhere_and_a_loop_may_be_left() -> None:
         assert all(map(torch.equal, second[name][1][1], held)), f"{name}: the ranks hold other bits"
 
 
-def a_step_without_sums(rank: int, world: int) -> list[str]:
-    engine = start_small(Heads, "ddp")
-    texts = []
-    for step in range(3):
-        if step:  # after the first step the reduced dtype is not checked
-            engine._replicated.require_backward_grad_sync = False
-        engine.backward(engine(batch(rank, step, 0)))
-        try:
-            engine.step()
-        except ContractError as error:
-            texts.append(str(error))
-            break
-    return texts
+def a_step_without_sums(rank: int, world: int) -> str:
+    engine = start_small("ddp")
+    engine.backward(engine(batch(rank, 0, 0)))
+    engine.step()
+    engine._replicated.require_backward_grad_sync = False  # after the first step the reduced dtype is not checked
+    engine.backward(engine(batch(rank, 1, 0)))
+    with pytest.raises(ContractError) as caught:
+        engine.step()
+    return str(caught.value)
 
 
 def test_a_step_that_was_not_summed_is_never_applied() -> None:
-    for (text,) in run_ranks(2, a_step_without_sums):
+    for text in run_ranks(2, a_step_without_sums):
         assert "summed 0 elements of gradients over the ranks in step 1, expected 60" in text
-
-
-class Skipping(torch.autograd.Function):
-    """Does not use its second input, and says so by a gradient of None."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, unused: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return 2 * grads[0], None
-
-
-def unused_weights(rank: int, world: int) -> tuple[bool, list[Tensor]]:
-    engine = start_small(Heads, "ddp")
-    right = engine.module.right.weight
-    for step in range(3):  # on rank 0 a weight has no gradient, None from a function, and a gradient
-        output = engine(batch(rank, step, 0), "right" if rank or step == 2 else "left")
-        engine.backward(output if step != 1 else Skipping.apply(output, right))
-        assert engine.step().applied
-    return engine._replicated.find_unused_parameters, [shard.data.clone() for shard in engine.local_shards("master")]
-
-
-def test_the_library_does_not_search_for_unused_parameters() -> None:
-    """For each one that it finds, the host would wait for the device."""
-    (searches, masters), (_, others) = run_ranks(2, unused_weights)
-    assert not searches
-    for master, other in zip(masters, others, strict=True):
-        assert torch.equal(master, other)
 
 
 def engines_that_are_dropped(rank: int, world: int) -> list[bool]:
     freed = []
     for _ in range(2):
-        engine = start_small(Heads, "ddp")
+        engine = start_small("ddp")
         engine.backward(engine(batch(rank, 0, 0)))
         engine.step()
         watched = weakref.ref(engine), weakref.ref(engine.module), weakref.ref(engine._replicated)
@@ -239,4 +201,4 @@ def test_memory_is_what_the_formula_says() -> None:
     engine.finish_gradients()  # type: ignore[attr-defined]
     formula = engine.memory_formula()
     assert formula == {"compute": 0, "main_grad": 80, "master": 80, "moments": 160, "frozen": 0}
-    assert {kind: engine.memory()[kind] for kind in formula} == formula
+    assert formula.items() <= engine.memory().items()

@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -27,17 +28,15 @@ def fsdp2(model: str = "transformer", precision: str = "bf16", stage: int = 3, *
 
 def train_with_sharded_fp32_modules(rank: int, world: int, run: Run) -> tuple[Result, Result, list[int]]:
     whole = train(rank, world, run)
-    fsdp2_units.LARGE_NUMEL = 1
-    sharded = start(run)
+    with mock.patch.object(fsdp2_units, "LARGE_NUMEL", 1):
+        sharded = start(run)
     return whole, train_engine(sharded, run), sharded.memory_formula()["master"]
 
 
 def test_large_fp32_modules_are_sharded() -> None:
     """Norms are whole on every rank; as large as a unit, they are shards, and nothing else changes."""
-    results = run_ranks(2, train_with_sharded_fp32_modules, fsdp2(steps=4))
-    whole, sharded, held = results[0]
-    num_parameters = sum(master.numel() for master in whole.masters.values())
-    assert held == 2 * num_parameters, "4 bytes an element, on two ranks"
+    whole, sharded, held = run_ranks(2, train_with_sharded_fp32_modules, fsdp2(steps=3))[0]
+    assert held == 2 * sum(master.numel() for master in whole.masters.values()), "4 bytes an element, on two ranks"
     for name, master in whole.masters.items():  # in another order of sums
         torch.testing.assert_close(sharded.masters[name], master, rtol=1e-4, atol=1e-6, msg=name)
 
@@ -85,8 +84,7 @@ def test_forwards_in_eval_mode_see_the_new_weights_and_disturb_nothing() -> None
         losses, masters, expected = run_ranks(2, evaluate_between, fsdp2("tied", "fp32", stage))[0]
         assert len({*losses}) == 3, "one value for each state of the weights"
         assert losses[0::3] == losses[1::3] == losses[2::3]
-        for name, master in expected.items():
-            assert torch.equal(masters[name], master), name
+        assert all(torch.equal(masters[name], master) for name, master in expected.items())
 
 
 class Shared(nn.Module):
@@ -152,17 +150,18 @@ class Failing(nn.Module):
 
 def misuse(rank: int, world: int) -> list[str]:
     x = torch.ones(2, 4)
-    options: dict[str, Any] = {"engine": "fsdp2", "precision": "fp32", "seed": 0}
-    engine = dtrain.initialize(HidesItsOutput(4, 4), **options)
+
+    def begin(module: nn.Module) -> Any:
+        return dtrain.initialize(module, engine="fsdp2", precision="fp32", seed=0)
+
+    engine = begin(HidesItsOutput(4, 4))
     with pytest.raises(ModelError, match="reduced no gradient: fully_shard finds no tensor"):
         engine.backward(engine(x).value.sum())
-    engine = dtrain.initialize(ReadsAUnit(), **options)
     with pytest.raises(ModelError, match="a parameter of a unit was read outside a call of that unit"):
-        engine(x)
-    engine = dtrain.initialize(Failing(), **options)
+        begin(ReadsAUnit())(x)
     with pytest.raises(UsageError, match=r"outside engine\.backward; call engine\.backward"):
-        engine(x).sum().backward()
-    engine = dtrain.initialize(Failing(), **options)
+        begin(Failing())(x).sum().backward()
+    engine = begin(Failing())
     engine.module.fails = True
     with pytest.raises(ValueError, match="a bad batch"):
         engine(x)

@@ -52,12 +52,8 @@ def of_one_rank(precision: str, reproducible: bool = True) -> tuple[dict[str, Te
     ("precision", "world", "stages"),
     [
         ("fp32", 2, (1, 3)),
-        ("bf16", 3, (0, 2)),
-        *(
-            pytest.param(precision, world, (0, 1, 2, 3), marks=pytest.mark.exhaustive)
-            for precision in ("fp32", "bf16")
-            for world in (1, 2, 3, 4)
-        ),
+        ("bf16", 3, (2,)),
+        *(pytest.param("bf16", world, (0, 1, 2, 3), marks=pytest.mark.exhaustive) for world in (1, 2, 3, 4)),
     ],
 )
 def test_equal_bits(faults: FaultCounts, precision: str, world: int, stages: tuple[int, ...]) -> None:

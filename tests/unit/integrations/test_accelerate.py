@@ -45,9 +45,6 @@ def loss_of(model: Any) -> torch.Tensor:
     return F.cross_entropy(model(x), torch.tensor([0, 1, 2, 3]))
 
 
-# -- training ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_script_trains_as_with_plain_accelerate() -> None:
     # 10 batches an epoch, the last one of two samples, accumulated three at a time: the last step has one of them
     script = Script(lambda model: torch.optim.AdamW(decay_groups(model), lr=2e-2), max_norm=0.5)
@@ -68,13 +65,8 @@ def test_a_script_trains_as_with_plain_accelerate() -> None:
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_precision_and_weights_of_micro_batches_are_the_engines_own(precision: str) -> None:
     accelerator, model, optimizer = prepared(mixed_precision=precision, gradient_accumulation_steps=2)
-    own = dtrain.initialize(
-        build(),
-        optimizer=model.engine.options.optimizer,
-        precision=precision,
-        max_grad_norm=None,
-        seed=model.engine.seed,
-    )
+    options = {"optimizer": model.engine.options.optimizer, "max_grad_norm": None, "seed": model.engine.seed}
+    own: Any = dtrain.initialize(build(), precision=precision, **options)
     batches = [(torch.ones(1, 6), torch.tensor([1]), 3.0), (torch.zeros(1, 6), torch.tensor([2]), 1.0)]
     for _ in range(3):
         for (x, y, weight), _ in zip(batches, own.accumulate(batches), strict=True):
@@ -95,9 +87,9 @@ def test_backwards_before_a_step_add_up_without_accumulate() -> None:
     def losses(model: Any) -> list[torch.Tensor]:
         return [loss_of(model), 0.5 * model(torch.ones(2, 6)).square().mean()]
 
-    accelerator, model, reference = fresh(), build(), build()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    plain = torch.optim.SGD(reference.parameters(), lr=0.1)
+    accelerator, model, optimizer = prepared()
+    reference = build()
+    plain = torch.optim.AdamW(reference.parameters(), lr=1e-2)
     for _ in range(3):
         plain.zero_grad()
         sum(losses(reference)).backward()  # type: ignore[union-attr]
@@ -111,21 +103,7 @@ def test_backwards_before_a_step_add_up_without_accumulate() -> None:
             model.train()
         optimizer.step()
     for name, value in reference.named_parameters():
-        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value.detach())
-
-
-def test_a_later_backward_than_before_is_refused_unless_marked() -> None:
-    accelerator, model, optimizer = prepared()
-    for _ in range(2):
-        accelerator.backward(loss_of(model))
-        optimizer.step()
-    with accelerator.no_sync(model):
-        accelerator.backward(loss_of(model))
-    accelerator.backward(loss_of(model))
-    optimizer.step()
-    accelerator.backward(loss_of(model))
-    with pytest.raises(UsageError, match=re.escape("of a step but the last into 'with accelerator.no_sync(model):'")):
-        accelerator.backward(loss_of(model))
+        torch.testing.assert_close(accelerator.get_state_dict(model)[name], value.detach(), rtol=1e-4, atol=1e-6)
 
 
 def test_two_models_have_an_engine_each() -> None:
@@ -139,21 +117,19 @@ def test_two_models_have_an_engine_each() -> None:
     for step in range(3):
         real, noise = torch.full((4, 6), 0.1 * step), torch.ones(4, 3)
         for own_g, own_d, (step_g, step_d) in ((g, d, optimizers), (*plain, plain_optimizers)):
-            losses = [F.softplus(-own_d(real)).mean(), F.softplus(own_d(own_g(noise).detach())).mean()]
-            for loss in losses:  # two backwards a step
-                accelerator.backward(loss) if own_d is d else loss.backward()
+            is_ours = own_g is g
+            for loss in (F.softplus(-own_d(real)).mean(), F.softplus(own_d(own_g(noise).detach())).mean()):
+                accelerator.backward(loss) if is_ours else loss.backward()  # two backwards a step
             step_d.step()
             step_d.zero_grad()
             loss = F.softplus(-own_d(own_g(noise))).mean()
-            if own_g is g:
+            if is_ours:
                 with pytest.raises(UsageError, match="depends on the parameters of 2 prepared models"):
                     accelerator.backward(loss)
-                accelerator.backward(loss, model=g)
-            else:
-                loss.backward()
+            accelerator.backward(loss, model=g) if is_ours else loss.backward()
             step_g.step()
             step_g.zero_grad()
-            if own_d is not d:
+            if not is_ours:
                 step_d.zero_grad()  # of the gradients for the generator
     for net, own in zip(plain, (g, d), strict=True):
         for name, value in accelerator.get_state_dict(own).items():
@@ -171,17 +147,12 @@ def test_a_skipped_step_leaves_weights_and_scheduler() -> None:
         accelerator.backward(loss_of(model) * factor)
         norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
         assert norm.isnan()
-        optimizer.step()
-        scheduler.step()
-        optimizer.zero_grad()
+        for each in (optimizer.step, scheduler.step, optimizer.zero_grad):
+            each()
         changed = any(not torch.equal(before[name], value) for name, value in accelerator.get_state_dict(model).items())
-        seen.append(
-            (accelerator.optimizer_step_was_skipped, changed, scheduler.get_last_lr()[0], bool(norm.isfinite()))
-        )
+        rate = scheduler.get_last_lr()[0]
+        seen.append((accelerator.optimizer_step_was_skipped, changed, rate, bool(norm.isfinite())))
     assert seen == [(False, True, 5e-3, True), (True, False, 5e-3, False), (False, True, 2.5e-3, True)]
-
-
-# -- evaluation, weights, checkpoints ---------------------------------------------------------------------------------
 
 
 class Tied(nn.Module):
@@ -246,9 +217,7 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
 
     counter, called = Counter(), []
     accelerator.register_for_checkpointing(counter)
-    accelerator.register_save_state_pre_hook(
-        lambda models, weights, folder: called.append((len(models), weights.pop(0)))
-    )
+    accelerator.register_save_state_pre_hook(lambda models, weights, _: called.append((len(models), weights.pop(0))))
     accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models[0] is model))
     for value in (1, 2):
         with accelerator.accumulate(model):
@@ -292,25 +261,19 @@ def test_a_model_prepared_before_its_optimizer() -> None:
     assert loss_of(model) < before
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
-
-
-class Plugin:
-    pass
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"deepspeed_plugin": Plugin()}, "Accelerator(deepspeed_plugin=...) chooses another backend"),
-        ({"parallelism_config": Plugin()}, "Accelerator(parallelism_config=...) chooses another backend"),
+        ({"deepspeed_plugin": object()}, "Accelerator(deepspeed_plugin=...) chooses another backend"),
         ({"dynamo_backend": "inductor"}, "dynamo_backend=inductor"),
         ({"kwargs_handlers": [GradScalerKwargs()]}, "kwargs_handlers has GradScalerKwargs"),
-
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "DistributedDataParallelKwargs("),
         ({"mixed_precision": "bf16", "precision": "fp16"}, "mixed_precision='bf16' contradicts precision=fp16"),
         ({"mixed_precision": "int8"}, "mixed_precision='int8' is not one of no, bf16, fp16, fp8"),
         ({"engine": 3}, "engine=3 is not a record such as dtrain.Native"),
+        ({"zero_stagee": 3}, "Accelerator(zero_stagee=...) is unknown; did you mean 'zero_stage'?"),
+        ({"engine": "ddp", "prefetch": 2}, "prefetch"),
+        ({"engine": dtrain.Native(zero_stage=1), "zero_stage": 3}, "set it in the record only"),
     ],
 )  # fmt: skip
 def test_options_of_other_backends_are_refused(options: dict[str, Any], message: str) -> None:
@@ -322,13 +285,6 @@ def test_an_engine_is_named_with_its_settings() -> None:
     for options in ({"engine": "native", "zero_stage": 3, "prefetch": 2}, {"zero_stage": 3, "prefetch": 2}):
         _, model, _ = prepared(**options)
         assert model.engine.options.engine == dtrain.Native(zero_stage=3, prefetch=2)
-    for options, message in (
-        ({"zero_stagee": 3}, "Accelerator(zero_stagee=...) is unknown; did you mean 'zero_stage'?"),
-        ({"engine": "ddp", "prefetch": 2}, "prefetch"),
-        ({"engine": dtrain.Native(zero_stage=1), "zero_stage": 3}, "set it in the record only"),
-    ):
-        with pytest.raises(ConfigError, match=re.escape(message)):
-            fresh(**options)
 
 
 def test_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,3 +337,11 @@ def test_calls_that_cannot_be_kept_are_refused() -> None:
     refused("with a weight and without one", lambda: accelerator.backward(loss_of(model), weight=2.0))
     assert all(torch.equal(value, before[name]) for name, value in accelerator.get_state_dict(model).items())
     optimizer.step()
+    with accelerator.no_sync(model):
+        accelerator.backward(loss_of(model))
+    accelerator.backward(loss_of(model))
+    optimizer.step()
+    accelerator.backward(loss_of(model))
+    refused(
+        "of a step but the last into 'with accelerator.no_sync(model):'", lambda: accelerator.backward(loss_of(model))
+    )

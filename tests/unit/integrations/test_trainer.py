@@ -44,9 +44,6 @@ def assert_same(got: Run, expected: Run, *keys: str) -> None:
     assert normwise_error(got.weights, expected.weights) < 1e-5
 
 
-# -- gradients ---------------------------------------------------------------------------------------------------------
-
-
 class _TwiceTheLoss(Plain):
     """Overrides the loss, and says that it is a mean over its batch."""
 
@@ -66,28 +63,28 @@ def sum_over_items(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any =
     return F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / (num_items_in_batch or 1)
 
 
-@pytest.mark.parametrize(
-    ("kinds", "model", "options"),
-    [
-        ((Plain, EngineTrainer), {}, {"rows": text_rows(48)}),
-        ((Plain, EngineTrainer), {"family": "llama"}, {"max_grad_norm": 0.0, "num_train_epochs": 1, "max_steps": -1}),
-        ((Plain, EngineTrainer), {}, {"label_smoothing_factor": 0.1}),
-        ((Plain, EngineTrainer), {}, {"trainer": {"compute_loss_func": sum_over_items}}),
-        ((Plain, EngineTrainer), {"accepts_loss_kwargs": False}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
-        ((_TwiceTheLoss, _TwiceOnEngine), {}, {"optim": "sgd", "learning_rate": 0.1}),
-        ((Plain, EngineTrainer), {}, {"optim": "adagrad"}),
-    ],
-    ids=["no targets", "no clipping, short last step", "smoothing", "loss function", "mean of means", "own", "adagrad"],
-)
-def test_trains_as_plain_trainer(
-    kinds: tuple[type, type], model: dict[str, Any], options: dict[str, Any], tmp_path: Path
-) -> None:
+CASES: dict[str, tuple[type, type, dict[str, Any], dict[str, Any]]] = {
+    "no targets": (Plain, EngineTrainer, {}, {"rows": text_rows(48)}),
+    "no clipping, short last step": (
+        Plain, EngineTrainer, {"family": "llama"}, {"max_grad_norm": 0.0, "num_train_epochs": 1, "max_steps": -1},
+    ),
+    "smoothing": (Plain, EngineTrainer, {}, {"label_smoothing_factor": 0.1}),
+    "loss function": (Plain, EngineTrainer, {}, {"trainer": {"compute_loss_func": sum_over_items}}),
+    "mean of means": (Plain, EngineTrainer, {"accepts": False}, {"lr_scheduler_type": "cosine", "warmup_steps": 2}),
+    "own": (_TwiceTheLoss, _TwiceOnEngine, {}, {"optim": "sgd", "learning_rate": 0.1}),
+    "adagrad": (Plain, EngineTrainer, {}, {"optim": "adagrad"}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_trains_as_plain_trainer(name: str, tmp_path: Path) -> None:
+    *kinds, model, options = CASES[name]
     rows = [row for row in text_rows(40) if (row["labels"] != -100).sum() > 1]  # a mean over none is NaN
     runs = []
     for kind in kinds:
         built = build_model(model.get("family", "gpt2"))
-        if "accepts_loss_kwargs" in model:
-            built.accepts_loss_kwargs = model["accepts_loss_kwargs"]
+        if "accepts" in model:
+            built.accepts_loss_kwargs = model["accepts"]
         runs.append(run_trainer(kind, tmp_path / kind.__name__, model=built, **{"rows": rows, **options}))
     assert_same(runs[1], runs[0])
     assert len(runs[0].values("loss")) >= 6
@@ -140,9 +137,6 @@ def test_adapters_with_recomputed_activations(tmp_path: Path) -> None:
     assert normwise_error(adapters, expected) < 1e-4
 
 
-# -- skipped steps -----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "reason"), [("gradient", "overflow"), ("loss", "nonfinite_loss")])
 def test_a_skipped_step_leaves_the_scheduler_where_it_was(
     kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -161,9 +155,6 @@ def test_a_skipped_step_leaves_the_scheduler_where_it_was(
     assert "rank 0, micro-batch 2" in warnings[0]
 
 
-# -- precision, evaluation ---------------------------------------------------------------------------------------------
-
-
 def test_bf16_alone_trains_and_saves_fp32_masters(tmp_path: Path) -> None:
     run = run_trainer(EngineTrainer, tmp_path, bf16=True)
     engine = run.trainer.engine
@@ -176,6 +167,21 @@ def test_bf16_alone_trains_and_saves_fp32_masters(tmp_path: Path) -> None:
     assert "lm_head.weight" not in load_file(tmp_path / "final" / FILE)
     losses = run.values("loss")
     assert losses == pytest.approx(run_trainer(Plain, tmp_path / "plain", bf16=True).values("loss"), rel=2e-2)
+
+
+class _OwnSave(EngineTrainer):
+    """Writes the weights of the model itself, as trainers of other libraries do."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.model.save_pretrained(output_dir)
+
+
+def test_a_trainer_that_writes_the_weights_itself(tmp_path: Path) -> None:
+    options = {"max_steps": 1, "trainer": {"dtrain": {"engine": dtrain.Native(zero_stage=3)}}}
+    run = run_trainer(_OwnSave, tmp_path, bf16=True, **options)
+    masters = run.trainer.engine.master_state()
+    assert {value.dtype for value in run.weights.values()} == {torch.float32}
+    assert all(torch.equal(run.weights[name], value) for name, value in masters.items())
 
 
 def top_1(prediction: Any) -> dict[str, float]:
@@ -195,23 +201,6 @@ def test_evaluates_and_predicts_as_plain_trainer(tmp_path: Path) -> None:
     assert got.metrics["test_top_1"] == expected.metrics["test_top_1"]
     fresh = [kind(build_model(), arguments(tmp_path), eval_dataset=text_rows(7)) for kind in (Plain, EngineTrainer)]
     assert fresh[1].evaluate()["eval_loss"] == pytest.approx(fresh[0].evaluate()["eval_loss"], rel=1e-6)
-
-
-# -- what a script may ask for -----------------------------------------------------------------------------------------
-
-
-class _OwnSave(EngineTrainer):
-    """Writes the weights of the model itself, as trainers of other libraries do."""
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        self.model.save_pretrained(output_dir)
-
-
-def test_a_trainer_that_writes_the_weights_itself(tmp_path: Path) -> None:
-    run = run_trainer(_OwnSave, tmp_path, bf16=True, trainer={"dtrain": {"engine": dtrain.Native(zero_stage=3)}})
-    masters = run.trainer.engine.master_state()
-    assert {value.dtype for value in run.weights.values()} == {torch.float32}
-    assert all(torch.equal(run.weights[name], value) for name, value in masters.items())
 
 
 def test_trains_twice_the_same_model_or_one_for_each_training(tmp_path: Path) -> None:

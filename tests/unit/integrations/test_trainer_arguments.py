@@ -62,7 +62,6 @@ def test_an_optimizer_of_dtrain_follows_the_schedule_of_trainer(tmp_path: Path) 
         ("torch_compile", True, "Blocks\\(compile='blocks'\\)"),
         ("auto_find_batch_size", True, "per_device_train_batch_size"),
         ("bf16_full_eval", True, "precision of training"),
-        ("save_on_each_node", True, "one file system"),
         ("enable_jit_checkpoint", True, "save_steps"),
         ("optim", "adafactor", "adamw_torch"),
         ("activation_checkpointing_kwargs", {"use_reentrant": True}, "'use_reentrant': False"),
@@ -88,8 +87,8 @@ def test_refuses_models_and_ranks_that_it_cannot_train(tmp_path: Path, monkeypat
         setattr(model, name, value)
         with pytest.raises(ConfigError, match=words):
             EngineTrainer(model, args)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"has started 2 ranks, but TrainingArguments counts 1.*use_cpu=True"):
         EngineTrainer(build_model(), args)
 
@@ -108,19 +107,17 @@ accelerator_config activation_checkpointing activation_checkpointing_kwargs adam
 average_tokens_across_devices batch_eval_metrics bf16 data_seed dataloader_drop_last dataloader_in_order
 dataloader_multiprocessing_context dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory
 dataloader_prefetch_factor ddp_backend ddp_timeout debug disable_tqdm do_eval do_predict do_train
-eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy
-eval_use_gather_object fp16 full_determinism gradient_accumulation_steps gradient_checkpointing
-gradient_checkpointing_kwargs greater_is_better hub_always_push hub_model_id hub_private_repo hub_revision
-hub_strategy hub_token ignore_data_skip include_for_metrics include_num_input_tokens_seen label_names
-label_smoothing_factor learning_rate length_column_name liger_kernel_config load_best_model_at_end log_level
-log_level_replica log_on_each_node logging_first_step logging_steps logging_strategy lr_scheduler_kwargs
-lr_scheduler_type max_grad_norm max_steps metric_for_best_model neftune_noise_alpha num_train_epochs optim
-optim_args optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size
-prediction_loss_only project push_to_hub remove_unused_columns report_to
-restore_callback_states_from_checkpoint resume_from_checkpoint run_name save_only_model save_steps
-save_strategy save_total_limit seed skip_memory_metrics tf32 torch_empty_cache_steps trackio_bucket_id
-trackio_space_id trackio_static_space_id train_sampling_strategy use_cache use_cpu use_liger_kernel
-warmup_steps weight_decay
+eval_accumulation_steps eval_delay eval_do_concat_batches eval_on_start eval_steps eval_strategy eval_use_gather_object
+fp16 full_determinism gradient_accumulation_steps gradient_checkpointing gradient_checkpointing_kwargs greater_is_better
+hub_always_push hub_model_id hub_private_repo hub_revision hub_strategy hub_token ignore_data_skip include_for_metrics
+include_num_input_tokens_seen label_names label_smoothing_factor learning_rate length_column_name liger_kernel_config
+load_best_model_at_end log_level log_level_replica log_on_each_node logging_first_step logging_steps logging_strategy
+lr_scheduler_kwargs lr_scheduler_type max_grad_norm max_steps metric_for_best_model neftune_noise_alpha num_train_epochs
+optim optim_args optim_target_modules output_dir per_device_eval_batch_size per_device_train_batch_size
+prediction_loss_only project push_to_hub remove_unused_columns report_to restore_callback_states_from_checkpoint
+resume_from_checkpoint run_name save_only_model save_steps save_strategy save_total_limit seed skip_memory_metrics tf32
+torch_empty_cache_steps trackio_bucket_id trackio_space_id trackio_static_space_id train_sampling_strategy use_cache
+use_cpu use_liger_kernel warmup_steps weight_decay
 """
 
 

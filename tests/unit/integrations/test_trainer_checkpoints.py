@@ -45,14 +45,9 @@ def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
 
 def test_limits_and_loads_the_best_checkpoint(tmp_path: Path) -> None:
     options: dict[str, Any] = {"save_steps": 2, "save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2}
-    run = run_trainer(
-        EngineTrainer,
-        tmp_path,
-        save_total_limit=2,
-        load_best_model_at_end=True,
-        greater_is_better=True,  # of a loss that falls: the first is the best
-        **options,
-    )
+    options |= {"save_total_limit": 2, "load_best_model_at_end": True}
+    # greater is better, of a loss that falls: the first is the best
+    run = run_trainer(EngineTrainer, tmp_path, greater_is_better=True, **options)
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     first, last = (load_file(tmp_path / f"checkpoint-{n}" / "model.safetensors") for n in (2, 6))
     assert not torch.equal(first["transformer.wte.weight"], last["transformer.wte.weight"])
@@ -90,13 +85,9 @@ def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
     def run(resume: bool, **options: Any) -> dict[str, torch.Tensor]:
         lora = peft.LoraConfig(r=4, target_modules=["c_attn"], lora_dropout=0.1, fan_in_fan_out=True)
         args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4, learning_rate=1e-2, **options)
-        trainer = EngineTrainer(
-            peft.get_peft_model(build_model(), lora),
-            args,
-            train_dataset=text_rows(48),
-            eval_dataset=text_rows(5, start=900),
-            dtrain={"engine": dtrain.Native(zero_stage=3)},
-        )
+        options = {"eval_dataset": text_rows(5, start=900), "dtrain": {"engine": dtrain.Native(zero_stage=3)}}
+        model = peft.get_peft_model(build_model(), lora)
+        trainer = EngineTrainer(model, args, train_dataset=text_rows(48), **options)
         trainer.train(resume_from_checkpoint=resume)
         trainer.save_model(str(tmp_path / "final"))
         return load_file(tmp_path / "final" / "adapter_model.safetensors")

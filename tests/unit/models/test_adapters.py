@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,14 @@ import torch
 import dtrain
 from dtrain.config.model import Lora
 from dtrain.config.precision import Float8
+from dtrain.config.schema import RunConfig
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.models import train_flops_per_token
 from dtrain.parameters.groups import find_units
 from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy
+from dtrain.train.run_dir import compare_configs, redacted
 from tests.helpers.hf_models import TOKENS, VOCAB, build_hf, load_hf, model_config
 
 LORA = Lora(r=16, alpha=32, targets=["q_proj", "v_proj"])
@@ -92,6 +95,13 @@ def test_a_wrong_target_is_one_line(targets: list[str], message: str, folders: d
     with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build_hf(folders["qwen3"], lora=Lora(r=2, targets=targets))
     assert "\n" not in str(caught.value)
+
+
+def test_a_run_with_another_alpha_is_another_model() -> None:
+    models = [model_config("m", lora=replace(LORA, alpha=alpha)) for alpha in (8.0, 16.0)]
+    before, now = (redacted(RunConfig(model=model)) for model in models)
+    with pytest.raises(ConfigError, match=r"holds another model: model\.lora\.alpha=8\.0 \(now 16\.0\)"):
+        compare_configs(before, now, 4)
 
 
 def test_a_skip_is_explained_beside_frozen_float8_weights(folders: dict[str, Path]) -> None:

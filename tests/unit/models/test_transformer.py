@@ -60,6 +60,19 @@ def test_shapes_and_a_first_loss_near_that_of_chance(config: ModelConfig) -> Non
 
 
 @each_model
+def test_a_later_token_never_changes_earlier_logits(config: ModelConfig) -> None:
+    model = build(config)
+    tokens = random_tokens(2, 16)
+    for position in (1, 9, 15):
+        changed = tokens.clone()
+        changed[:, position] = (changed[:, position] + 1) % VOCAB
+        with torch.no_grad():
+            before, after = model(tokens).logits, model(changed).logits
+        assert torch.equal(before[:, :position], after[:, :position])
+        assert not torch.equal(before[:, position], after[:, position])
+
+
+@each_model
 def test_dropout_is_active_in_training_only(config: ModelConfig) -> None:
     model = build(replace(config, dropout=0.5))
     tokens = random_tokens(2, 16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import tracemalloc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,20 @@ def test_intervals_that_do_not_tile_a_matrix_are_refused(held: list[tuple[int, i
 def test_rows_of_a_split_must_be_those_of_the_parameter() -> None:
     with pytest.raises(ValueError, match=r"'w' has 5 rows, and is split into \[2, 2\]"):
         matrices_of("w", (5, 2), (2, 2))
+
+
+def test_memory_of_a_plan_does_not_grow_with_the_square_of_the_ranks() -> None:
+    """Each rank computes the plan of all owners; here each holds an equal part of one matrix."""
+    peaks = []
+    for ranks in (256, 1024):
+        (one,) = matrices_of("weight", [ranks, 4])
+        held = [[MatrixInterval(one, 4 * rank, 4 * rank + 4)] for rank in range(ranks)]
+        owners = assign_owners([one], lambda shape: float(shape[0]), ranks)
+        tracemalloc.start()
+        assert MatrixPlan(held, owners, 0).total == 4 * (ranks - 1)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[1] < 6 * peaks[0]
 
 
 class Ranks(ThreadCommunicator):

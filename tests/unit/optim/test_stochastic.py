@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.config.optim import AdamW, AdamWBF16
+from dtrain.optim import formula
 from dtrain.optim.stochastic import random_bits, round_to_bf16, step_words, stream_start
 from tests.helpers.arena import DECAYED, SLOWER, Arena, scalars
 
@@ -128,3 +129,29 @@ def test_the_master_moves_by_the_moments_before_they_are_rounded() -> None:
     for name, state in exact.states.items():
         assert ((arena.states[name].double() - state).abs() <= EIGHT_BITS * state.abs()).all(), name
         assert not torch.equal(arena.states[name], state.bfloat16()), "rounded to the nearest"
+
+
+def loss_after_training(record: AdamW) -> float:
+    """Returns the mean loss at the end of a least-squares regression on noisy mini-batches."""
+    generator = torch.Generator().manual_seed(0)
+    arena = Arena(record, [DECAYED])
+    inputs = torch.randn(16, 256, 1024, generator=generator) * torch.logspace(0, -2, 1024)
+    target = torch.randn(1024, generator=generator)
+    optimizer = arena.optimizer()
+    arena.master.zero_()
+    losses = []
+    for step in range(1, 401):
+        x = inputs[step % 16]
+        error = x @ (arena.master - target) + 0.1 * torch.randn(256, generator=generator)
+        losses.append(error.square().mean().item())
+        arena.main_grad.copy_(2 * x.T @ error / 256)
+        optimizer.update([0], scalars(step, 0.1 * (1 - step / 401)))
+    return sum(losses[-100:]) / 100
+
+
+def test_a_model_trains_as_with_fp32_moments(monkeypatch: pytest.MonkeyPatch) -> None:
+    want = loss_after_training(AdamW(betas=(0.9, 0.999), compile=False))
+    record = AdamWBF16(betas=(0.9, 0.999), compile=False)
+    assert abs(loss_after_training(record) / want - 1) < 0.01
+    monkeypatch.setattr(formula, "round_to_bf16", lambda values, bits: values.bfloat16())
+    assert abs(loss_after_training(record) / want - 1) > 0.05, "rounded to the nearest"

@@ -7,6 +7,7 @@ import struct
 import subprocess
 import sys
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
@@ -227,3 +228,10 @@ def test_the_pictures_curve_is_the_worst_of_each_binade(floats: FloatFormat) -> 
         quantized = numbers.to(DTYPES[floats]).double()
         worst = ((quantized - numbers.double()) / numbers.double()).abs().max()
         assert float(worst) == pytest.approx(error, rel=2e-3)
+
+
+def test_the_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "own.png"
+    assert main(["formats", "picture", str(path)]) == 0
+    assert capsys.readouterr().out.strip() == str(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"

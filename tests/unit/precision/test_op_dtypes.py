@@ -14,6 +14,7 @@ from dtrain.config.precision import Float8
 from dtrain.engine.step import StepEngine
 from dtrain.precision.policy import PrecisionPolicy
 from tests.helpers.op_dtypes import OpDtypes
+from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
@@ -28,8 +29,8 @@ OPS = (
 BF16, FP32 = {"bf16"}, {"fp32"}
 
 
-def start(model: nn.Module, precision: str | PrecisionPolicy) -> StepEngine:
-    built = dtrain.initialize(model, precision=precision, seed=0)
+def start(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native") -> StepEngine:
+    built = dtrain.initialize(model, engine=engine, precision=precision, seed=0)
     assert isinstance(built, StepEngine)
     return built
 
@@ -100,11 +101,11 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def products(model: nn.Module, precision: str | PrecisionPolicy) -> tuple[OpDtypes, Any]:
+def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "native") -> tuple[OpDtypes, Any]:
     """Returns the operand dtypes of the four Linears by name."""
     torch.manual_seed(0)
     x = torch.randn(8, 16)
-    trained = start(model, precision)
+    trained = start(model, precision, engine)
     ops = recorded(trained, lambda: trained(x).square().mean())
     names = ("first", "second", "third", "last")
     return ops, [ops.dtypes(name, "mm", "addmm", "_scaled_mm") for name in names]
@@ -128,13 +129,23 @@ def test_rules_give_each_module_its_format() -> None:
     assert seen == [FP32, BF16, FP32, FP32]
 
 
-def test_a_region_overrules_a_rule_and_fp8() -> None:
+def check_region(rank: int = 0, world: int = 1, engine: str = "native") -> None:
     for precision in ("bf16", "fp8"):
-        ops, seen = products(Stack(region=True), precision)
+        ops, seen = products(Stack(region=True), precision, engine)
         assert seen == [BF16, FP32 if precision == "fp8" else BF16, FP32, BF16]
         sums = {ran.inputs for ran in ops.ran if ran.op == "sum" and ran.module is None}
         assert sums == {("bf16",), ("fp32",)}, "its gradients are FP32 as well"
         casts = [ran for ran in ops.ran if ran.module == "third" and ran.outputs in (("e4m3",), ("e5m2",))]
         assert not casts, "an FP8 Linear is exempt there"
+
+
+def test_a_region_overrules_a_rule_and_fp8() -> None:
+    check_region()
     _, seen = products(Stack(region=True), PrecisionPolicy.named("bf16", rules={"third": "fp16", "last": "fp16"}))
     assert seen == [BF16, BF16, FP32, {"fp16"}]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("engine", ["ddp", "fsdp2"])
+def test_a_region_of_torchs_engines(engine: str) -> None:
+    run_ranks(1, check_region, engine)  # in another process: they make a process group

@@ -5,10 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
 
-import dtrain
 from dtrain.cli.resolve import compose
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
@@ -18,7 +15,6 @@ from dtrain.tools.replay.run import replay
 from dtrain.tools.replay.source import read_run
 from dtrain.train.run import run_training
 from dtrain.train.setup import check_patterns
-from tests.helpers import planted_faults as planted
 
 _KEYS = (
     *("experiment=smoke", "launch.device=cpu", "launch.threads_per_rank=1", "supervise.enabled=false", "report=false"),
@@ -45,41 +41,6 @@ def test_a_compiled_run_is_measured_audited_and_replayed(tmp_path: Path) -> None
     found, _ = replay(read_run(path, 3), out=tmp_path / "replay")
     assert found.num_compared == 3
     assert not found.differences
-
-
-class _Squares(nn.Module):
-    """Two blocks, the second of which overflows FP32 for the trigger of :mod:`tests.helpers.planted_faults`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([_Block(), _Block()])
-        self.head = nn.Linear(planted.DIM, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        large = torch.where((x == planted.TRIGGER).any(), 1e30, 1.0)
-        h = self.blocks[0](torch.where(x == planted.TRIGGER, 1.0, x), torch.ones(()))
-        return {"loss": (self.head(self.blocks[1](h, large)).squeeze(-1) - y).square().mean()}
-
-
-class _Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(planted.DIM, planted.DIM)
-        self.square = planted.Square()
-
-    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
-        return self.square(self.linear(x), factor)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.compile
-def test_an_explained_skip_names_the_compiled_block() -> None:
-    engine = planted.start("", _Squares(), blocks=dtrain.Blocks(compile="blocks", recompute="selective"))
-    engine.explain_skips = True
-    origin = planted.culprit_of(planted.train(engine)).origin
-    assert origin is not None
-    assert (origin.place, origin.module, origin.class_name) == ("output", "blocks.1", "_Block")
-    assert engine.compiled_graphs > 0
 
 
 def test_activations_inside_of_compiled_blocks_are_refused() -> None:

@@ -47,6 +47,9 @@ def test_a_model_without_positions_is_refused_where_the_data_has_them() -> None:
     )
     check_inputs(Plain(), dataset(masks=False))
     check_inputs(Open(), dataset(masks=True))
+    for factory in (ModelConfig.factory, GPT2_FACTORY):
+        config = ModelConfig(num_layers=1, hidden_dim=16, num_heads=2, max_seq_len=8, factory=factory)
+        check_inputs(build_model(config, 9, 0), dataset(masks=True))
 
 
 def test_tokens_of_another_tokenizer_than_the_models_are_refused(tmp_path: Path) -> None:
@@ -85,9 +88,3 @@ def test_a_model_of_transformers_that_sees_other_documents_is_refused(tmp_path: 
     check_inputs(model, dataset(masks=False))
     with pytest.raises(ConfigError, match="model_type opt cannot keep packed documents apart"):
         check_inputs(model, dataset(masks=True))
-
-
-@pytest.mark.parametrize("factory", [ModelConfig.factory, GPT2_FACTORY])
-def test_the_built_in_models_take_positions(factory: str) -> None:
-    model = build_model(ModelConfig(num_layers=1, hidden_dim=16, num_heads=2, max_seq_len=8, factory=factory), 9, 0)
-    check_inputs(model, dataset(masks=True))

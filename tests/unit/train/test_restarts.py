@@ -93,7 +93,7 @@ def test_a_damaged_file_counts_nothing(tmp_path: Path) -> None:
         attempt(tmp_path, config=RunConfig(train=TrainConfig(steps=7)))
 
 
-def test_the_last_failure(tmp_path: Path) -> None:
+def test_the_last_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail(tmp_path, 4)
     (tmp_path / "failures/hang-1").mkdir(parents=True)  # of the last attempt: its stacks say more
     with pytest.raises(RestartError, match=f"the last failure: it hung, see {tmp_path}/failures/hang-1;"):
@@ -109,12 +109,9 @@ def test_the_last_failure(tmp_path: Path) -> None:
     replace(killed, failure="").write(tmp_path / RESTARTS_FILE)
     with pytest.raises(RestartError, match="the last failure: it ended without a message, such as by SIGKILL;"):
         attempt(tmp_path)
-
-
-def test_the_last_failure_is_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / RESTARTS_FILE).unlink()
     monkeypatch.setenv("MY_TOKEN", "c4nary-environment")
     with pytest.raises(CheckpointError):
         attempt(tmp_path, CheckpointError(f"{'.' * 485} c4nary-environment"))  # cut in two
     stored = (tmp_path / RESTARTS_FILE).read_text()
-    assert "***" in stored
-    assert "c4nary" not in stored
+    assert ("***" in stored, "c4nary" in stored) == (True, False)

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,25 +28,18 @@ from dtrain.train import run
 from dtrain.train.run import run_training
 from dtrain.train.run_dir import RunDir
 from dtrain.train.setup import make_engine
+from tests.engines.helpers import fingerprints
 from tests.helpers.checkpoints import ALONE
+from tests.helpers.launch import summary
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 _SMALL = [
-    "experiment=smoke",
-    "precision=fp32",
+    *("experiment=smoke", "precision=fp32", "model.hidden_dim=16", "engine.reproducible=true"),
     "schedule=constant",  # the rate does not depend on train.steps
-    "train.sample_tokens=0",
-    "train.steps=4",
-    "train.eval_every=2",
-    "train.save_every=2",
-    "train.global_batch_size=4",
-    "train.eval_batches=3",
-    "model.hidden_dim=16",
-    "launch.threads_per_rank=1",
-    "engine.reproducible=true",
-    "telemetry.precision_every=3",
+    *("train.sample_tokens=0", "train.steps=4", "train.eval_every=2", "train.save_every=2"),
+    *("train.global_batch_size=4", "train.eval_batches=3", "launch.threads_per_rank=1", "telemetry.precision_every=3"),
 ]
 
 
@@ -65,18 +59,6 @@ def _sample(run_dir: Path) -> dict[str, Any]:
     return {name: {**own, "update": {**own["update"], "ratio": None}} for name, own in parameters.items()}
 
 
-def _fingerprints(run_dir: Path) -> dict[str, str]:
-    """Fingerprints of the newest checkpoint's tensors, which do not depend on sharding."""
-    newest = sorted((run_dir / "checkpoints").iterdir())[-1]
-    manifest = json.loads((newest / "manifest.json").read_text().split("\n", 1)[1])
-    return {f"{t['kind']}:{t['name']}": t["fingerprint"] for t in manifest["tensors"]}
-
-
-def _summary(run_dir: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    return found
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps on one rank."""
@@ -86,17 +68,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_files_of_a_run(whole: Path) -> None:
-    assert sorted(path.name for path in whole.iterdir()) == [
-        "checkpoints",
-        "config.yaml",
-        "environment.json",
-        "memory.json",
-        "metrics.jsonl",
-        "precision",
-        "precision.json",
-        "report.html",
-        "summary.json",
-    ]
+    names = "checkpoints config.yaml environment.json memory.json metrics.jsonl precision precision.json report.html"
+    assert {path.name for path in whole.iterdir()} == {*names.split(), "summary.json"}
     assert [path.name for path in (whole / "precision").iterdir()] == ["step-3.json"]
     (sampled,) = [line for line in read_metrics(whole / "metrics.jsonl") if "precision" in line]
     assert sampled["step"] == 3
@@ -105,15 +78,13 @@ def test_files_of_a_run(whole: Path) -> None:
     curve = _curve(whole)
     assert [line["step"] for line in curve] == [1, 2, 2, 3, 4, 4]
     assert [line["step"] for line in curve if "val_loss" in line] == [2, 4]
-    summary = _summary(whole)
-    assert json.loads((whole / "precision.json").read_text()) == summary["contract"]
-    assert (summary["finished"], summary["steps"], summary["skipped_steps"]) == (True, 4, 0)
-    assert summary["tokens"] == curve[-2]["tokens"] == 4 * 4 * 64
-    assert summary["val_loss"] == curve[-1]["val_loss"]
-    assert summary["train_loss"] == curve[-2]["loss"]
-    assert summary["mfu"] is None
-    assert summary["memory"]["master"] >= summary["memory_formula"]["master"] > 0
-    assert summary["contract"]["master"] == "fp32"
+    found = summary(whole)
+    assert json.loads((whole / "precision.json").read_text()) == found["contract"]
+    assert (found["finished"], found["steps"], found["skipped_steps"]) == (True, 4, 0)
+    assert found["tokens"] == curve[-2]["tokens"] == 4 * 4 * 64
+    assert found["val_loss"] == curve[-1]["val_loss"]
+    assert found["train_loss"] == curve[-2]["loss"]
+    assert found["memory"]["master"] >= found["memory_formula"]["master"] > 0
 
 
 def test_a_finished_run_does_nothing_and_can_be_extended(whole: Path, tmp_path: Path) -> None:
@@ -124,24 +95,18 @@ def test_a_finished_run_does_nothing_and_can_be_extended(whole: Path, tmp_path: 
     more = (f"resume={whole}", "train.steps=5", "train.global_batch_size=8", "report=false")
     assert run_ranks(1, _run, str(tmp_path), *more) == [0]
     assert [(line["step"], line.get("tokens")) for line in _curve(tmp_path)] == [(5, 24 * 64), (5, None)]
-    assert _summary(tmp_path)["tokens"] == 24 * 64
+    assert summary(tmp_path)["tokens"] == 24 * 64
 
 
-def test_a_resumed_run_has_the_bits_of_the_whole_one(whole: Path, tmp_path: Path) -> None:
-    for steps in (3, 4):
-        assert run_ranks(1, _run, str(tmp_path), f"train.steps={steps}", "train.save_every=0", "report=false") == [0]
-    assert _fingerprints(tmp_path) == _fingerprints(whole)
-    curve = [line for line in _curve(tmp_path) if (line["step"], "val_loss" in line) != (3, True)]
-    assert curve == _curve(whole)
+def test_two_ranks_and_one_that_resumes_have_the_bits_and_files_of_one(whole: Path, tmp_path: Path) -> None:
+    for world, steps in ((2, 3), (1, 4)):
+        words = (f"train.steps={steps}", f"train.save_every={2 * (world - 1)}")
+        assert run_ranks(world, _run, str(tmp_path), *words) == [0] * world
+    assert fingerprints(tmp_path) == fingerprints(whole)
+    assert [line for line in _curve(tmp_path) if (line["step"], "val_loss" in line) != (3, True)] == _curve(whole)
     assert _sample(tmp_path) == _sample(whole)
-
-
-def test_two_ranks_have_the_bits_and_files_of_one(whole: Path, tmp_path: Path) -> None:
-    assert run_ranks(2, _run, str(tmp_path)) == [0, 0]
-    assert _curve(tmp_path) == _curve(whole)
-    assert _sample(tmp_path) == _sample(whole)
-    assert _fingerprints(tmp_path) == _fingerprints(whole)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(path.name for path in whole.iterdir())
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {path.name for path in whole.iterdir()} | {"config-until-step-3.yaml"}
 
 
 def test_the_moving_average_is_validated_and_a_static_loss_scale_has_no_bounds(tmp_path: Path) -> None:
@@ -152,10 +117,7 @@ def test_the_moving_average_is_validated_and_a_static_loss_scale_has_no_bounds(t
     validations = [line for line in curve if "val_loss" in line]
     assert [line["step"] for line in validations] == [2, 4]
     assert all(line["val_loss_ema"] > line["val_loss"] for line in validations)  # it lags behind a falling loss
-    assert _summary(tmp_path)["val_loss_ema"] == validations[-1]["val_loss_ema"]
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
+    assert summary(tmp_path)["val_loss_ema"] == validations[-1]["val_loss_ema"]
 
 
 def _refused(rank: int, world: int, run_dir: str, *cases: tuple[str, ...]) -> list[tuple[str, str]]:
@@ -173,14 +135,9 @@ def _refused(rank: int, world: int, run_dir: str, *cases: tuple[str, ...]) -> li
 
 
 def test_ranks_that_were_started_differently_are_refused(tmp_path: Path) -> None:
-    cases = {
-        ("seed=RANK",): "'seed' is 0 on rank 0 and 1 on rank 1",
-        ("optim.lr=1RANK",): "optim: 'lr' is 10.0 on rank 0 and 11.0 on rank 1",
-    }
-    head, tail = "the ranks were started with different configs: ", "; start every rank with the same configuration"
-    for words, difference in cases.items():  # a refusal ends the process group
-        found = run_ranks(2, _refused, str(tmp_path / "run"), words)
-        assert found == [[("ConfigError", f"{head}{difference}{tail}")]] * 2
+    found = run_ranks(2, _refused, str(tmp_path / "run"), ("optim.lr=1RANK",))
+    text = "different configs: optim: 'lr' is 10.0 on rank 0 and 11.0 on rank 1; start every rank with the same"
+    assert found == [[("ConfigError", f"the ranks were started with {text} configuration")]] * 2
     assert not (tmp_path / "run").exists()
 
 
@@ -199,20 +156,14 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_restarts(whole: Path, tmp
 
 REFUSALS = {
     "precision=tf32": "precision=tf32 needs an NVIDIA GPU",
-    "engine.zero_stage=3 engine.keep_gathered=[hed]": (
-        "keep_gathered pattern 'hed' matches no parameter and no module that has one; did you mean 'head'?"
-    ),
+    "engine.zero_stage=3 engine.keep_gathered=[hed]": "keep_gathered pattern 'hed' matches no parameter and no module",
     "precision.rules={hed:fp32}": "precision rule 'hed' matches no module; did you mean 'head'?",
     "telemetry.activations=[blocks.*,hed]": (
         "telemetry.activations: 'hed' matches no module of the model; did you mean 'head'?"
     ),
-    "telemetry.activations=[zzz]": "telemetry.activations: 'zzz' matches no module of the model; valid: blocks, ",
     "telemetry.advice=none.json": "none.json: no such file; expected the JSON that `dtrain probe` writes",
     "telemetry.advice=pyproject.toml": "pyproject.toml: expected the JSON that `dtrain probe` writes",
-    # the last one, because it sets a variable
-    "SLURM_NTASKS=2": (
-        "SLURM_NTASKS=2, but this process is not one of several tasks that srun has started; start the ranks with srun"
-    ),
+    "SLURM_NTASKS=2": "SLURM_NTASKS=2, but this process is not one of several tasks",  # sets a variable: the last one
 }
 
 
@@ -231,9 +182,6 @@ def test_an_optimizer_that_does_not_exist_is_named_by_its_key() -> None:
         make_engine(config, torch.nn.Linear(2, 2), SingleRank(torch.device("cpu")))
 
 
-# -- around a run ------------------------------------------------------------------------------------------------------
-
-
 def _torch_settings() -> list[Any]:
     return [
         torch.are_deterministic_algorithms_enabled(),
@@ -246,55 +194,43 @@ def _torch_settings() -> list[Any]:
     ]
 
 
-def _around_a_broken_sample(rank: int, world: int, run_dir: str) -> list[list[Any]]:
-    """Returns the settings of torch before a run, after it, and after a refusal."""
-
-    def broken(*args: Any) -> Any:
-        raise ValueError("no text from me")
-
-    language.generate = broken  # type: ignore[assignment]
-    os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT), 2)
-    torch.set_float32_matmul_precision("high")
-    torch.backends.cudnn.benchmark = True
-    found = [_torch_settings()]
-    assert _run(rank, world, run_dir, "train.steps=2", "train.sample_tokens=8", "report=false") == 0
-    found.append(_torch_settings())
-    assert _refused(rank, world, run_dir, ("train.steps=4", "model.hidden_dim=32"))[0][0] == "ConfigError"
-    return [*found, _torch_settings()]
-
-
-def test_a_run_stays_finished_if_the_sample_fails_and_restores_the_settings_of_torch(tmp_path: Path) -> None:
-    ((before, after, after_refusal),) = run_ranks(1, _around_a_broken_sample, str(tmp_path / "run"))
-    assert before == after == after_refusal
-    assert _summary(tmp_path / "run")["finished"]
-    log = (tmp_path / "run.log").read_text()
-    assert log.count("no sample, ") == 1
-    assert "ValueError: no text from me" in log
-    assert "done: 2 steps" in log
-    assert not (tmp_path / "run" / "sample.txt").exists()
-
-
-def _watch_around_the_sample(rank: int, world: int, run_dir: str) -> list[Any]:
+def _around_a_broken_sample(rank: int, world: int, run_dir: str) -> tuple[list[Any], list[list[Any]]]:
+    """Returns how often the sample may compile and its phase, and settings of torch: before, after a run, a refusal."""
     handler = SimpleNamespace(start_callbacks=[], end_callbacks=[])
     sys.modules["torch._dynamo.callback"] = SimpleNamespace(callback_handler=handler)  # type: ignore[assignment]
     seen: list[Any] = []
-    generate, log_summary = language.generate, run._log_summary
+    log_summary = run._log_summary
 
-    def generate_and_see(engine: Any, *args: Any) -> Any:
+    def broken(engine: Any, *args: Any) -> Any:
         seen.extend((len(handler.start_callbacks), engine.progress))
-        return generate(engine, *args)
+        raise ValueError("no text from me")
 
     def log_and_see(*args: Any) -> None:
         seen[1] = seen[1].phase.name
         log_summary(*args)
 
-    language.generate, run._log_summary = generate_and_see, log_and_see
-    _run(rank, world, run_dir, "train.sample_tokens=2", "train.steps=2", "optim.compile=false", "report=false")
-    return [*seen, len(handler.start_callbacks)]
+    language.generate, run._log_summary = broken, log_and_see  # type: ignore[assignment]
+    os.dup2(os.open(f"{run_dir}.log", os.O_WRONLY | os.O_CREAT), 2)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    found = [_torch_settings()]
+    words = ("train.steps=2", "train.sample_tokens=8", "optim.compile=false", "report=false")
+    assert _run(rank, world, run_dir, *words) == 0
+    found.append(_torch_settings())
+    assert _refused(rank, world, run_dir, ("train.steps=4", "model.hidden_dim=32"))[0][0] == "ConfigError"
+    return [*seen, len(handler.start_callbacks)], [*found, _torch_settings()]
 
 
-def test_the_sample_may_compile_and_belongs_to_the_end(tmp_path: Path) -> None:
-    assert run_ranks(1, _watch_around_the_sample, str(tmp_path)) == [[1, "END", 0]]
+def test_a_run_stays_finished_if_the_sample_fails_and_restores_the_settings_of_torch(tmp_path: Path) -> None:
+    ((seen, (before, after, after_refusal)),) = run_ranks(1, _around_a_broken_sample, str(tmp_path / "run"), fresh=True)
+    assert seen == [1, "END", 0], "the sample may compile, and is no part of the steps"
+    assert before == after == after_refusal
+    assert summary(tmp_path / "run")["finished"]
+    log = (tmp_path / "run.log").read_text()
+    assert log.count("no sample, ") == 1
+    assert "ValueError: no text from me" in log
+    assert "done: 2 steps" in log
+    assert not (tmp_path / "run" / "sample.txt").exists()
 
 
 def _command(rank: int, world: int, run_dir: str, terminates: bool, *overrides: str) -> int:
@@ -319,8 +255,8 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     curve = _curve(run_dir)
     last = curve[-1]["step"]
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == [f"step-{last:08d}"]
-    summary = _summary(run_dir)
-    assert (summary["finished"], summary["steps"], summary["val_loss"]) == (False, last, None)
+    found = summary(run_dir)
+    assert (found["finished"], found["steps"], found["val_loss"]) == (False, last, None)
     assert run_ranks(1, _command, str(run_dir), False, *endless, f"train.steps={last + 2}") == [0]
     resumed = _curve(run_dir)
     assert resumed[: len(curve)] == curve
@@ -328,12 +264,11 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert f"train.steps={last + 2} (was 100000)" in log.read_text()
 
 
-@pytest.mark.parametrize("tokens", [-1, "many", 1.5, True, None])
-def test_an_impossible_number_of_tokens_is_refused(tmp_path: Path, tokens: Any) -> None:
+def test_an_impossible_number_of_tokens_is_refused(tmp_path: Path) -> None:
     """A manifest's check leaves the extra alone, because it is the user's; this entry is dtrain's."""
-    engine: Any = SimpleNamespace(
-        load=lambda path: {run.TOKENS: tokens}, attempted_steps=4, applied_steps=4, rank=0, comm=ALONE
-    )
     config, run_dir = compose([*_SMALL]), RunDir(tmp_path, tmp_path, False)
-    with pytest.raises(CheckpointError, match=r"has extra\.tokens=.*; expected a whole number from 0"):
-        run._resume(config, engine, run_dir, SimpleNamespace(fingerprint="", task=None))  # type: ignore[arg-type]
+    for tokens in (-1, "many", 1.5, True, None):
+        load = Mock(return_value={run.TOKENS: tokens})
+        engine: Any = SimpleNamespace(load=load, attempted_steps=4, applied_steps=4, rank=0, comm=ALONE)
+        with pytest.raises(CheckpointError, match=r"has extra\.tokens=.*; expected a whole number from 0"):
+            run._resume(config, engine, run_dir, SimpleNamespace(fingerprint="", task=None))  # type: ignore[arg-type]

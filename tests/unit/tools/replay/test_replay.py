@@ -79,6 +79,13 @@ def test_the_configuration_of_the_step_counts(tmp_path: Path) -> None:
     assert [read_run(tmp_path, step).config.seed for step in (1, 4, 5, 8, 9)] == [1, 1, 2, 2, 3]
 
 
+def test_blocks_are_compiled_as_the_run_chose(tmp_path: Path) -> None:
+    write_run(tmp_path, "model.compile=auto")
+    assert read_run(tmp_path, 9).config.model.compile == "none"
+    write_lines(tmp_path, *(line(step, compiled_graphs=1) for step in range(1, 11)))
+    assert read_run(tmp_path, 9).config.model.compile == "blocks"
+
+
 @pytest.mark.parametrize("override", ["model.factory=a.b:c", "optim=torch optim.factory=a.b:Mine"])
 def test_code_that_only_the_run_names_is_refused(tmp_path: Path, override: str) -> None:
     run = read_run(write_run(tmp_path, *override.split()), 3)

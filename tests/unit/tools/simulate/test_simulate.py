@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import resource
+import subprocess
+import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,22 +13,24 @@ from statistics import median
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_jobs
-from dtrain.planning.fabric import find_fabric
+from dtrain.planning.fabric import FABRICS, find_fabric
 from dtrain.planning.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.planning.timeline import Transfer
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.planned_run import planned_run
 from dtrain.tools.simulate import points
+from dtrain.tools.simulate.picture import draw
 from dtrain.tools.simulate.points import Assumptions, ScalingPoint, simulate
 from dtrain.tools.simulate.report import assumptions, limits, received, remarks
 from dtrain.tools.simulate.step import with_ranks
 from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
 from tests.helpers.launch import ROOT
-from tests.measure.compare_scaling import COMPARED, RESULTS, table
+from tests.measure.compare_scaling import COMPARED, RESULTS, compare, read_series, table
 
 SIZES = ["train.micro_batch_size=4", "train.global_batch_size=8", "model.num_layers=1"]
 TINY = ["experiment=smoke", "precision=bf16", *SIZES]
@@ -108,6 +113,29 @@ def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
 
 
 @exhaustive
+@pytest.mark.usefixtures("one_memory_plan")
+def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run = tiny(STAGE_3, "optim=sgd", ranks=2)
+    weak = simulate(run, [2, 16], ASSUMED, is_strong=False)
+    assert [point.traced.count for point in weak] == [1, 1]
+    assert all(one.step.seconds >= one.step.compute for one in weak)
+    assert 1 == weak[0].efficiency > weak[1].efficiency
+    strong = simulate(run, [2, 16], ASSUMED, is_strong=True)
+    assert [point.traced.count for point in strong] == [8, 1]
+    assert strong[0].traced.run.config.train.global_batch_size == strong[1].traced.run.config.train.global_batch_size
+    seen: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
+    draw(tmp_path / "scaling.png", run, {False: weak, True: strong}, ASSUMED)
+    assert "1 to 8 micro-batches a step" in " ".join(seen[0].texts[0].get_text().split())
+    assert len(seen[0].legends) == 1
+    ib = FABRICS["ib-400g"]
+    assert ib.nic is not None
+    monkeypatch.setitem(FABRICS, "ib-400g", replace(ib, nic=2 * ib.nic, inside=2 * ib.inside))
+    (faster,) = simulate(run, [16], ASSUMED, is_strong=False)
+    assert faster.step.seconds <= weak[1].step.seconds
+
+
+@exhaustive
 def test_many_micro_batches_take_what_the_last_of_a_few_takes() -> None:
     run = tiny(STAGE_3, ranks=2)
     three, four, six = (
@@ -140,6 +168,18 @@ def test_memory_that_does_not_fit_is_named() -> None:
         assert line.endswith("; dtrain plan memory proposes changes")
 
 
+@exhaustive
+@pytest.mark.usefixtures("one_memory_plan")
+def test_replicas() -> None:
+    run = tiny(STAGE_3, "engine.shard_size=16", ranks=8)
+    one, many = simulate(run, [8, 512], ASSUMED, is_strong=False)
+    assert next(remarks(run, one)).startswith("one replica, because engine.shard_size=16 is more; dtrain train would")
+    text = " ".join(remarks(run, many))
+    assert "one replica" not in text
+    assert "the sum over 32 replicas (FP32, once a step) is waited for " in text
+    assert "replicas" not in " ".join(limits(one))
+
+
 @pytest.mark.usefixtures("one_memory_plan")
 @pytest.mark.parametrize(
     ("keys", "ranks", "advice", "engine"),
@@ -161,6 +201,19 @@ def test_advice_about_transfers_and_other_engines(keys: list[str], ranks: int, a
     assert all(one.startswith(engine) for one in found)
 
 
+@exhaustive
+@pytest.mark.processes
+def test_1024_ranks_in_a_minute_of_a_core_and_4_gb() -> None:
+    words = ["simulate", "model=llama-8b", "precision=bf16", STAGE_3, "train.micro_batch_size=1", "ranks=1024"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    command = [sys.executable, "-m", "dtrain", *words]
+    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert "| 1,024 " in text
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
+    assert after.ru_maxrss < 4e6  # kilobytes, of the largest child so far
+
+
 def recorded() -> list[dict[str, Any]]:
     series: list[dict[str, Any]] = json.loads(COMPARED.read_text(encoding="utf-8"))["series"]
     return series
@@ -168,6 +221,13 @@ def recorded() -> list[dict[str, Any]]:
 
 def test_the_page_has_the_recorded_figures() -> None:
     assert table(recorded()) in (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+
+
+@exhaustive
+def test_a_simulation_gives_the_recorded_figures() -> None:
+    series = next(one for one in read_series() if one["name"] == "MPT-125M A100")
+    row = next(one for one in recorded() if one["name"] == series["name"])
+    assert compare(series | {"points": series["points"][:2]})["points"] == row["points"][:1]
 
 
 def test_collectives_take_what_is_published() -> None:

@@ -120,6 +120,15 @@ def test_a_held_run_names_its_process(run: Path) -> None:
         file.unlink()
 
 
+def test_a_run_without_a_checkpoint_or_a_step(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", saved=())
+    assert WatchedRun(path).view().status.endswith("begins again, because there is no checkpoint")
+    write_lease(tmp_path / "new", OWN)
+    view = WatchedRun(tmp_path / "new").view()
+    assert view.status == f"running: process {os.getpid()} on here; waiting for the first logged step"
+    assert [name for name, _ in view.plain(ascii_only=True)] == ["run", "state", "step"]
+
+
 def test_a_heartbeat_counts_by_the_clock_of_the_watcher(run: Path) -> None:
     """The time of the file decides only at the first look; from then on, its bytes do."""
     now = [0.0]
@@ -170,6 +179,14 @@ def test_a_file_that_is_written_again_is_read_again(tmp_path: Path, in_place: bo
     names = [name for name, _ in view.figures()]
     assert "samples/s" in names, "images have no tokens"
     assert not [name for name in names if "token" in name]
+
+
+def test_an_unreadable_configuration_leaves_the_total_open(run: Path) -> None:
+    for text in ("", "{", "train: 3", "train: {steps: -1}", "train: {steps: yes}", "a: &a [*a]", "\x00"):
+        (run / "config.yaml").write_text(text)
+        view = WatchedRun(run).view()
+        assert view.progress.total_steps is None
+        assert dict(view.plain(ascii_only=True))["step"] == "3"
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
