@@ -63,9 +63,9 @@ class Case:
 
 
 def every_value(case: Case) -> set[Any]:
-    """What a default run has seen once: each engine, each stage of ``native``, each value of another axis."""
-    place, *others = case.values
-    return {place if case.engine == "native" else case.engine, *others}
+    """What a default run has seen once: each engine, ``native`` with and without sharded weights, each other value."""
+    _, *others = case.values
+    return {(case.engine, case.engine == "native" and case.stage == 3), *others}
 
 
 def every_pair(case: Case) -> set[Any]:
