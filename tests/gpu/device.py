@@ -7,6 +7,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -29,3 +31,16 @@ def capability() -> tuple[int, int]:
 def synchronize() -> None:
     if not ON_CPU:
         torch.cuda.synchronize()
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Inside, an operation that makes the host wait for the GPU raises."""
+    synchronize()
+    if not ON_CPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if not ON_CPU:
+            torch.cuda.set_sync_debug_mode("default")

@@ -6,15 +6,13 @@ import copy
 import errno
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dtrain
 from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
@@ -22,13 +20,14 @@ from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
 from dtrain.distributed.single_rank import SingleRank
-from dtrain.engine.native import NativeEngine
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.precision.remainder import RemainderPair, split
 from dtrain.sharding.placement import STAGES
-from tests.gpu.device import BACKEND, DEVICE, ON_CPU, needs_gpu, synchronize
+from tests.gpu.device import DEVICE, ON_CPU, needs_gpu, no_waits
+
+pytestmark = pytest.mark.usefixtures("one_rank_of_nccl")
 
 VOCAB, STEPS = 300, 8
 ADAMW = dtrain.AdamW(lr=1e-3)
@@ -40,41 +39,22 @@ FP8 = {
 WAITS = needs_gpu("the host waits for no CPU; tests/fake has this on fake devices")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank_of_nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    if not ON_CPU:
-        torch.cuda.set_device(0)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("nccl") / "store"), 1)  # type: ignore[attr-defined]
-    dist.init_process_group(BACKEND, store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def batch(index: int) -> dict[str, torch.Tensor]:
     tokens = torch.randint(VOCAB, (4, CONFIG.max_seq_len + 1), generator=torch.Generator().manual_seed(index))
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
-def make_engine(
-    precision: str | dtrain.PrecisionPolicy, stage: int, *, optimizer: dtrain.AdamW = ADAMW, **options: object
-) -> NativeEngine:
-    engine = dtrain.initialize(
-        build_model(CONFIG, VOCAB, seed=0).to(DEVICE),
-        optimizer=optimizer,
-        zero_stage=stage,
-        precision=precision,
-        max_grad_norm=0.5,
-        seed=0,
-        **options,  # type: ignore[arg-type]
-    )
-    assert isinstance(engine, NativeEngine)
+def make_engine(precision: str | dtrain.PrecisionPolicy, stage: int = 2, **options: Any) -> Any:
+    """A small language model, by default under the native engine."""
+    settings = {"optimizer": ADAMW, "zero_stage": stage, "precision": precision, "max_grad_norm": 0.5, "seed": 0}
+    engine: Any = dtrain.initialize(build_model(CONFIG, VOCAB, seed=0).to(DEVICE), **settings | options)
     assert engine.device.type == DEVICE.type
     return engine
 
 
-def train(engine: NativeEngine, steps: int, start: int = 0) -> list[dtrain.StepOutcome]:
+def train(engine: Any, steps: int) -> list[dtrain.StepOutcome]:
     outcomes = []
-    for step in range(start, start + steps):
+    for step in range(engine.attempted_steps, engine.attempted_steps + steps):
         for micro in engine.accumulate([batch(2 * step), batch(2 * step + 1)]):
             on_device = {name: tensor.to(DEVICE) for name, tensor in micro.items()}
             engine.backward(engine(**on_device).loss, weight=1 + step % 2)
@@ -82,7 +62,7 @@ def train(engine: NativeEngine, steps: int, start: int = 0) -> list[dtrain.StepO
     return outcomes
 
 
-def masters(engine: NativeEngine) -> torch.Tensor:
+def masters(engine: Any) -> torch.Tensor:
     return torch.cat([buffer.master for buffer in engine.sharded.buffers])
 
 
@@ -100,14 +80,7 @@ def test_infinity_on_the_device_is_skipped_and_named() -> None:
     assert (got.rank, got.step, got.phase, got.micro_batch, got.tensor) == (0, 0, "local gradient", 0, name)
     assert (got.start, got.stop, got.num_inf + got.num_nan) == (0, numel, numel)  # Inf, and NaN where it was 0
     assert torch.equal(before, masters(engine))
-    assert train(engine, 1, start=1)[0].applied
-
-
-@pytest.fixture
-def forbid_waiting() -> Iterator[Callable[[], None]]:
-    """Call it: from then on an operation that makes the host wait for the device raises."""
-    yield lambda: torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.set_sync_debug_mode("default")
+    assert train(engine, 1)[0].applied
 
 
 COMPACT = {"master": "remainder", "grad_dtype": "bf16"}
@@ -129,12 +102,11 @@ def test_compact_states_follow_full_ones(stage: int, optimizer: dtrain.AdamW, tm
     compact.save(tmp_path)
     full.load(tmp_path)
     assert all(torch.equal(master, want[name]) for name, master in full.master_state().items())
-    train(full, 1, start=STEPS)
+    train(full, 1)
     full.save(tmp_path)
     compact.load(tmp_path)
-    assert all(
-        torch.equal(a, b) for a, b in zip(compact.master_state().values(), full.master_state().values(), strict=True)
-    )
+    want = full.master_state()
+    assert all(torch.equal(master, want[name]) for name, master in compact.master_state().items())
 
 
 @WAITS
@@ -152,7 +124,7 @@ def test_compact_states_follow_full_ones(stage: int, optimizer: dtrain.AdamW, tm
     ],
     ids=["bf16", "fp16", "reproducible", "eager", "compact", "fp8", "fp8, row-wise"],
 )
-def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbid_waiting: Callable[[], None]) -> None:
+def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any]) -> None:
     engine = make_engine(stage=stage, **options)
     batches = [{name: tensor.to(DEVICE) for name, tensor in batch(index).items()} for index in range(2)]
     tokens = torch.tensor(256.0, device=DEVICE)
@@ -163,10 +135,8 @@ def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbi
         return engine.step()
 
     outcomes = [step() for _ in range(2)]  # compiles, and allocates what is used again
-    synchronize()
-    forbid_waiting()
-    outcomes += [step() for _ in range(3)]
-    torch.cuda.set_sync_debug_mode("default")
+    with no_waits():
+        outcomes += [step() for _ in range(3)]
     assert all(type(outcome) is LazyOutcome for outcome in outcomes)
     # FP16 may still be on its way down with its scale
     assert all(outcome.reason in (None, "overflow") for outcome in outcomes)
@@ -175,10 +145,9 @@ def test_no_step_waits_for_the_device(stage: int, options: dict[str, Any], forbi
 
 
 @WAITS
-def test_a_wait_is_an_error_then(forbid_waiting: Callable[[], None]) -> None:
+def test_a_wait_is_an_error_then() -> None:
     value = torch.ones((), device=DEVICE)
-    forbid_waiting()
-    with pytest.raises(RuntimeError, match="synchroniz"):
+    with no_waits(), pytest.raises(RuntimeError, match="synchroniz"):
         value.item()
 
 
@@ -186,8 +155,8 @@ def test_outcomes_read_late_are_their_own() -> None:
     """The ring of pinned buffers has two slots."""
     late, prompt = (make_engine("fp16", 2, loss_scale=dtrain.LossScale("dynamic", init=2.0**24)) for _ in range(2))
     outcomes, seen = train(late, 10), []
-    for number in range(10):
-        seen += [asdict(outcome) for outcome in train(prompt, 1, start=number)]
+    for _ in range(10):
+        seen += [asdict(outcome) for outcome in train(prompt, 1)]
     assert [repr(asdict(outcome)) for outcome in outcomes] == [repr(outcome) for outcome in seen]
     assert len({outcome.loss_scale for outcome in outcomes}) > 1
     assert torch.equal(masters(late), masters(prompt))
@@ -201,19 +170,9 @@ def test_resume_is_bit_exact(precision: str | dtrain.PrecisionPolicy, stage: int
     train(first, 3)
     first.save(tmp_path)
     resumed.load(tmp_path)
-    train(resumed, 3, start=3)
+    train(resumed, 3)
     for name, tensor in straight.master_state().items():
         assert torch.equal(resumed.master_state()[name], tensor), name
-
-
-@contextmanager
-def _writing(patch: Callable[[Callable[..., None]], Callable[..., None]]) -> Iterator[None]:
-    real = storage.write
-    storage.write = patch(real)
-    try:
-        yield
-    finally:
-        storage.write = real
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
@@ -223,7 +182,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
     for start in (2, 5):  # the second save goes into the memory of the first
         expected = {name: tensor.clone() for name, tensor in engine.full_state("exp_avg")}
         path = engine.save(tmp_path, asynchronous=True)
-        outcomes += train(engine, 3, start=start)  # nothing waits for the copy, nor looks at an outcome
+        outcomes += train(engine, 3)  # nothing waits for the copy, nor looks at an outcome
         assert engine.wait_for_save() == path
         reader = open_newest(tmp_path, SingleRank(torch.device("cpu")))
         assert reader.step == start
@@ -237,30 +196,27 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
 def test_a_save_that_fails_is_raised_by_a_step_that_can_be_called_again(tmp_path: Path) -> None:
     engine = make_engine("bf16", 2)
     train(engine, 1)
-
-    def full(real: Callable[..., None]) -> Callable[..., None]:
-        def write(*args: Any) -> None:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        return write
-
-    with _writing(full):
+    with mock.patch.object(storage, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         engine.save(tmp_path, asynchronous=True)
         deadline = time.monotonic() + 30
         while not engine._checkpointer.has_failed:
             assert time.monotonic() < deadline
-    train(engine, 1, start=1)  # its vote says so, and nobody has read it
+    train(engine, 1)  # its vote says so, and nobody has read it
     with pytest.raises(CheckpointError, match="failed on rank 0: No space left on device"):
-        train(engine, 1, start=2)
+        train(engine, 1)
     assert engine.step().applied
     assert engine.save(tmp_path, asynchronous=True) == engine.wait_for_save() == tmp_path / "step-00000003"
+
+
+def shard_of(data: torch.Tensor) -> TensorShard:
+    return TensorShard("weight", "master", tuple(data.shape), torch.float32, 0, data.numel(), data)
 
 
 @needs_gpu("streams")
 def test_the_host_does_not_wait_for_the_copy() -> None:
     """It is queued behind work that takes long; what changes the tensor after it is queued behind it."""
     data = torch.arange(1 << 20, dtype=torch.float32, device=DEVICE)
-    snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 20,), torch.float32, 0, 1 << 20, data),), {})
+    snapshot = Snapshot(1, (shard_of(data),), {})
     copy = HostCopy(data.device)
     copy.reserve(snapshot)
     torch.cuda._sleep(1_000_000_000)  # about half a second
@@ -278,10 +234,10 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path, copied: bool) -> None:
     """The written, hashed and fingerprinted bytes are those queued on the current stream before the save."""
-    alone = SingleRank(DEVICE)
+    alone, on_host = SingleRank(DEVICE), SingleRank(torch.device("cpu"))
     data = torch.zeros(1 << 22, dtype=torch.float32, device=DEVICE)
-    snapshot = Snapshot(1, (TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data),), {})
-    synchronize()
+    snapshot = Snapshot(1, (shard_of(data),), {})
+    torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
         torch.cuda._sleep(1_000_000_000)
         data.fill_(3.0)
@@ -289,12 +245,9 @@ def test_a_synchronous_save_on_another_stream_is_ordered_with_it(tmp_path: Path,
             AsyncSaver(alone).save(tmp_path, snapshot, None)
         else:
             save(tmp_path, snapshot, alone)
-    reader = open_newest(tmp_path, SingleRank(torch.device("cpu")))  # proves the hash
+    reader = open_newest(tmp_path, on_host)  # proves the hash
     assert torch.equal(reader.read("master", "weight"), torch.full((1 << 22,), 3.0))
-    reader.check_fingerprints(
-        [TensorShard("weight", "master", (1 << 22,), torch.float32, 0, 1 << 22, data.cpu())],
-        SingleRank(torch.device("cpu")),
-    )
+    reader.check_fingerprints([shard_of(data.cpu())], on_host)
 
 
 @needs_gpu("its allocator")

@@ -26,18 +26,12 @@ from dtrain.precision.float8.options import Recipe, resolve_float8
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
-from tests.gpu.test_engine import (  # noqa: F401 - fixtures
-    ADAMW,
-    CONFIG,
-    VOCAB,
-    WAITS,
-    _one_rank_of_nccl,
-    batch,
-    forbid_waiting,
-    train,
-)
+from tests.gpu.test_engine import ADAMW, CONFIG, VOCAB, train
+from tests.gpu.test_engine import make_engine as make_native
 from tests.helpers.needs import row_scales_on_cpu
 from tests.helpers.oracle import normwise_error
+
+pytestmark = pytest.mark.usefixtures("one_rank_of_nccl")
 
 RECIPES = ("tensorwise", "rowwise")
 ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
@@ -50,9 +44,6 @@ def recipe_of(options: Float8) -> Recipe:
     if ON_CPU:  # which has torch._scaled_mm too, and emulates unless it is told not to
         row_scales_on_cpu(rowwise=options.recipe == "rowwise")
     return Recipe.of(resolve_float8(replace(options, emulate=False), DEVICE), torch.bfloat16)
-
-
-# -- products ----------------------------------------------------------------------------------------------------------
 
 
 @tensor_cores
@@ -153,9 +144,6 @@ def test_an_overflow_is_never_hidden(options: Float8, value: float, where: str) 
     assert bool(dw.isfinite().all()) == (where == "weight")
 
 
-# -- the choice --------------------------------------------------------------------------------------------------------
-
-
 @needs_gpu("times")
 @tensor_cores
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -193,22 +181,13 @@ def interleaved(one: Callable[[], object], other: Callable[[], object], rounds: 
     return median([timed(one) / timed(other) for _ in range(rounds + 3)][3:])
 
 
-# -- engines -----------------------------------------------------------------------------------------------------------
+def policy_of(options: Float8 | None) -> PrecisionPolicy:
+    """FP8 with ``options``, or BF16 without."""
+    return PrecisionPolicy.named("bf16") if options is None else PrecisionPolicy.named("fp8", float8=options)
 
 
 def make_engine(options: Float8 | None, engine: str = "native", stage: int = 2, **more: Any) -> Any:
-    """In FP8 with ``options``, or in BF16 without."""
-    named = PrecisionPolicy.named("bf16" if options is None else "fp8")
-    return dtrain.initialize(
-        build_model(CONFIG, VOCAB, seed=0).to(DEVICE),
-        optimizer=more.pop("optimizer", ADAMW),
-        engine=engine,
-        zero_stage=stage,
-        precision=named if options is None else replace(named, float8=options),
-        max_grad_norm=0.5,
-        seed=0,
-        **more,
-    )
+    return make_native(policy_of(options), stage, engine=engine, **more)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
@@ -219,11 +198,8 @@ def test_frozen_weights_take_a_byte_and_train_near_bf16(options: Float8) -> None
         model = build_model(CONFIG, VOCAB, seed=0)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_("blocks." not in name or "norm" in name)
-        policy = PrecisionPolicy.named("bf16" if options is None else "fp8")
-        policy = policy if options is None else replace(policy, float8=options)
-        return dtrain.initialize(
-            model.to(DEVICE), optimizer=ADAMW, zero_stage=stage, precision=policy, seed=0, reproducible=True
-        )
+        settings: dict[str, Any] = {"optimizer": ADAMW, "seed": 0, "reproducible": True}
+        return dtrain.initialize(model.to(DEVICE), zero_stage=stage, precision=policy_of(options), **settings)
 
     whole, sharded, low = make(options, 0), make(options, 3), make(None, 0)
     losses = [[outcome.loss for outcome in train(engine, 8)] for engine in (whole, sharded, low)]
@@ -283,9 +259,9 @@ def test_an_infinity_is_skipped_and_leaves_no_trace(name: str, stage: int) -> No
         return (torch.full_like(grads[0], torch.inf),)
 
     handle = float8_linears(engine)[0].register_full_backward_pre_hook(spoil)
-    outcome = train(engine, 1, start=1)[0]
+    outcome = train(engine, 1)[0]
     handle.remove()
     assert outcome.reason == "overflow"
     for key, tensor in engine.master_state().items():
         assert torch.equal(tensor, before[key]), key
-    assert train(engine, 1, start=2)[0].applied
+    assert train(engine, 1)[0].applied

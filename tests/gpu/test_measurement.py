@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 import dtrain
-from dtrain.config.model import ModelConfig
 from dtrain.engine.interface import Engine
-from dtrain.models import build_model
 from dtrain.precision.histogram import count_magnitudes
 from dtrain.precision.report import PrecisionReport
-from tests.gpu.device import DEVICE, ON_CPU, capability, synchronize
+from tests.gpu.device import DEVICE, capability, no_waits
+from tests.gpu.test_engine import CONFIG, VOCAB, make_engine
 
-VOCAB = 300
-CONFIG = ModelConfig(num_layers=2, hidden_dim=128, num_heads=4, max_seq_len=64)
 FP8 = pytest.param("fp8", marks=pytest.mark.skipif((0, 0) < capability() < (8, 9), reason="FP8 needs 8.9 or later"))
-
-
-def start(precision: str) -> Engine:
-    model = build_model(CONFIG, VOCAB, seed=0).to(DEVICE)
-    return dtrain.initialize(model, optimizer=dtrain.AdamW(lr=1e-3), precision=precision, loss_scale="none", seed=0)
 
 
 def step(engine: Engine) -> dtrain.StepOutcome:
@@ -32,20 +21,6 @@ def step(engine: Engine) -> dtrain.StepOutcome:
     for micro in engine.accumulate(tokens):
         engine.backward(engine(tokens=micro[:, :-1].contiguous(), targets=micro[:, 1:].contiguous()).loss)
     return engine.step()
-
-
-@contextmanager
-def no_waits() -> Iterator[None]:
-    """Lets only the report wait for the device."""
-    if ON_CPU:
-        yield
-        return
-    synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_counts_are_those_of_a_cpu() -> None:
@@ -58,11 +33,11 @@ def test_counts_are_those_of_a_cpu() -> None:
 
 @pytest.mark.parametrize("precision", ["bf16", FP8])
 def test_a_measured_step_keeps_its_bits(precision: str) -> None:
-    plain, measured = start(precision), start(precision)
+    plain, measured = (make_engine(precision) for _ in range(2))
     step(plain)
     step(plain)
     step(measured)  # what is used again is allocated
-    with measured.measure_precision(["blocks.*"]) as measurement, no_waits():
+    with measured.measure_precision(["blocks.*"]) as measurement, no_waits():  # only the report waits
         step(measured)
     report = measurement.report()
     assert isinstance(report, PrecisionReport)
@@ -75,7 +50,7 @@ def test_a_measured_step_keeps_its_bits(precision: str) -> None:
 
 
 def test_a_skip_names_its_module() -> None:
-    engine = start("bf16")
+    engine = make_engine("bf16")
     engine.explain_skips = True
     with engine.modify_weights("blocks.1.ffn.down"):
         engine.module.get_submodule("blocks.1.ffn.down").weight[3, 5] = torch.inf

@@ -15,7 +15,7 @@ from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from dtrain.precision import autocast_ops
 from dtrain.tasks import IGNORE_INDEX
-from tests.gpu.device import DEVICE, needs_gpu
+from tests.gpu.device import DEVICE, needs_gpu, no_waits
 from tests.helpers.oracle import normwise_error
 from tests.unit.precision.test_autocast_ops import CUDA_DIFFERS, FP32_FUNCTIONS
 
@@ -103,11 +103,8 @@ def test_memory_beside_the_gradients_is_a_twentieth_of_full_logits(dtype: torch.
 @needs_gpu("a synchronization raises")
 def test_the_host_waits_for_nothing() -> None:
     hidden, weight, targets = head(torch.bfloat16)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         linear_cross_entropy(hidden, weight, targets, vocab_size=VOCAB, label_smoothing=0.1, z_loss=1e-4).backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

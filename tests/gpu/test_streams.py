@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,38 +16,20 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Handle
 from dtrain.distributed.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
-from dtrain.distributed.setup import disconnect
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import upload
 from dtrain.train.validation import to_device
-from tests.gpu.device import needs_gpu
+from tests.gpu.device import DEVICE, needs_gpu
 
-pytestmark = needs_gpu("streams")
+pytestmark = [needs_gpu("streams"), pytest.mark.usefixtures("one_rank_of_nccl")]
 NUMEL = 1 << 22
-DEVICE = torch.device("cuda", 0)
 SLEEP = 1_000_000_000
 """Clock cycles, about half a second."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank_of_nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    torch.cuda.set_device(DEVICE)
-    store = dist.FileStore(str(tmp_path_factory.mktemp("nccl") / "store"), 1)  # type: ignore[attr-defined]
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    dist.all_reduce(torch.zeros(1, device=DEVICE))  # NCCL starts in the first collective, which takes seconds
-    torch.cuda.synchronize()
-    yield
-    disconnect()
-
-
-def communicator() -> ProcessGroup:
-    group = dist.group.WORLD
-    assert group is not None
-    return ProcessGroup(group, DEVICE)
-
-
 def gather(output: Tensor, shard: Tensor) -> Handle:
-    return communicator().all_gather(output, shard, label="test")
+    assert dist.group.WORLD is not None
+    return ProcessGroup(dist.group.WORLD, DEVICE).all_gather(output, shard, label="test")
 
 
 def filled(value: float) -> Tensor:
