@@ -62,13 +62,7 @@ class QuantizedBlock(AdaptedBlock):
 
 
 class Adapted(nn.Module):
-    """A frozen embedding, blocks of all kinds, a frozen norm and a trained head; the loss is a mean square.
-
-    Args:
-        dim: of the model.
-        seed: of the weights.
-        recomputes: whether the blocks run under activation checkpointing.
-    """
+    """A frozen embedding, blocks of all kinds, a frozen norm and a trained head; the loss is a mean square."""
 
     def __init__(self, dim: int, seed: int = 0, *, recomputes: bool = False) -> None:
         super().__init__()

@@ -31,12 +31,9 @@ def scalars(
 
 
 class Arena:
-    """Contiguous masters, gradients, states and replica, with the same values on any device.
+    """Contiguous masters, gradients, states and a replica of ``dtype``, with the same values on any device.
 
-    Args:
-        record: hyper-parameters, with ``compile`` decided.
-        classes: the update class of each chunk.
-        dtype: of the replica.
+    ``record`` are hyper-parameters with ``compile`` decided; each chunk has its update class.
     """
 
     def __init__(

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import torch
 
-from dtrain.__main__ import main
 from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
-from tests.helpers.launch import LAUNCHER, ROOT, SBATCH, Job, slurm_job, write_samples
+from tests.helpers.launch import ROOT, SBATCH, Job, slurm_job, train_here, write_samples
 from tests.helpers.ranks import fork
 from tests.helpers.remote_shell import NODES, install
 
@@ -24,14 +23,7 @@ _SERVE = (sys.executable, "-m", "tests.helpers.remote_shell", "serve")
 
 
 class HostRank(Job):
-    """A rank on a host, forked from the fork server, so that it starts at once; it ends with its host.
-
-    Args:
-        host: where it runs.
-        log: gets its output.
-        argv: of ``dtrain train``.
-        env: added to the environment.
-    """
+    """``dtrain train ARGV`` on a host, forked from the fork server, so that it starts at once; ends with its host."""
 
     def __init__(self, host: Host, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> None:
         self.host = host
@@ -58,30 +50,19 @@ def _train_on(init: int, log: str, argv: list[str], env: dict[str, str]) -> None
     child = os.fork()  # the first process in the namespace of processes
     if child:
         os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) % 256)
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+    os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), 1)
     torch.set_num_threads(1)
-    code = main(["train", *argv])
-    os._exit(code)
+    os._exit(train_here(argv, env, log))
 
 
 class Cluster:
-    """Hosts, a folder that they share, and ``ssh`` between them.
-
-    Attributes:
-        data: override that names data in the folder.
-    """
+    """Hosts, a folder that they share, and ``ssh`` between them; ``data`` is the override that names data in it."""
 
     def __init__(self, hosts: Hosts) -> None:
         self.hosts = hosts
         self.shared = hosts.shared
         self.data = write_samples(self.shared)
         self._env = {**install(self.shared), "GLOO_SOCKET_IFNAME": INTERFACE}
-        self._servers = ExitStack()
         self._numbers = itertools.count(1)
 
     def folder(self) -> Path:

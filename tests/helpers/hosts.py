@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from types import TracebackType
 
 from tests.helpers.launch import PATIENCE, ROOT, Job
 
@@ -30,13 +29,7 @@ _IDLE = "echo ready; while :; do sleep 1000; done"
 
 
 class Host:
-    """A host.
-
-    Attributes:
-        name: its host name.
-        address: its IPv4 address on ``INTERFACE``.
-        init: its first process, as the tests see it.
-    """
+    """A host; ``address`` is its IPv4 address on ``INTERFACE``, ``init`` its first process, as the tests see it."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -118,12 +111,7 @@ class Host:
 
 
 class Hosts:
-    """Some hosts on one network; all of them end with the ``with`` block.
-
-    Args:
-        number: of hosts.
-        shared: folder that they share; it gets their ``/etc/hosts``.
-    """
+    """Hosts on one network, which end with the ``with`` block; ``shared`` gets their ``/etc/hosts``."""
 
     def __init__(self, number: int, shared: Path) -> None:
         self.shared = shared
@@ -172,9 +160,7 @@ class Hosts:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stack.close()
 
 
@@ -198,17 +184,12 @@ def unsupported_reason() -> str:
 
 def _start(namespaces: Sequence[str], setup: str) -> tuple[subprocess.Popen[str], int]:
     """Starts a process in new namespaces; returns the one that waits for it, and its number."""
+    # both end with their parents, so that nothing is left if this process is killed
+    unshare = ("setpriv", "--pdeathsig=KILL", "unshare", *namespaces)
     process = subprocess.Popen(
-        # both end with their parents, so that nothing is left if this process is killed
-        [
-            *("setpriv", "--pdeathsig=KILL", "unshare", *namespaces, "--fork", "--kill-child"),
-            *("sh", "-ec", f"{setup}\n{_IDLE}"),
-        ],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        [*unshare, "--fork", "--kill-child", "sh", "-ec", f"{setup}\n{_IDLE}"],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stderr is not None
     if process.stdout.readline() != "ready\n":
@@ -220,9 +201,8 @@ def _start(namespaces: Sequence[str], setup: str) -> tuple[subprocess.Popen[str]
 
 def _ip(pid: int, *arguments: str) -> None:
     """Runs ``ip`` in the network of a process."""
-    result = subprocess.run(
-        ["nsenter", f"--target={pid}", "--net", "ip", *arguments], capture_output=True, text=True, timeout=30
-    )
+    command = ["nsenter", f"--target={pid}", "--net", "ip", *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30)
     if result.returncode:
         raise RuntimeError(f"ip {' '.join(arguments)}: {result.stderr.strip()}")
 

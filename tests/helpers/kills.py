@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +10,13 @@ import pytest
 
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
-from dtrain.errors import DtrainError
-from dtrain.train.run import run_training
-from tests.helpers.launch import LAUNCHER, SMALL, Record, checkpoints, newest_step, record_of
+from tests.helpers.launch import SMALL, Record, checkpoints, newest_step, record_of, train_here
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
 
 CHECKPOINT = "dtrain.checkpoint"
 FIRST_SAVE = f"{CHECKPOINT}.async_saver:save"
 WORLDS = pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
-
-
 STEPS = 32
 SETTINGS = (
     *(*SMALL, f"train.steps={STEPS}", "train.global_batch_size=2", "train.save_every=2", "train.eval_every=10"),
@@ -30,15 +25,7 @@ SETTINGS = (
 
 
 def train_rank(rank: int, world: int, config: RunConfig, env: dict[str, str], log: str) -> int:
-    for name in LAUNCHER:
-        os.environ.pop(name, None)
-    os.environ.update(env)
-    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
-    try:
-        code = run_training(config)
-    except DtrainError as error:
-        print(f"dtrain: {error}", file=os.fdopen(2, "w", closefd=False), flush=True)
-        code = error.exit_code
+    code = train_here(config, env, log)
     Path(f"{log}.ended-{rank}").touch()
     return code
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import pytest
@@ -121,27 +120,29 @@ def newest_step(run_dir: Path) -> int:
     return int(names[-1].removeprefix("step-")) if names else 0
 
 
-# killed on purpose, often without a newer checkpoint
-UNWATCHED = SuperviseConfig(enabled=False, restarts=0)
-
 # -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
 
 
-def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, str], log: str, alarm: float) -> int:
+def train_here(job: RunConfig | list[str], env: Mapping[str, str], log: str) -> int:
+    """Trains in this process, or runs ``dtrain train JOB``, and appends its standard error to ``log``."""
     for name in LAUNCHER:
         os.environ.pop(name, None)
     os.environ.update(env)
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666), 2)
     if isinstance(job, list):
         return main(["train", *job])
-    if alarm and rank == world - 1:
-        signal.setitimer(signal.ITIMER_REAL, alarm)  # no handler: the kernel ends the process, whatever it is doing
     try:
-        code = run_training(job)
+        return run_training(job)
     except DtrainError as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return error.exit_code
-    if code == 75:
+
+
+def _in_fork(rank: int, world: int, job: RunConfig | list[str], env: dict[str, str], log: str, alarm: float) -> int:
+    if alarm and rank == world - 1:
+        signal.setitimer(signal.ITIMER_REAL, alarm)  # no handler: the kernel ends the process, whatever it is doing
+    code = train_here(job, env, log)
+    if code == 75 and isinstance(job, RunConfig):
         os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does to the others once one rank has left; it must not hurt
     return code
 
@@ -158,7 +159,8 @@ def train(
     exit code of each rank; None where one of them died.
     """
     config = _composed(overrides)  # here: it takes as long as a short training
-    config = replace(config, run_dir=str(run_dir), report=False, supervise=UNWATCHED)
+    supervise = SuperviseConfig(enabled=False, restarts=0)  # killed on purpose, often without a newer checkpoint
+    config = replace(config, run_dir=str(run_dir), report=False, supervise=supervise)
     try:
         return run_ranks(world, _in_fork, config, dict(env or {}), f"{run_dir}.log", alarm, fresh=bool(env or alarm))
     except RankFailure as failure:
@@ -187,31 +189,20 @@ def log_of(run_dir: Path) -> str:
 
 
 class Job:
-    """A command and all processes that it starts; what still runs when the ``with`` block ends is killed.
-
-    Args:
-        command: the command line.
-        folder: the working directory, which also gets the log.
-        env: added to the environment.
-    """
+    """A command in ``folder``, which gets its log, and all that it starts; the end of the ``with`` block kills them."""
 
     def __init__(self, command: Sequence[str], folder: Path, env: Mapping[str, str] | None = None) -> None:
-        self._mark = f"{MARK}={secrets.token_hex(8)}"
-        name, value = self._mark.split("=")
+        value = secrets.token_hex(8)
+        self._mark = f"{MARK}={value}"
         inherited = {key: text for key, text in os.environ.items() if key not in LAUNCHER}
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", name: value}
+        ours = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", MARK: value}
         folder.mkdir(parents=True, exist_ok=True)
         self._log = folder / f"{value}.log"
         with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                list(command), cwd=folder, env={**inherited, **ours, **(env or {})}, stdout=log, stderr=log
-            )
-
-    @property
-    def pid(self) -> int:
-        """Process id of the command itself."""
-        return self._process.pid
+            environment = {**inherited, **ours, **(env or {})}
+            self._process = subprocess.Popen(list(command), cwd=folder, env=environment, stdout=log, stderr=log)
+        self.pid = self._process.pid
 
     @property
     def output(self) -> str:
@@ -283,9 +274,7 @@ class Job:
     def __enter__(self) -> Job:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.kill()
         self._process.wait()
 

@@ -32,28 +32,20 @@ class AdamWSettings:
 
 @dataclass(frozen=True)
 class OracleStep:
-    """Result of one step.
-
-    Attributes:
-        reason: None if applied, else the first that holds of ``empty``, ``nonfinite_loss``, ``overflow``.
-        loss: weighted mean over the micro-batches; NaN if the weights sum to 0.
-        grad_norm: L2 norm of all gradients together, before clipping.
-        gradients: by name, before clipping; empty if the weights sum to 0.
-    """
+    """Result of one step; norm and gradients are those before clipping."""
 
     applied: bool
-    reason: str | None
-    loss: float
+    reason: str | None  # None if applied, else the first that holds of "empty", "nonfinite_loss", "overflow"
+    loss: float  # weighted mean over the micro-batches; NaN if the weights sum to 0
     grad_norm: float
-    gradients: dict[str, Tensor]
+    gradients: dict[str, Tensor]  # empty if the weights sum to 0
 
 
 def extract_loss(output: Any) -> Tensor:
     """The loss in what a model returned: the tensor itself, ``output["loss"]`` or ``output.loss``."""
     if isinstance(output, Tensor):
         return output
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
-    return loss
+    return output["loss"] if isinstance(output, Mapping) else output.loss  # type: ignore[no-any-return]
 
 
 def loss_of_kwargs(model: Callable[..., Any], micro_batch: Mapping[str, Any]) -> Tensor:
@@ -141,9 +133,7 @@ class Oracle:
         lr = self._optimizer.lr * self._schedule(self.applied_steps)
         beta1, beta2 = self._optimizer.betas
         self.applied_steps += 1
-        clip = 1.0
-        if self._max_grad_norm is not None:
-            clip = min(1.0, self._max_grad_norm / (norm + 1e-6))
+        clip = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + 1e-6))
         for name, p in self._parameters.items():
             g, m, v = gradients[name] * clip, self._exp_avg[name], self._exp_avg_sq[name]
             decay = self._optimizer.weight_decay if p.ndim > 1 else 0.0
@@ -185,9 +175,6 @@ def assert_close_to_largest(got: Tensors, want: Tensors, rtol: float) -> None:
     """Asserts that no element is off by more than ``rtol`` x the largest magnitude of its tensor in ``want``.
 
     Takes two tensors, or two mappings with the same names; a tensor of zeros must be met exactly.
-
-    Raises:
-        AssertionError: naming the tensor and its worst element, or what differs in names or shapes.
     """
     for name, g, w in _pairs(got, want):
         if w.numel() == 0:

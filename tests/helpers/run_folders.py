@@ -21,13 +21,7 @@ STEP = StepMetrics(
 
 
 def make_run(folder: Path, *, seed: int = 0, lr: float = 1e-3, name: str = "tiny", **files: str) -> Path:
-    """Writes a finished run of :data:`STEPS` steps, one of them skipped.
-
-    Args:
-        folder: made here.
-        seed, lr, name: of the run.
-        **files: content of more files, by their name with ``_`` for ``.``.
-    """
+    """Writes a finished run of :data:`STEPS` steps, one of them skipped; ``files`` have names with ``_`` for ``.``."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = config_to_dict(RunConfig())
     config["seed"], config["optim"]["lr"], config["model"]["name"] = seed, lr, name
@@ -36,9 +30,8 @@ def make_run(folder: Path, *, seed: int = 0, lr: float = 1e-3, name: str = "tiny
     lines += [{"step": step, "val_loss": 5.1 * math.exp(-step / 20)} for step in (20, 40)]
     text = "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["step"]))
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
-    summary = {"finished": True, "steps": STEPS, "mfu": 0.41, "tokens_per_s": 1.5e4, "world_size": 2}
-    summary |= {"precision": "bf16"}
-    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    end = {"finished": True, "steps": STEPS, "mfu": 0.41, "tokens_per_s": 1.5e4, "world_size": 2, "precision": "bf16"}
+    (folder / "summary.json").write_text(json.dumps(end), encoding="utf-8")
     rows = [{"kind": "peak", "planned_low": 2**30, "planned_high": 2**31, "measured": 1.5 * 2**30}]
     (folder / "memory.json").write_text(json.dumps({"rows": rows, "notes": ["rank 0 of 2"]}), encoding="utf-8")
     for key, content in files.items():

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from dtrain.distributed.progress import Phase, Progress
@@ -90,13 +91,9 @@ def main(rank: str, phase: str, action: str, mark: str) -> None:
 
 
 class WatchedProcesses:
-    """Processes that get an action each in :func:`begin`; what still runs when the ``with`` block ends is killed.
+    """Ranks that do ``actions`` in ``phases`` once they :func:`begin`; the end of the ``with`` block kills them.
 
-    Args:
-        folder: is made, and gets ``failures/``.
-        phases: phase of each rank.
-        actions: what each rank does in it.
-        limit_s: each limit of the watcher.
+    ``folder`` is made, and gets ``failures/``; ``limit_s`` is each limit of the watcher.
     """
 
     def __init__(
@@ -109,16 +106,10 @@ class WatchedProcesses:
         self.failures, self._limit_s = folder / "failures", limit_s
         self._marks = [folder / f"mark-{rank}" for rank in range(len(actions))]
         command = [sys.executable, "-m", "tests.helpers.watched"]
-        self._processes = [
-            subprocess.Popen(
-                [*command, str(rank), phase.name, action.__name__, mark],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                start_new_session=True,
-                cwd=Path(__file__).parents[2],
-            )
-            for rank, (phase, action, mark) in enumerate(zip(phases, actions, self._marks, strict=True))
-        ]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        start = partial(subprocess.Popen, **pipes, start_new_session=True, cwd=Path(__file__).parents[2])
+        who = enumerate(zip(phases, actions, self._marks, strict=True))
+        self._processes = [start([*command, str(n), phase.name, act.__name__, mark]) for n, (phase, act, mark) in who]
         self.members: list[Member] = []
         self.supervision = Supervision(Progress())
         self._ended_at = 0.0

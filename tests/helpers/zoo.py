@@ -34,16 +34,11 @@ class Micro(NamedTuple):
 
 @dataclass(frozen=True)
 class ZooEntry:
-    """One model of the zoo.
-
-    Attributes:
-        build: seed -> a new model in FP32 and training mode; the global random state stays as it was.
-        batch: index -> the micro-batch with that index, always the same.
-    """
+    """One model of the zoo."""
 
     name: str
-    build: Callable[[int], nn.Module]
-    batch: Callable[[int], Micro]
+    build: Callable[[int], nn.Module]  # seed -> a new model in FP32; the global random state stays as it was
+    batch: Callable[[int], Micro]  # index -> the micro-batch with that index, always the same
 
     def loss(self, model: Callable[..., Any], micro: Micro) -> Tensor:
         """Runs the forward of ``model``, or of an engine around it, and returns the mean loss of the micro-batch."""
