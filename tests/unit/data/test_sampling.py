@@ -140,9 +140,6 @@ def test_validation_is_the_same_at_any_world_size(n: int, micro_batch_size: int,
     assert all(1 <= len(batch["ids"]) <= micro_batch_size for batch, _ in merged)  # what does not count runs too
 
 
-# -- batches prepared ahead --------------------------------------------------------------------------------------------
-
-
 CPU = torch.device("cpu")
 
 

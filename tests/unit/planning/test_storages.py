@@ -50,9 +50,6 @@ def test_heaps_take_what_is_counted() -> None:
     assert tracker.largest == LIMIT
 
 
-# -- the heap ----------------------------------------------------------------------------------------------------------
-
-
 def test_small_objects_keep_neighboring_holes_apart() -> None:
     peaks = []
     for num_objects in (0, 2):

@@ -98,9 +98,6 @@ def test_blocks_are_small_and_cover_the_tensor() -> None:
     assert b"".join(blocks) == data.view(torch.uint8).numpy().tobytes()
 
 
-# -- as device tensors -------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("block", [1 << 22, 100, 7])
 @pytest.mark.parametrize("dtype", DTYPES[:-1], ids=str)
 def test_device_sums_equal_the_fingerprints(dtype: torch.dtype, block: int, monkeypatch: pytest.MonkeyPatch) -> None:

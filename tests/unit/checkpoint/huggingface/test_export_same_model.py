@@ -135,8 +135,6 @@ def test_a_list_with_an_entry_a_layer_follows_the_number_of_layers() -> None:
     assert replaced(config, {"x": 2}) == config | {"x": 2}
 
 
-# -- over the folder of the run ----------------------------------------------------------------------------------------
-
 LORA = Lora(r=2, alpha=4, targets=["q_proj"])
 
 

@@ -22,8 +22,6 @@ from tests.unit.tools.accept.made import request
 
 CPU = torch.device("cpu")
 
-# -- first uses --------------------------------------------------------------------------------------------------------
-
 
 def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> Any:
@@ -95,9 +93,6 @@ def test_the_driver_describes_the_first_visible_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert driver_facts() == {}
     assert given == [["-i", "0"], ["-i", "3"]]
-
-
-# -- one run of a case -------------------------------------------------------------------------------------------------
 
 
 def job(name: str, number: int = 0, **changes: Any) -> CaseJob:

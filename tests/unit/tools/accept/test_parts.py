@@ -17,9 +17,6 @@ from tests.unit.tools.accept.made import last, request
 CPU = torch.device("cpu")
 
 
-# -- rates of matrix products ------------------------------------------------------------------------------------------
-
-
 def test_a_rate_counts_two_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "time_ms", lambda operation, device, *, budget_s: [9.0, 2.0, 1.0])
     measurement = rates.Measurement(CPU, float("inf"), 0.01)
@@ -27,9 +24,6 @@ def test_a_rate_counts_two_flops(monkeypatch: pytest.MonkeyPatch) -> None:
     measurement.measure_copy("copy", lambda: (lambda: None, 6_000_000))
     assert measurement.results["matmuls"][0]["tflops"] == pytest.approx(0.006)  # 12 million in 2 ms
     assert measurement.results["copies"][0]["gb_per_s"] == pytest.approx(3.0)
-
-
-# -- the optimizer phase -----------------------------------------------------------------------------------------------
 
 
 def test_the_optimizer_phase_on_a_cpu(tmp_path: Path) -> None:
@@ -43,9 +37,6 @@ def test_the_optimizer_phase_on_a_cpu(tmp_path: Path) -> None:
     assert [optimizer.moved_bytes({**states, "main_grad": 1000 * size}) for size in (2, 4)] == [30_000, 34_000]
 
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 def test_engines_on_a_cpu_hold_what_the_formula_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_PRECISIONS", ("bf16",))
     results = last(memory.run(request(tmp_path, what="states")))
@@ -56,8 +47,6 @@ def test_engines_on_a_cpu_hold_what_the_formula_says(tmp_path: Path, monkeypatch
         held = sum(found["memory"][kind] for kind in found["formula"])
         assert held / sum(found["formula"].values()) == pytest.approx(found["ratio"])
 
-
-# -- the profile of a step ---------------------------------------------------------------------------------------------
 
 EAGER = profile.ProfiledCase("bf16", is_compiled=False)
 
@@ -89,9 +78,6 @@ def test_without_memory_the_micro_batch_is_halved(tmp_path: Path, monkeypatch: p
     results = profiled(tmp_path, EAGER, micro_batch=6)
     assert (tried, results["cases"], results["failures"]) == ([6, 3, 1], [], [])
     assert profiled(tmp_path, EAGER, micro_batch=9)["failures"] == ["bf16 eager: RuntimeError: no kernel"]
-
-
-# -- casts -------------------------------------------------------------------------------------------------------------
 
 
 def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(

@@ -123,9 +123,6 @@ def test_a_target_that_is_not_met_names_what_is_slowest() -> None:
     assert found(slow, "MFU in BF16, 1.2B").row[5] == "profile a step: `dtrain accept goal=figures`"
 
 
-# -- jobs --------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("order", [steps.ORDER, steps.SMALL_ORDER])
 def test_the_order_has_known_cases_whose_numbers_count_up(order: tuple[tuple[str, str, int], ...]) -> None:
     numbers: dict[tuple[str, str], list[int]] = {}
@@ -166,9 +163,6 @@ def test_a_run_is_repeated_with_half_the_sequences_only_if_it_was_out_of_memory(
     again = steps.step_job("1.2B", DTRAIN, 0, device="cuda", threads=4, size=2)
     assert job.again(again, dataclasses.replace(failed, error="exit code 1", tail=tail)) is not None
     assert job.again(again, dataclasses.replace(failed, error="was ended by SIGSEGV: no output")) is None
-
-
-# -- records -----------------------------------------------------------------------------------------------------------
 
 
 def test_flops_and_utilization_by_hand() -> None:

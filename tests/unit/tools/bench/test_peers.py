@@ -45,9 +45,6 @@ def test_exit_code_is_1_only_if_an_engine_of_dtrain_failed(tmp_path: Path, capsy
         assert "Did not run: late: rank 0 failed: no compiler." in capsys.readouterr().out
 
 
-# -- what they train ---------------------------------------------------------------------------------------------------
-
-
 class Model(nn.Module):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -177,9 +177,6 @@ def test_the_whole_way_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     )
 
 
-# -- mistakes and faults -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

@@ -47,8 +47,6 @@ def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert "is a result of 'accumulation'" in capsys.readouterr().err
 
 
-# -- docs/experiments.md -----------------------------------------------------------------------------------------------
-
 DOCS = Path(__file__).parents[4] / "docs"
 PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
 

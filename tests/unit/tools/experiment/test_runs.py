@@ -66,9 +66,6 @@ def test_loss_scaling() -> None:
     assert fp16.curve.losses == pytest.approx(fp32.curve.losses, rel=0.15)
 
 
-# -- gradients of activations ------------------------------------------------------------------------------------------
-
-
 def test_a_scale_recovers_the_gradients_of_a_detector_and_a_classifier_needs_none() -> None:
     found, other = gradient_histogram.run([detector(), convnet()], steps=30).networks
     counted = found.counted()
@@ -81,9 +78,6 @@ def test_a_scale_recovers_the_gradients_of_a_detector_and_a_classifier_needs_non
     assert shares[-1] < 0.05
     assert counted.overflowing(FP16, SCALES[-1]) == 0
     assert other.flushed() < 0.02
-
-
-# -- weights without masters -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -143,9 +137,6 @@ def test_small_updates_are_lost_without_masters_in_bf16_first() -> None:
         progress = fp16.untrained - fp16.with_masters.final
         assert progress > 0
         assert abs(bf16.with_masters.final - fp16.with_masters.final) < 0.02 * progress
-
-
-# -- formats -----------------------------------------------------------------------------------------------------------
 
 
 def shorter(task: SmallTask, steps: int, every: int, *more: str) -> SmallTask:

@@ -33,8 +33,6 @@ TINY = [
     *("schedule.warmup_steps=1", "parity.steps=4", "parity.micro_batch_size=1", "parity.global_batch_size=4"),
 ]
 
-# -- deviations and limits ---------------------------------------------------------------------------------------------
-
 
 def trajectory(folder: Path, losses: Sequence[float], **weights: Sequence[float]) -> Trajectory:
     """Writes a trajectory; each weight is a vector of 2 equal elements, at the start and after each step."""
@@ -118,9 +116,6 @@ def test_limit_grows_with_the_noise_baseline(oracle: Trajectory, tmp_path: Path)
     assert mismatch(far, oracle, bounds, bound=0.4) is None
 
 
-# -- the oracle --------------------------------------------------------------------------------------------------------
-
-
 class Called(nn.Module):
     """Wraps a model of the zoo: the micro-batch is one keyword argument, and the output is the loss."""
 
@@ -199,9 +194,6 @@ def test_nonfinite_oracle_is_refused() -> None:
         check_oracle([Point(2.0, 1.0), Point(math.nan, 1.0)])
     with pytest.raises(ParityError, match=r"gradient norm inf at step 1"):
         check_oracle([Point(2.0, math.inf)])
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def report_of(run_dir: Path) -> dict[str, Any]:

@@ -32,9 +32,6 @@ def rows_of(text: str) -> dict[str, list[str]]:
     return {name: cells for name, *cells in rows[2:]}
 
 
-# -- precision ---------------------------------------------------------------------------------------------------------
-
-
 def test_a_large_model_in_seconds_and_folded(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     start = time.monotonic()
     words = ["launch.device=cpu", "precision=fp8", "model=llama-8b", f"run_dir={tmp_path / 'run'}"]
@@ -85,9 +82,6 @@ def test_a_model_that_needs_values_gets_them(
     monkeypatch.syspath_prepend(tmp_path)
     text = output(capsys, "precision", "launch.device=cpu", "precision=fp8", "model.factory=needs_values:build")
     assert rows_of(text)["1"][2] == "fp8"
-
-
-# -- memory ------------------------------------------------------------------------------------------------------------
 
 
 def test_memory(capsys: pytest.CaptureFixture[str]) -> None:

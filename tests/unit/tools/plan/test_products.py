@@ -48,9 +48,6 @@ def tables(capsys: pytest.CaptureFixture[str]) -> tuple[list[list[list[str]]], s
     return [[[cell.strip() for cell in row.strip("|").split("|")] for row in part] for part in rows], text
 
 
-# -- sizes that break a rule -------------------------------------------------------------------------------------------
-
-
 def test_five_bad_sizes_are_named_once_and_nothing_else() -> None:
     found = causes_of(planned_run(*_BAD, "precision=bf16"))
     blocks = ("blocks.0", "blocks.1")
@@ -98,9 +95,6 @@ def test_each_size_has_its_name_and_its_key() -> None:
     # multiples of 16 of the sizes before padding; in BF16, 136 and heads of 68 / 8: the head alone is BF16
     found = described("precision=fp8", "model.hidden_dim=136", "model.num_heads=2", *one_layer, device="h100-80gb")
     assert [name for name, _ in found] == ["hidden_dim 136, 408 = 3 x 136", "head dim 68"]
-
-
-# -- advice ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

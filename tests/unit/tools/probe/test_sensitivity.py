@@ -53,8 +53,6 @@ def db(exact: Tensor, computed: Tensor) -> float:
     return float(10 * torch.log10(exact.square().sum() / (computed - exact).square().sum()))
 
 
-# -- products against PyTorch's own ---------------------------------------------------------------------------------
-
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 BODIES = {
     "linear": (lambda: nn.Linear(24, 16), (2, 5, 24)),
@@ -135,9 +133,6 @@ def test_what_cannot_be_examined_is_named() -> None:
         analyze(nn.Linear(4, 4), [{"input": randn(2, 4)}], ["bf16"])
 
 
-# -- nothing changes ------------------------------------------------------------------------------------------------
-
-
 class Odd(nn.Module):
     """Dropout, running statistics, a shared and an in-place module, and a container."""
 
@@ -180,9 +175,6 @@ def test_gradients_are_those_of_all_micro_batches() -> None:
     first, second = (torch.autograd.grad(model(**micro_batch), model.body.weight)[0] for micro_batch in micro_batches)
     assert analysis.gradients["body.weight"] == Histogram.of(first) + Histogram.of(second)
     assert set(analysis.gradients) == {"body.weight", "body.bias"}
-
-
-# -- predictions ----------------------------------------------------------------------------------------------------
 
 
 def ranks(values: list[float]) -> Tensor:

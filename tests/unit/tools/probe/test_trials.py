@@ -49,9 +49,6 @@ def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
     return replace(config, precision=replace(config.precision, loss_scale=LossScale(**scale)))
 
 
-# -- trials ------------------------------------------------------------------------------------------------------------
-
-
 def test_formats_start_equal_and_train_on_the_same_samples(
     config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
 ) -> None:
@@ -97,9 +94,6 @@ def test_a_model_that_fails_in_fp16_is_a_failed_trial(
     assert [trial.failure for trial in found[:2]] == [None, None]
     assert str(found[2].failure).startswith(f"step 1: {reason}")
     assert (found[2].gap, found[2].losses, math.isnan(found[2].cosine)) == (math.inf, [], True)
-
-
-# -- noise -------------------------------------------------------------------------------------------------------------
 
 
 def test_noise_is_the_standard_deviation_with_the_reference() -> None:

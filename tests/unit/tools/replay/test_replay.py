@@ -45,9 +45,6 @@ def write_run(path: Path, *overrides: str, name: str = "config.yaml") -> Path:
     return path
 
 
-# -- the files of a run ------------------------------------------------------------------------------------------------
-
-
 def test_a_run_is_read(tmp_path: Path) -> None:
     got = parse(["runs/mine", "step=37", "ranks=2", "out=there"])
     assert (got.run, got.step, got.ranks, got.out) == (Path("runs/mine"), 37, 2, Path("there"))
@@ -112,8 +109,6 @@ def test_mistakes_in_files(tmp_path: Path) -> None:
     write_run(tmp_path, "resume=/nowhere")
     assert "began from resume=/nowhere, where there is no checkpoint now" in refused()
 
-
-# -- the comparison ----------------------------------------------------------------------------------------------------
 
 LOSS = Culprit(1, 36, "forward loss", 1, num_nan=1, num_bad_losses=1)
 

@@ -62,8 +62,6 @@ def files(path: Path) -> dict[str, tuple[int, bytes]]:
     return {str(file): (file.stat().st_mtime_ns, file.read_bytes()) for file in found}
 
 
-# -- states ------------------------------------------------------------------------------------------------------------
-
 AGAIN = "the same command with run_dir={path} continues from step 2"
 FAILURE = {"failure": "StorageError: disk full\x1b[2J\nat step 4"}
 SILENT = f"ended without a message, such as by SIGKILL; {AGAIN}"
@@ -141,9 +139,6 @@ def test_a_heartbeat_counts_by_the_clock_of_the_watcher(run: Path) -> None:
         assert watched.view().status.startswith(word), later
 
 
-# -- lines -------------------------------------------------------------------------------------------------------------
-
-
 def test_lines_are_read_as_they_come(run: Path) -> None:
     watched = WatchedRun(run)
     assert watched.view().progress.step == 3
@@ -187,9 +182,6 @@ def test_an_unreadable_configuration_leaves_the_total_open(run: Path) -> None:
         view = WatchedRun(run).view()
         assert view.progress.total_steps is None
         assert dict(view.plain(ascii_only=True))["step"] == "3"
-
-
-# -- the command -------------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_of_runs_lists_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
