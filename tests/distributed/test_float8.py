@@ -7,7 +7,7 @@ import hashlib
 import math
 import tempfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -28,10 +28,89 @@ from dtrain.precision.float8.linear import Float8Linear
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.helpers import unshard_models
-from tests.helpers.float8_models import DIM, RECIPES, Model, batch, copies, start, train
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
+
+DIM = 30
+RECIPES = ("tensorwise", "rowwise")
+
+
+class Block(nn.Module):
+    """Two FP8 products with biases, after a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.up = nn.Linear(DIM, 3 * DIM)
+        self.down = nn.Linear(3 * DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """Blocks between a first and a last product, which stay in BF16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.last = nn.Linear(DIM, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).float().square().mean()
+
+
+def build() -> Model:
+    """Weights of magnitudes so different that many are subnormal in FP8, where a bit of the scale shows."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = Model()
+        with torch.no_grad():
+            for block in model.blocks:
+                for linear in (block.up, block.down):
+                    linear.weight.mul_(10 ** -(0.7 + 5 * torch.rand_like(linear.weight)))
+    return model
+
+
+def start(recipe: str = "tensorwise", model: nn.Module | None = None, **options: Any) -> NativeEngine:
+    """The engine of a model; a learning rate at which the largest weights change their binade within a few steps."""
+    torch.set_num_threads(1)
+    precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe))
+    defaults = {"precision": precision, "seed": 1, "max_grad_norm": 0.1, "optimizer": dtrain.AdamW(lr=0.01)}
+    engine = dtrain.initialize(build() if model is None else model, **{**defaults, **options})
+    assert isinstance(engine, NativeEngine)
+    return engine
+
+
+def batch(step: int, index: int) -> Tensor:
+    return torch.randn(6, DIM, generator=torch.Generator().manual_seed(100 * step + index))
+
+
+def train(engine: NativeEngine, steps: Sequence[int]) -> list[float]:
+    """Returns the losses of ``steps``, each of four micro-batches of unequal weight on all ranks together."""
+    losses = []
+    for step in steps:
+        for index in engine.accumulate(range(engine.rank, 4, engine.world_size)):
+            engine.backward(engine(batch(step, index)), weight=1.0 + 0.1 * index)
+        losses.append(engine.step().loss)
+    return losses
+
+
+def copies(engine: NativeEngine) -> dict[str, Tensor]:
+    """Bits of this rank's FP8 replicas and of the scales in force."""
+    table = engine.sharded.scales._table
+    found = {"scales": table.scale.clone()}
+    for replica in (buffer.replica for buffer in engine.sharded.buffers):
+        if replica.layout.dtype.itemsize == 1:
+            for n, local in enumerate(replica.local):
+                found[f"{replica.layout.name}/{n}"] = local.view(torch.uint8).clone()
+    return found
+
 
 STEPS = range(4)
 
@@ -251,7 +330,7 @@ def resume(rank: int, world: int, folder: Path, stage: int, saves: bool) -> dict
     """Two steps and a save, or a load into other weights; then two steps more, and the bits of masters and scales."""
     found = {}
     for recipe in RECIPES:
-        engine = start(recipe, model=None if saves else Model(2), zero_stage=stage, reproducible=True)
+        engine = start(recipe, model=None if saves else Model(), zero_stage=stage, reproducible=True)
         if saves:
             train(engine, [0, 1])
             engine.save(folder / recipe)

@@ -11,40 +11,86 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from dtrain.__main__ import main
+from dtrain.config.model import ModelConfig
 from dtrain.data.sampling import sample_id
+from dtrain.models import ModelOutput
+from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.histogram import Histogram
 from tests.helpers.launch import train
-from tests.helpers.planted_overflow import BACKWARD, FACTORY, FORWARD, write_text
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-SEQ_LEN, NUM_SAMPLES, BATCH = 16, 180, 4
+DIM, SEQ_LEN, NUM_SAMPLES, BATCH = 16, 16, 180, 4
+FORWARD, BACKWARD = "#", "~"  # the markers of samples on which the model goes wrong
+FACTORY = f"model.factory={__name__}:Planted"
 OVERFLOW, ROOT = 11, 13  # steps of the planted faults
-SETTINGS = (
-    FACTORY,
-    "data=text",
-    "data.validation_percent=0",
-    "model.hidden_dim=16",
-    f"model.max_seq_len={SEQ_LEN}",
-    "model.dropout=0.1",
-    "schedule.warmup_steps=2",
-    "train.steps=14",
-    "train.micro_batch_size=1",
-    f"train.global_batch_size={BATCH}",
-    "train.log_every=1",
-    "train.save_every=6",
-    "train.eval_every=0",
-    "train.eval_batches=1",
-    "train.sample_tokens=0",
-    "precision=fp32",
-    "launch.threads_per_rank=1",
-    "checkpoint.keep_last=9",
-    "checkpoint.asynchronous=false",
-    "engine.zero_stage=3",
-)
+_TRAIN = "train.steps=14 train.micro_batch_size=1 train.log_every=1 train.save_every=6 train.eval_every=0"
+_MORE = "train.eval_batches=1 train.sample_tokens=0 schedule.warmup_steps=2 precision=fp32 engine.zero_stage=3"
+_FILES = "data=text data.validation_percent=0 checkpoint.keep_last=9 checkpoint.asynchronous=false"
+_SIZES = (f"model.max_seq_len={SEQ_LEN}", f"train.global_batch_size={BATCH}", "launch.threads_per_rank=1")
+SETTINGS = (FACTORY, *_TRAIN.split(), *_MORE.split(), *_FILES.split(), *_SIZES)
+
+
+def write_text(file: Path, markers: dict[int, str]) -> str:
+    """Writes training samples of which the one drawn at each global index of ``markers`` begins with its marker.
+
+    The validation split takes one more window from the end.
+    """
+    samples = [f"{number:04d} and on " * SEQ_LEN for number in range(NUM_SAMPLES + 1)]
+    for index, marker in markers.items():
+        place = sample_id(0, index, NUM_SAMPLES)
+        samples[place] = marker + samples[place]
+    file.write_text("".join(sample[:SEQ_LEN] for sample in samples) + "..", encoding="ascii")
+    return f"data.files={file}"
+
+
+class Square(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1e-3 * x * x
+
+
+class Root(nn.Module):
+    def forward(self, x: Tensor, is_zero: Tensor) -> Tensor:
+        return x + 1e-3 * torch.where(is_zero, x - x.detach(), 1 + x * x).sqrt()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(DIM)
+        self.linear = nn.Linear(DIM, DIM)
+        self.dropout = nn.Dropout(0.1)
+        self.square = Square()
+        self.root = Root()
+
+    def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
+        h = self.dropout(self.linear(self.norm(x)))
+        factor = torch.where((tokens == ord(FORWARD)).any(1), 1e30, 1.0)
+        h = self.square(h * factor[:, None, None])
+        is_zero = (tokens == ord(BACKWARD)).any(1)[:, None, None]
+        return x + self.root(h, is_zero)
+
+
+class Planted(nn.Module):
+    """A small language model that goes wrong on samples with a marker.
+
+    A sample with ``#`` overflows in the forward of ``blocks.1.square``. One with ``~`` has a root at 0 in
+    ``blocks.1.root``, whose forward is finite and whose gradient is not.
+    """
+
+    def __init__(self, config: ModelConfig, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, DIM)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(DIM, vocab_size)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> ModelOutput:
+        x = self.blocks[0](self.embed(tokens), torch.zeros_like(tokens))
+        return causal_lm_output(self.head(self.blocks[1](x, tokens)), targets)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +98,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reproducible run of two ranks that goes wrong on micro-batch 1 of rank 1, and on micro-batch 0 of rank 1."""
     folder = tmp_path_factory.mktemp("replay")
     markers = {(OVERFLOW - 1) * BATCH + 3: FORWARD, (ROOT - 1) * BATCH + 1: BACKWARD}
-    data = write_text(folder / "text.txt", SEQ_LEN, NUM_SAMPLES, 0, markers)
+    data = write_text(folder / "text.txt", markers)
     assert train(folder / "run", *SETTINGS, data, "engine.reproducible=true", world=2) == [0, 0]
     return folder / "run"
 
@@ -101,7 +147,7 @@ def test_an_overflow_of_two_ranks_is_reproduced_on_one(run_dir: Path, tmp_path: 
 
 @pytest.mark.exhaustive
 def test_a_step_of_a_batch_that_grows_is_reproduced(tmp_path: Path) -> None:
-    data = write_text(tmp_path / "text.txt", SEQ_LEN, NUM_SAMPLES, 0, {})
+    data = write_text(tmp_path / "text.txt", {})
     sizes = ["train.global_batch_size={0: 2, 3: 4}", f"train.seq_len={{0: 4, 4: {SEQ_LEN}}}"]
     changed = ("train.steps=", "train.save_every=", "train.global_batch_size=")
     words = [word for word in SETTINGS if not word.startswith(changed)]

@@ -5,18 +5,22 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
+from dtrain.config.model import ModelConfig
 from dtrain.config.schema import OptimConfig
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
+from dtrain.models import transformer
 from dtrain.tools.parity import run as parity_run
 from dtrain.tools.parity.compare import BOUNDS, NOISE_FACTOR, Bounds, Mismatch, first_mismatch, make_limits, measure
 from dtrain.tools.parity.oracle import PlainTraining
@@ -24,7 +28,6 @@ from dtrain.tools.parity.run import check_oracle
 from dtrain.tools.parity.trajectory import Point, Trajectory
 from dtrain.tools.parity.worker import ParityJob, run_job
 from dtrain.tools.ranks import run_ranks
-from tests.helpers.faulty_model import FACTORY
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 from tests.helpers.zoo import Micro, make
 
@@ -37,9 +40,7 @@ TINY = [
 def trajectory(folder: Path, losses: Sequence[float], **weights: Sequence[float]) -> Trajectory:
     """Writes a trajectory; each weight is a vector of 2 equal elements, at the start and after each step."""
     run = Trajectory(folder)
-    rows = [
-        {name: torch.full((2,), series[step]) for name, series in weights.items()} for step in range(len(losses) + 1)
-    ]
+    rows = [{name: torch.full((2,), own[step]) for name, own in weights.items()} for step in range(len(losses) + 1)]
     run.start(rows[0])
     for loss, row in zip(losses, rows[1:], strict=True):
         run.add(Point(loss, 1.0), row)
@@ -51,9 +52,7 @@ def oracle(tmp_path: Path) -> Trajectory:
     return trajectory(tmp_path / "oracle", [4.0, 2.0], a=[1.0, 1.5, 3.0], b=[1.0, 2.0, 0.0], still=[5.0, 5.0, 5.0])
 
 
-def test_deviations_are_relative_to_the_loss_and_to_the_distance_from_the_start(
-    oracle: Trajectory, tmp_path: Path
-) -> None:
+def test_deviations_are_relative_to_loss_and_distance_from_the_start(oracle: Trajectory, tmp_path: Path) -> None:
     run = trajectory(tmp_path / "run", [4.0, 2.2], a=[1.0, 1.5, 2.5], b=[1.0, 2.25, 0.0], still=[5.0, 5.0, 5.0])
     found = measure(run, oracle)
     assert found.loss == pytest.approx([0.0, 0.1])
@@ -251,14 +250,20 @@ def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsy
     assert max(max(series) for series in report["noise_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
 
 
+def build(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """The default model; on rank 1 the gradient of ``model.args.flip`` has the wrong sign, not so in the oracle."""
+    model = transformer.build(replace(config, args={}), vocab_size)
+    if dist.is_initialized() and dist.get_rank() == 1:
+        model.get_parameter(config.args["flip"]).register_hook(lambda grad: -grad)
+    return model
+
+
 @pytest.mark.processes
 @pytest.mark.usefixtures("single_ranks_in_process")
-def test_wrong_gradient_on_one_rank_is_found_at_its_step_and_tensor(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One rank of two negates the gradient of one tensor."""
+def test_wrong_gradient_on_one_rank_is_found_at_its_step_and_tensor(tmp_path: Path, capsys: Any) -> None:
     name = "blocks.0.ffn.down.weight"
-    words = [FACTORY, f"model.args.flip={name}", "parity.engines=[native]", "precision=fp32", f"run_dir={tmp_path}"]
+    model = [f"model.factory={__name__}:build", f"model.args.flip={name}"]
+    words = [*model, "parity.engines=[native]", "precision=fp32", f"run_dir={tmp_path}"]
     assert main(["parity", *TINY, *words]) == 1
     assert f"native deviates from the oracle at step 1: '{name}' is off by" in capsys.readouterr().out
     report = report_of(tmp_path)

@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict
+from dtrain.config.model import ModelConfig
+from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import padding, shapes
@@ -28,11 +32,75 @@ from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
 from tests.unit.tools.plan.planned_runs import planned_run
 
-_SHAPED = "model.factory=tests.helpers.shaped_models:build_"
+_SHAPED = f"model.factory={__name__}:build_"
 _BAD_BATCH = ("train.micro_batch_size=7", "train.global_batch_size=7", "model.max_seq_len=33")
 _BAD = (f"{_SHAPED}bad", *_BAD_BATCH)
 _IMAGES = (f"{_SHAPED}images", "precision=bf16")
 CPU = torch.device("cpu")
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward; queries, keys and values are as wide as ``heads`` heads."""
+
+    def __init__(self, hidden: int, heads: int, head_dim: int, ffn: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v = (nn.Linear(hidden, heads * head_dim) for _ in range(3))
+        self.out = nn.Linear(heads * head_dim, hidden)
+        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
+        x = x + self.out(mixed)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Shaped(nn.Module):
+    def __init__(self, hidden: int, heads: int, head_dim: int, ffn: int, vocab_rows: int, vocab_size: int) -> None:
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.embed = nn.Embedding(vocab_rows, hidden)
+        self.blocks = nn.ModuleList(Layer(hidden, heads, head_dim, ffn) for _ in range(2))
+        self.head = nn.Linear(hidden, vocab_rows, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return causal_lm_output(self.head(x)[..., : self.vocab_size], targets)
+
+
+def build_bad(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Vocabulary 257, hidden dim 60, feed-forward 101, heads of dim 12: four sizes that are no multiples of 8."""
+    return Shaped(60, 6, 12, 101, vocab_size, vocab_size)
+
+
+def build_good(config: ModelConfig, vocab_size: int) -> nn.Module:
+    return Shaped(64, 4, 16, 104, 264, vocab_size)
+
+
+class Images(nn.Module):
+    """Two convolutions and a classifier, on the tokens as pixels."""
+
+    def __init__(self, channels: int, inner: int) -> None:
+        super().__init__()
+        self.channels = channels
+        self.first = nn.Conv2d(channels, 16, 3, padding=1)
+        self.second = nn.Conv2d(16, inner, 3, padding=1, stride=2)
+        self.head = nn.Linear(inner, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Any:
+        batch = tokens.shape[0]
+        pixels = tokens.view(batch, 1, 16, -1).expand(-1, self.channels, -1, -1).to(self.first.weight.dtype)
+        pooled = F.relu(self.second(F.relu(self.first(pixels / 256)))).mean((2, 3))
+        loss = F.cross_entropy(self.head(pooled).float(), torch.zeros(batch, dtype=torch.int64, device=tokens.device))
+        return ModelOutput(loss, loss)
+
+
+def build_images(config: ModelConfig, vocab_size: int) -> nn.Module:
+    """Channels 3 and 20 are no multiples of 8; ``model.args`` may replace them."""
+    return Images(config.args.get("channels", 3), config.args.get("inner", 20))
 
 
 def causes_of(run: PlannedRun, *, tf32: bool = False) -> dict[str, Cause]:
@@ -104,9 +172,7 @@ def test_each_size_has_its_name_and_its_key() -> None:
         pytest.param(0.02, "rule broken, gain of 320 measured below 3%", marks=pytest.mark.exhaustive),
     ],
 )
-def test_advice_needs_a_measured_gain(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], gain: float | None, advice: str
-) -> None:
+def test_advice_needs_a_measured_gain(monkeypatch: Any, capsys: Any, gain: float | None, advice: str) -> None:
     monkeypatch.setattr(shapes, "_gain", lambda *_: gain)
     show_shapes(planned_run(f"{_SHAPED}bad", "precision=bf16"))
     (row,) = (row for row in tables(capsys)[0][1] if row[0] == "vocabulary 257")
@@ -114,9 +180,7 @@ def test_advice_needs_a_measured_gain(
     assert "padded_vocab_size()" in row[3]
 
 
-def test_a_device_that_is_elsewhere_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_device_that_is_elsewhere_is_not_timed(monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(shapes, "measured_gain", lambda *_: pytest.fail("timed"))
     show_shapes(planned_run(f"{_SHAPED}bad", "precision=bf16", device="h100-80gb"))
     assert "gain of 320 not measured" in capsys.readouterr().out
