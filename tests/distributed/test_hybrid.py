@@ -178,8 +178,6 @@ def test_another_mesh_than_the_configured_one_is_refused_by_all() -> None:
     assert all(said[2] == expected[2] for said in results)
 
 
-# -- what changes the held states: other optimizers, formats, frozen weights, averages ---------------------------------
-
 SETTINGS = {
     "matrices": ("transformer", {"optimizer": dtrain.Muon(lr=1e-2)}),
     "remainders": ("transformer", {"master": "remainder"}),

@@ -39,9 +39,6 @@ def files(path: Path) -> list[str]:
     return sorted(file.name for checkpoint in path.glob("step-*") for file in checkpoint.glob("*.safetensors"))
 
 
-# -- other meshes -----------------------------------------------------------------------------------------------------
-
-
 def save_from(rank: int, world: int, layout: Layout, source: Path | None, target: Path) -> dict[str, str]:
     """Trains or loads, then saves; returns digests of the whole states, which all ranks gather."""
     engine = started(layout, seed=5 if source is None else 7, ema_decay=0.9)
@@ -114,9 +111,6 @@ def test_measured_updates_count_each_master_once() -> None:
     for counts in run_ranks(WORLD, measured):
         assert all(changed <= numel for changed, numel in counts), counts
         assert sum(changed == numel for changed, numel in counts) > 3, counts
-
-
-# -- differences between replicas -------------------------------------------------------------------------------------
 
 
 def flip_master(engine: StepEngine, rank: int) -> None:

@@ -47,8 +47,6 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_samples(tmp_path_factory.mktemp("data"))
 
 
-# -- launch.num_processes ----------------------------------------------------------------------------------------------
-
 STAND_IN = """#!{python} -IS
 # a rank: writes what it was started with, then does what the name of the case says
 import json, os, signal, sys, time
@@ -159,9 +157,6 @@ def test_one_rank_in_a_job_of_several_tasks_is_asked_for(tmp_path: Path, data: s
     assert summary(tmp_path / "run")["world_size"] == 1
 
 
-# -- mistakes ----------------------------------------------------------------------------------------------------------
-
-
 MISTAKES = {
     "a batch that the ranks cannot share": (
         ["launch.num_processes=4"],
@@ -206,9 +201,6 @@ def test_a_signal_of_the_launcher_does_not_hide_the_error(tmp_path: Path, data: 
     """The launcher sends it when another rank has ended; this rank may not have printed yet why it ends too."""
     argv = [*SMALL, data, f"run_dir={tmp_path / 'run'}"]
     assert run_ranks(2, _signal_before_the_error_is_printed, argv, fresh=True) == [2, 2]
-
-
-# -- the meeting of the ranks, and the end of their group --------------------------------------------------------------
 
 
 def meeting(port: int) -> dict[str, str]:
@@ -256,9 +248,6 @@ def test_no_thread_outlives_the_process_group() -> None:
     for before, after in run_ranks(2, _threads_of_gloo):
         assert before > 0
         assert after == 0
-
-
-# -- a user's own script, which calls dtrain.initialize and nothing to end it ------------------------------------------
 
 
 def leave(rank: int, world: int, port: int, fails: bool) -> tuple[bool, bool, bool]:

@@ -139,8 +139,6 @@ def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
     assert run_ranks(1, heap_before_and_after, fresh=True) == [[False, True]]
 
 
-# -- a load takes little beside the state that it fills, however large a tensor is and however it was cut --------------
-
 BOUND = 48 << 20  # bytes
 
 

@@ -123,9 +123,6 @@ def test_plan_equals_the_distinct_storages(ranks: int, keys: list[str]) -> None:
     assert plan.step.total == pytest.approx(measured.total, rel=0.03), (plan.step.peak, measured.peak)
 
 
-# -- the schedule that dtrain simulate derives: the same collectives, of the same bytes --------------------------------
-
-
 _MICRO_BATCHES = 3  # of a rank; the simulation repeats the last of more
 HYBRID = ["precision=fp32", "engine.shard_size=2", "engine.zero_stage=2"]
 MORE = [  # ranks and keys

@@ -13,13 +13,10 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.checkpoint import open_newest
-from dtrain.config.capabilities import CAPABILITIES
 from dtrain.engine.step import StepEngine
 from tests.helpers.checkpoints import ALONE
 
 VOCAB, DIM, LENGTH = 5, 8, 4
-STAGES = [(name, stage) for name, engine in CAPABILITIES.items() for stage in engine.values("zero_stage")]
-"""Every engine at every stage that it supports."""
 
 
 class _Replaced(torch.autograd.Function):
@@ -132,19 +129,14 @@ def build(seed: int = 5, dropout: float = 0.0, *, wide: bool = False) -> OddMode
 
 def start(
     engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, wide: bool = False, **options: Any
-) -> StepEngine:
+) -> Any:
     """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
     torch.set_num_threads(1)
-    model = build(seed, dropout, wide=wide)
-    settings: dict[str, Any] = {
-        "optimizer": dtrain.AdamW(lr=3e-3),
-        "schedule": dtrain.Cosine(warmup_steps=3, total_steps=40),
-        "max_grad_norm": 0.05,  # below the norms of its gradients: clipping is active
-        "seed": seed,
-    }
-    built = dtrain.initialize(model, engine=engine, zero_stage=zero_stage, **{**settings, **options})
-    assert isinstance(built, StepEngine)
-    return built
+    schedule = dtrain.Cosine(warmup_steps=3, total_steps=40)
+    # its norms are above 0.05: clipping is active
+    settings = {"optimizer": dtrain.AdamW(lr=3e-3), "schedule": schedule, "max_grad_norm": 0.05, "seed": seed}
+    settings |= {"engine": engine, "zero_stage": zero_stage, **options}
+    return dtrain.initialize(build(seed, dropout, wide=wide), **settings)
 
 
 def train_step(engine: StepEngine, micro_batches: int, *, step: int | None = None) -> dtrain.StepOutcome:
@@ -158,18 +150,12 @@ def train_step(engine: StepEngine, micro_batches: int, *, step: int | None = Non
 
 
 class Plain:
-    """The same training in plain PyTorch, in one process.
+    """The same training in plain PyTorch, in one process; ``make`` gets the trained parameters by name."""
 
-    Attributes:
-        optimizer: called with the trained parameters by name.
-    """
-
-    def __init__(
-        self, optimizer: Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]], **model: Any
-    ) -> None:
+    def __init__(self, make: Callable[[dict[str, nn.Parameter]], list[torch.optim.Optimizer]], **model: Any) -> None:
         self.module = build(**model)
         self._trained = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        self._optimizers = optimizer(self._trained)
+        self._optimizers = make(self._trained)
         self._steps = 0
 
     def step(self, micro_batches: int) -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.capabilities import CAPABILITIES
-from dtrain.engine.step import StepEngine
 from tests.engines import helpers
 from tests.helpers.ranks import run_ranks
 
@@ -113,7 +112,7 @@ class Trial:
     def ranks(self) -> int:
         return self.case.ranks
 
-    def start(self, **options: Any) -> StepEngine:
+    def start(self, **options: Any) -> Any:
         """The odd model under the engine of the case, with the options of its variant and these."""
         options = {"precision": self.case.precision, **self.options, **options}
         return helpers.start(self.case.engine, self.case.stage, **options)

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,10 +22,8 @@ import torch.distributed as dist
 
 import dtrain
 from dtrain.checkpoint import list_checkpoints, open_newest
-from dtrain.engine.native import NativeEngine
-from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, CommunicationError
-from tests.engines.checks.checkpoints import held_up, instead
+from tests.engines.checks.checkpoints import held_up, on_call
 from tests.engines.helpers import start, state_digests, train_step
 from tests.helpers.checkpoints import ALONE
 from tests.helpers.host_reads import like_a_gpu
@@ -37,28 +35,8 @@ pytestmark = pytest.mark.processes
 MICRO_BATCHES = 4
 
 
-def calling(before: Callable[[], Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes of a function one that does something first."""
-
-    def replace(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            before()
-            return real(*args)
-
-        return call
-
-    return replace
-
-
-def failing(code: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def fail() -> None:
-        raise OSError(code, os.strerror(code))
-
-    return calling(fail)
-
-
-def slow(seconds: float) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    return calling(partial(time.sleep, seconds))
+def fail() -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -74,21 +52,16 @@ def raised(call: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-# -- one save at a time ------------------------------------------------------------------------------------------------
-
-
 def _saves_while_one_is_under_way(rank: int, world: int, directory: Path) -> None:
     engine = start("native", 2)
     assert engine.wait_for_save() is None
     train_step(engine, MICRO_BATCHES)
-    with held_up() if rank == world - 1 else instead("write", slow(0)):  # busy on one rank only
+    with held_up() if rank == world - 1 else nullcontext():  # busy on one rank only
         first = engine.save(directory, asynchronous=True)
         train_step(engine, MICRO_BATCHES)
         assert engine.save(directory, asynchronous=True, when_busy="skip") is None
         assert engine.save(directory, when_busy="skip") is None
-    second = engine.save(directory)  # waits for the first, and is not asynchronous itself
-    assert second is not None
-    assert second.exists()
+    assert engine.save(directory).exists()  # waits for the first, and is not asynchronous itself
     assert engine.wait_for_save() == first == directory / "step-00000001"
     train_step(engine, MICRO_BATCHES)
     third = engine.save(directory, asynchronous=True, when_busy="skip")  # nothing is under way
@@ -104,9 +77,6 @@ def test_only_one_save_runs_at_a_time(tmp_path: Path) -> None:
     assert [item.path.name for item in list_checkpoints(tmp_path)] == ["step-00000002", "step-00000003"]
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
-
 def _failures(rank: int, world: int, directory: Path) -> list[str]:
     engine = start("native", 2)
     train_step(engine, MICRO_BATCHES)
@@ -115,9 +85,9 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
     messages = []
     for collect in (engine.wait_for_save, lambda: engine.save(directory), lambda: engine.load(directory)):
         train_step(engine, MICRO_BATCHES)
-        with instead("rename", failing(errno.EIO) if rank == 0 else slow(0)):
+        with on_call("rename", fail) if rank == 0 else nullcontext():
             engine.save(directory, asynchronous=True)
-            engine._checkpointer._saver._thread.join()  # type: ignore[union-attr]
+            engine._checkpointer._saver._thread.join()
         messages.append(raised(collect))
         assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
     wrong = ({"extra": {"when": object()}}, {"metrics": {"val_loss": "0.5"}}, {"config": {1: 2, "a": 3}})
@@ -144,11 +114,10 @@ def test_failed_save_is_raised_once_on_every_rank(tmp_path: Path) -> None:
 
 def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, str]:
     engine = start("native", 2, dropout=0.1)
-    assert isinstance(engine, NativeEngine)
     reads = like_a_gpu(engine)
     train_step(engine, MICRO_BATCHES)
     for collect_early in (False, True):
-        with instead("write", failing(errno.EIO) if rank == world - 1 else slow(0)):
+        with on_call("write", fail) if rank == world - 1 else nullcontext():
             engine.save(directory, asynchronous=True)
             if rank == world - 1:
                 until(lambda: engine._checkpointer.has_failed)
@@ -171,21 +140,17 @@ def test_failed_save_is_raised_one_step_later_with_lazy_outcomes(tmp_path: Path)
     assert list_checkpoints(tmp_path) == []
 
 
-def train_on(engine: StepEngine) -> None:
-    for _ in range(50):
-        train_step(engine, MICRO_BATCHES)
-
-
 def _dies_while_saving(rank: int, world: int, directory: Path) -> None:
     engine = start("native", 2)
     train_step(engine, MICRO_BATCHES)
-    with instead("write", slow(0.3)):
+    with on_call("write", partial(time.sleep, 0.3)):
         engine.save(directory, asynchronous=True)
         if rank == world - 1:
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
-        with pytest.raises(CommunicationError):
-            train_on(engine)
+        with pytest.raises(CommunicationError):  # noqa: PT012 - a step or a later one
+            for _ in range(50):
+                train_step(engine, MICRO_BATCHES)
         began = time.monotonic()
         engine.leave_save(cancel=True)
         assert time.monotonic() - began < 2, "it writes on in vain"
@@ -273,7 +238,7 @@ def _two_engines_save_at_once(rank: int, world: int, folder: Path) -> None:
     held: list[int] = []
     for number in range(3):
         engines = [start("native", 2) for _ in range(2)]
-        with held_up() if rank == 0 else instead("write", slow(0)):
+        with held_up() if rank == 0 else nullcontext():
             for name, engine in enumerate(engines):
                 train_step(engine, MICRO_BATCHES)
                 engine.save(folder / f"{number}-{name}", asynchronous=True)
@@ -290,23 +255,15 @@ def test_saves_of_two_engines_do_not_mix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("how", "codes"),
-    [
-        ("end", [0, 0]),
-        pytest.param("raise", [1, 1], marks=pytest.mark.exhaustive),
-        pytest.param("fail", [0, 0], marks=pytest.mark.exhaustive),
-    ],
+    "how", ["end", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("raise", "fail"))]
 )
-def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str, codes: list[int]) -> None:
+def test_a_script_that_ends_early_waits_for_its_save(tmp_path: Path, how: str) -> None:
     """At the end of the interpreter, where a thread that still communicates would abort the process."""
+    command = [sys.executable, "-m", "tests.helpers.leaves_early"]
     with ExitStack() as running:
-        jobs = [
-            running.enter_context(
-                Job([sys.executable, "-m", "tests.helpers.leaves_early", str(rank), str(tmp_path), how], tmp_path)
-            )
-            for rank in range(2)
-        ]
-        assert [job.wait() for job in jobs] == codes, [job.output for job in jobs]
+        started = (Job([*command, str(rank), str(tmp_path), how], tmp_path) for rank in range(2))
+        jobs = [running.enter_context(job) for job in started]
+        assert [job.wait() for job in jobs] == [int(how == "raise")] * 2, [job.output for job in jobs]
         if how == "raise":
             assert "ValueError: a bug of the script" in jobs[1].output
             assert "CommunicationError" in jobs[0].output

@@ -31,9 +31,6 @@ def start_with(record: Any) -> Any:
         return start(optimizer=record)
 
 
-# -- an optimizer that dtrain does not know ----------------------------------------------------------------------------
-
-
 def test_a_state_has_the_dtype_and_first_value_of_its_optimizer(tmp_path: Path) -> None:
     engine = start_with(BF16_STATE)
     assert all((state == 0.25).all() for _, state in engine.full_state("momentum"))
@@ -51,9 +48,6 @@ def test_sgd_without_momentum_keeps_no_state() -> None:
     engine = start(optimizer=dtrain.SGD(momentum=0.0))
     assert train_small(engine).applied
     assert engine.memory()["moments"] == 0
-
-
-# -- checkpoints of another optimizer ----------------------------------------------------------------------------------
 
 
 def assert_refused(engine: Any, path: Path, message: str) -> None:
@@ -118,9 +112,6 @@ def test_masters_alone_are_loaded_before_the_first_update(tmp_path: Path) -> Non
     assert engine.applied_steps == 0
 
 
-# -- optimizers of torch -----------------------------------------------------------------------------------------------
-
-
 def test_groups_keep_states_of_their_own() -> None:
     """Sorted by name, the parameters with ``grad_avg`` would not be adjacent in the flat buffer."""
     groups: dict[str, Any] = {"0.0.weight": {"momentum": 0.9}, "0.1": {"centered": True}}
@@ -156,9 +147,6 @@ def test_checkpoints_of_adamw_are_exchanged(tmp_path: Path) -> None:
     adopted.save(tmp_path / "torch")
     engine.load(tmp_path / "torch")
     assert all(map(torch.equal, engine.master_state().values(), got.values()))
-
-
-# -- matrices over ranks -----------------------------------------------------------------------------------------------
 
 
 def traffic(rank: int, world: int) -> list[list[str]]:

@@ -19,6 +19,7 @@ from dtrain.data.sampling import sample_id
 from dtrain.models import ModelOutput
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.histogram import Histogram
+from tests.helpers.damage import R0, flip
 from tests.helpers.launch import train
 from tests.helpers.ranks import run_ranks
 
@@ -200,13 +201,9 @@ def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, t
 
 @pytest.mark.exhaustive
 def test_a_damaged_checkpoint_is_left_and_the_one_before_used(run_dir: Path, tmp_path: Path) -> None:
-    copied = tmp_path / "copied"
-    shutil.copytree(run_dir, copied)
+    copied = Path(shutil.copytree(run_dir, tmp_path / "copied"))
     shutil.rmtree(copied / "checkpoints/step-00000006")
-    file = copied / "checkpoints/step-00000012/r0000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(R0, 1.0)(copied / "checkpoints/step-00000012")
     before = content(copied)
     code, output = replay(tmp_path / "at", str(copied), "step=13")
     assert code == 0, output

@@ -12,22 +12,13 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
-FIRST = ("native", 2, 1)  # engine, stage, ranks
 # seven layouts and four numbers of ranks, so that no link of the full chain is like another
-LAYOUTS = [
-    ("deepspeed", 2),
-    ("fsdp2", 3),
-    ("ddp", 0),
-    ("native", 3),
-    ("deepspeed", 3),
-    ("fsdp2", 2),
-    ("native", 1),
-]
+LAYOUTS = [("deepspeed", 2), ("fsdp2", 3), ("ddp", 0), ("native", 3), ("deepspeed", 3), ("fsdp2", 2), ("native", 1)]
 WORLDS = [2, 4, 1, 3]
 
 
-def train_and_save(rank: int, world: int, name: str, stage: int, target: Path) -> None:
-    engine = start(name, stage)
+def train_and_save(rank: int, world: int, target: Path) -> None:
+    engine = start("native", 2)
     for _ in range(2):
         assert train_step(engine, 1).applied
     engine.save(target)
@@ -41,8 +32,7 @@ def load_and_save(rank: int, world: int, name: str, stage: int, source: Path, ta
 
 def test_fingerprints_stay_from_link_to_link(tmp_path: Path, faults: FaultCounts) -> None:
     count = faults.count(ci=4, full=20)
-    name, stage, world = FIRST
-    run_ranks(world, train_and_save, name, stage, tmp_path / "0")
+    run_ranks(1, train_and_save, tmp_path / "0")
     expected = fingerprints(tmp_path / "0")
     assert len({fingerprint for fingerprint, _, _ in expected.values()}) > 10
     links = [(*LAYOUTS[number % len(LAYOUTS)], WORLDS[number % len(WORLDS)]) for number in range(count)]

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.host_memory import _CopyRead
+from dtrain.distributed.setup import disconnect
 from dtrain.engine.deepspeed import config as deepspeed_config
 from dtrain.errors import DivergenceError, UsageError
 from tests.engines.checks.weights import NOWHERE, clamp, load_state_dict, weights_of, zero
@@ -28,11 +28,7 @@ pytestmark = pytest.mark.processes
 def _no_group_is_left() -> Iterator[None]:
     """``fsdp2`` creates a process group for a single rank too."""
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-# -- one engine --------------------------------------------------------------------------------------------------------
+    disconnect()
 
 
 class Halves(nn.Module):
@@ -102,16 +98,11 @@ def test_a_replaced_parameter_is_refused(name: str) -> None:
         engine.save(NOWHERE)
 
 
-# -- modify_weights ----------------------------------------------------------------------------------------------------
-
-
 def test_modify_weights_is_refused_outside_of_its_place() -> None:
     engine = start("native", 2)
     for pattern in ("decoder.*", ""):
-        with (
-            pytest.raises(UsageError, match=f"modify_weights pattern '{re.escape(pattern)}' matches no parameter"),
-            engine.modify_weights(pattern),
-        ):
+        message = f"modify_weights pattern '{re.escape(pattern)}' matches no parameter"
+        with pytest.raises(UsageError, match=message), engine.modify_weights(pattern):
             pass
     with engine.eval(), pytest.raises(UsageError, match=r"inside engine.eval"), engine.modify_weights():
         pass
@@ -137,10 +128,8 @@ def test_a_pattern_selects_what_is_taken() -> None:
         changed = {name for name, old in before.items() if not torch.equal(after[name], old)}
         assert changed == {"embedding.weight", "head.bias", "scale"}
         assert torch.equal(after["scale"], before["scale"] * 1.001)
-        with (
-            pytest.raises(UsageError, match=r"'scale' was written to inside .* do not match it"),
-            engine.modify_weights("head"),
-        ):
+        message = r"'scale' was written to inside .* do not match it"
+        with pytest.raises(UsageError, match=message), engine.modify_weights("head"):
             zero(engine.module)
     # the write itself was one in place, which is noticed
     assert not engine.master_state()["mix.weight"].any()
@@ -158,9 +147,6 @@ def frozen_weights(rank: int, world: int) -> None:
 
 def test_frozen_weights_are_taken_too() -> None:
     run_ranks(2, frozen_weights)
-
-
-# -- races and checkpoints ---------------------------------------------------------------------------------------------
 
 
 def write_differently(rank: int, world: int) -> None:

@@ -26,8 +26,8 @@ def loss_of(engine: Any, x: Tensor = X) -> Tensor:
     return engine(x).square().mean()
 
 
-def train_step(engine: Any, **options: Any) -> dtrain.StepOutcome:
-    engine.backward(loss_of(engine), **options)
+def train_step(engine: Any, x: Tensor = X, **options: Any) -> dtrain.StepOutcome:
+    engine.backward(loss_of(engine, x), **options)
     return engine.step()
 
 

@@ -6,8 +6,10 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -32,8 +34,6 @@ SOURCES = (
     Case("fsdp2", 3, ranks=2),
     Case("deepspeed", 2, ranks=2),
 )
-
-# -- save and load -----------------------------------------------------------------------------------------------------
 
 
 def state_of(engine: StepEngine) -> dict[str, Any]:
@@ -97,14 +97,16 @@ def refuses_counters_that_contradict_each_other(trial: Trial) -> None:
     assert (trial.folder / "bad-step-00000001-state").is_dir()
 
 
-# -- asynchronous saves ------------------------------------------------------------------------------------------------
-
-
 @contextmanager
-def instead(name: str, act: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a function of the storage module in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, name, act(getattr(storage, name)))
+def on_call(name: str, act: Callable[[], Any]) -> Iterator[None]:
+    """Calls of a function of the storage module do something else first."""
+    real = getattr(storage, name)
+
+    def call(*args: Any) -> Any:
+        act()
+        return real(*args)
+
+    with mock.patch.object(storage, name, call):
         yield
 
 
@@ -112,15 +114,7 @@ def instead(name: str, act: Callable[[Callable[..., Any]], Callable[..., Any]]) 
 def held_up(name: str = "create") -> Iterator[None]:
     """Calls of a function of the storage module wait until the block ends."""
     gate = threading.Event()
-
-    def waiting(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            assert gate.wait(60)
-            return real(*args)
-
-        return call
-
-    with instead(name, waiting):
+    with on_call(name, partial(gate.wait, 60)):
         try:
             yield
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -26,36 +26,15 @@ from tests.helpers.oracle import normwise_error
 from tests.helpers.runs import Run, forward_backward
 from tests.helpers.runs import start as start_run
 
-# -- micro-batches and norms -------------------------------------------------------------------------------------------
 
-ACCUMULATION = 3
-
-
-def iterated(engine: StepEngine) -> Iterator[int]:
-    return engine.accumulate(range(ACCUMULATION))
-
-
-def told(engine: StepEngine) -> Iterator[int]:
-    for number in range(ACCUMULATION):
-        with engine.micro_batch(last=number == ACCUMULATION - 1):
+def told(engine: StepEngine, numbers: Sequence[int], last: int | None) -> Iterator[int]:
+    for number in numbers:
+        with engine.micro_batch(last=number == last):
             yield number
 
 
-def told_without_a_last(engine: StepEngine) -> Iterator[int]:
-    for number in range(ACCUMULATION):
-        with engine.micro_batch(last=False):
-            yield number
-
-
-def told_in_another_order(engine: StepEngine) -> Iterator[int]:
-    """The control: the same samples, with the random numbers of other micro-batches."""
-    for number in reversed(range(ACCUMULATION)):
-        with engine.micro_batch(last=number == 0):
-            yield number
-
-
-def train_through(engine: StepEngine, loop: Callable[[StepEngine], Iterator[int]]) -> Any:
-    for number in loop(engine):
+def train_through(engine: StepEngine, numbers: Iterable[int]) -> Any:
+    for number in numbers:
         index = number * engine.world_size + engine.rank
         engine.backward(engine(tokens=batch(index)), weight=1 + index % 3)
     outcome = engine.step()
@@ -72,10 +51,11 @@ def train_through(engine: StepEngine, loop: Callable[[StepEngine], Iterator[int]
 def told_micro_batches_train_as_iterated_ones(trial: Trial) -> None:
     engine = trial.start(dropout=0.3)
     engine.save(trial.folder)
-    expected = train_through(engine, iterated)
-    for loop, is_equal in ((told, True), (told_without_a_last, True), (told_in_another_order, False)):
+    expected = train_through(engine, engine.accumulate(range(3)))
+    # the last is the control: the same samples, with the random numbers of other micro-batches
+    for numbers, last, is_equal in ((range(3), 2, True), (range(3), None, True), (range(2, -1, -1), 0, False)):
         engine.load(trial.folder)
-        assert (train_through(engine, loop) == expected) is is_equal, loop.__name__
+        assert (train_through(engine, told(engine, numbers, last)) == expected) is is_equal, (numbers, last)
 
 
 @check(unless=lambda case: case == Case("deepspeed", 2))
@@ -94,19 +74,13 @@ def weights_of_any_magnitude_change_no_bit(trial: Trial) -> None:
     assert all(run == runs[0] for run in runs)
 
 
-# -- a language model: recomputed blocks, the loss head ----------------------------------------------------------------
-
-
 def language_model(**config: Any) -> nn.Module:
     return build_model(ModelConfig(num_layers=4, hidden_dim=32, num_heads=2, max_seq_len=16, **config), 64, seed=0)
 
 
-def start_language_model(case: Case, model: nn.Module, **options: Any) -> StepEngine:
-    built = dtrain.initialize(
-        model, engine=case.engine, zero_stage=case.stage, precision=case.precision, seed=3, audit=0, **options
-    )
-    assert isinstance(built, StepEngine)
-    return built
+def start_language_model(case: Case, model: nn.Module, **options: Any) -> Any:
+    place = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision}
+    return dtrain.initialize(model, seed=3, audit=0, **place, **options)
 
 
 def tokens_of(step: int, index: int) -> Tensor:
@@ -177,12 +151,8 @@ def only_native_trains_with_a_subset_of_the_ranks(trial: Trial) -> None:
     if trial.case.engine == "native":
         assert train_step(trial.start(comm=comm), 1).applied
         return
-    message = "trains with all ranks of the process group, 2, and got a communicator of 1"
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match="all ranks of the process group, 2, and got a communicator of 1"):
         trial.start(comm=comm)
-
-
-# -- what is measured --------------------------------------------------------------------------------------------------
 
 
 @check(precisions=("bf16",))
@@ -195,9 +165,8 @@ def a_measured_step_is_reported_alike_by_all_ranks(trial: Trial) -> str:
             engine.step()
     report: Any = measurement.report()
     assert (report.step, report.applied) == (2, True)
-    assert {own.name for own in report.parameters} == {
-        n for n, p in engine.module.named_parameters() if p.requires_grad
-    }
+    trained = {name for name, p in engine.module.named_parameters() if p.requires_grad}
+    assert {own.name for own in report.parameters} == trained
     for own in report.parameters:
         assert own.gradient.total == own.numel * 4, own.name
         assert own.update is None or 0 <= own.update.lost_fp16 <= own.update.lost_bf16 <= 1
@@ -233,31 +202,21 @@ def what_is_measured_depends_on_no_rank_and_stage(trial: Trial) -> Any:
     return without_last_bits([asdict(own) for own in (*report.parameters, *report.activations, *report.float8)])
 
 
-class Slow(torch.autograd.Function):
-    """Identity whose forward and backward sleep."""
-
-    @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, x: Tensor, delays: dict[Phase, float]) -> Tensor:
-        ctx.delays = delays  # type: ignore[attr-defined]
-        time.sleep(delays.get(Phase.FORWARD, 0.0))
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        time.sleep(ctx.delays.get(Phase.BACKWARD, 0.0))  # type: ignore[attr-defined]
-        return grad, None
-
-
 class Delayed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
         self.delays: dict[Phase, float] = {}
 
+    def sleep(self, phase: Phase) -> None:
+        time.sleep(self.delays.get(phase, 0.0))
+
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-        return Slow.apply(x, self.delays).square().mean()  # type: ignore[no-any-return]
+        x.register_hook(lambda _: self.sleep(Phase.BACKWARD))
+        self.sleep(Phase.FORWARD)
+        return x.square().mean()
 
 
 @check(engines=("native", "ddp", "fsdp2"), unless=lambda case: case == Case("fsdp2", 2))
@@ -272,7 +231,7 @@ def names_a_delayed_rank_with_its_phase(trial: Trial) -> None:
         for delay in (0.05, 0.5, 2.0):  # a busy machine delays ranks too
             model.delays = {phase: delay} if trial.rank == 1 else {}
             for _ in range(4):  # one window at least is of this phase alone
-                time.sleep(model.delays.get(Phase.DATA, 0.0))
+                model.sleep(Phase.DATA)
                 engine.backward(engine(torch.ones(2, 8)))
                 engine.step()
             found = (engine.busy.latest.slowest_rank, engine.busy.latest.phase)
