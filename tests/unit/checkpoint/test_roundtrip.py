@@ -1,14 +1,27 @@
 """Save on any number of ranks, read back on any other: the ranks are threads of this process."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import CheckpointReader, NoCheckpointError, ReadTarget, Retention, Snapshot, open_newest, save
-from dtrain.checkpoint.directory import remove_tree
+from dtrain.checkpoint import (
+    CheckpointReader,
+    NoCheckpointError,
+    ReadTarget,
+    Retention,
+    Snapshot,
+    open_newest,
+    save,
+    shared_folder,
+    storage,
+)
+from dtrain.checkpoint.directory import make_directories, remove_tree
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.checkpoint.storage import make_directory
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.errors import CheckpointError
@@ -77,12 +90,10 @@ def test_each_block_of_a_save_or_load_is_progress(tmp_path: Path) -> None:
 
 
 def test_safetensors_library_reads_our_files(tmp_path: Path) -> None:
-    tensors = make_tensors(1)
     whole = load_file(save_good(tmp_path / "whole", 1, 1) / "r0000.safetensors")
-    assert set(whole) == {f"{kind}:{name}" for (kind, name), tensor in tensors.items() if tensor.numel()}
-    for (kind, name), tensor in tensors.items():
-        if tensor.numel():
-            assert torch.equal(whole[f"{kind}:{name}"], tensor)  # with its own shape, as one rank holds all of it
+    tensors = {f"{kind}:{name}": tensor for (kind, name), tensor in make_tensors(1).items() if tensor.numel()}
+    assert whole.keys() == tensors.keys()
+    assert all(torch.equal(whole[key], tensors[key]) for key in tensors)  # in their shape, as one rank holds all
 
 
 def test_empty_ranks_and_a_checkpoint_without_tensors(tmp_path: Path) -> None:
@@ -120,6 +131,30 @@ def test_a_link_is_removed_and_not_followed(tmp_path: Path) -> None:
     remove_tree(tmp_path / "top")
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
     assert (tmp_path / "elsewhere" / "mine").read_text() == "keep"
+
+
+def test_a_directory_that_another_job_removes_is_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other job creates it just before this one, and removes it and its parent before this one looks."""
+    monkeypatch.setattr("dtrain.checkpoint.shared_folder.LIMIT_S", 0.5)
+    path = tmp_path / "run" / "checkpoints"
+    waits: list[int] = []
+
+    def make_late(created: Path) -> None:
+        if created == path and not waits:
+            path.parent.rmdir()
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        make_directory(created)
+
+    monkeypatch.setattr("dtrain.checkpoint.storage.make_directory", make_late)
+    make_directories(path, lambda: waits.append(1))
+    assert path.is_dir()
+    assert waits == [1]
+
+
+def test_a_file_in_the_way_is_refused_at_once(tmp_path: Path) -> None:
+    (tmp_path / "run").touch()
+    with pytest.raises(NotADirectoryError, match="run"):
+        make_directories(tmp_path / "run" / "checkpoints")
 
 
 def test_big_steps_sort_as_numbers_and_no_fadvise_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,9 +294,6 @@ def test_fingerprints_detect_wrongly_loaded_values(tmp_path: Path) -> None:
         a = held[0]
         held[0] = TensorShard(a.name, a.kind, a.shape, torch.float16, a.start, a.stop, a.data.half())
 
-    def unknown(held: list[TensorShard]) -> None:
-        held.append(shard(("master", "new"), torch.zeros(2), 0, 2))
-
     assert check(1, lambda held: None) == [None]
     assert check(3, lambda held: None) == [None] * 3
     # moments may be left out as a kind (an evaluation needs none), but not one of them
@@ -272,7 +304,7 @@ def test_fingerprints_detect_wrongly_loaded_values(tmp_path: Path) -> None:
         (narrow, "master:weight was saved as torch.float32 [5, 7], and is now torch.float16 [5, 7]"),
         (lambda held: held.pop(0), "master:weight: no rank or file holds elements"),
         (lambda held: held.append(held[0]), "master:weight: both rank 1 and rank 1 hold"),
-        (unknown, "holds no master:new"),
+        (lambda held: held.append(shard(("master", "new"), torch.zeros(2), 0, 2)), "holds no master:new"),
     ]
     for change, message in cases:
         errors = check(2, change)

@@ -128,9 +128,7 @@ def test_sweep_from_the_command_line_and_yaml_ends_with_the_first_failure(
     assert [path.name for path in tmp_path.iterdir()] == ["experiment"]
 
 
-def test_a_sweep_in_a_folder_is_silent_on_rank_1(
-    training: Mock, monkeypatch: pytest.MonkeyPatch, capsys: Capsys
-) -> None:
+def test_a_sweep_is_silent_on_rank_1(training: Mock, monkeypatch: pytest.MonkeyPatch, capsys: Capsys) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--multirun", "seed=1,2", "run_dir=/base"]) == 0

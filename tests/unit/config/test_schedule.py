@@ -17,9 +17,7 @@ ratios = st.floats(0, 1)
 decaying = st.one_of(
     st.builds(lambda s, r: Cosine(*s, min_ratio=r), steps, ratios),
     st.builds(lambda s, r: Linear(*s, min_ratio=r), steps, ratios),
-    st.builds(
-        lambda s, fraction, r: WSD(*s, int(fraction * (s[1] - s[0])), min_ratio=r), steps, st.floats(0, 1), ratios
-    ),
+    st.builds(lambda s, share, r: WSD(*s, int(share * (s[1] - s[0])), min_ratio=r), steps, st.floats(0, 1), ratios),
 )
 
 

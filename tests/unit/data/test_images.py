@@ -154,9 +154,7 @@ def test_classes_are_the_folders_in_sorted_order_and_images_may_lie_deeper(tmp_p
     assert (task.labels, task.input_shape) == (("cat", "dog"), (3, 8, 8))
     assert dataset.description.startswith("data=images: 4 images of 2 classes in ")
     rows = [source.batch(np.arange(2)) for source in (dataset.train, dataset.validation)]  # one of each class each
-    found = {
-        (int(t), round(float(x.mean()), 3)) for row in rows for x, t in zip(row["inputs"], row["targets"], strict=True)
-    }
+    found = {(int(t), round(float(x.mean()), 3)) for row in rows for x, t in zip(*row.values(), strict=True)}
     assert found == {(label, round(level / 127.5 - 1, 3)) for label, level in ((1, 0), (0, 10), (0, 20), (1, 30))}
     inputs, targets = open_images(str(tmp_path), channels="gray").train.batch(np.arange(2)).values()
     assert (inputs.shape, inputs.dtype, targets.dtype) == ((2, 1, 8, 8), torch.float32, torch.int64)

@@ -42,14 +42,7 @@ def test_stdlib_loads_quickly_and_is_real_text() -> None:
 
 def test_stdlib_leaves_out_tests_and_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"a.py": b"x" * 100, "json/b.py": b"y" * 100}
-    left_out = [
-        "test/c.py",
-        "a/tests/d.py",
-        "site-packages/e.py",
-        "idlelib/idle_test/f.py",
-        "__pycache__/g.py",
-        "h.so",
-    ]
+    left_out = ["test/c.py", "a/tests/d.py", "site-packages/e.py", "idlelib/idle_test/f.py", "__pycache__/g.py", "h.so"]
     for name, content in kept.items() | {(name, b"z" * 100) for name in left_out}:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)

@@ -73,9 +73,7 @@ def test_a_model_that_cannot_keep_documents_apart_is_refused(model_type: str, vo
     model = build_model(model_config(tmp_path, weights="random"), vocab_size, seed=0)
     inputs = INPUTS % vocab_size
     assert model(inputs, targets=TARGETS % vocab_size).loss.isfinite()
-    with pytest.raises(
-        ConfigError, match=rf"{model_type} cannot keep .* another; train it on data=tokens data\.documents=cross"
-    ):
+    with pytest.raises(ConfigError, match=rf"{model_type} cannot keep .*; train it on .* data\.documents=cross"):
         model(inputs, positions=torch.arange(16).expand(2, -1))
 
 
@@ -164,9 +162,7 @@ def _cut(folder: Path) -> None:
         (edit(vocab_size=256), {}, r"another shape for 'lm_head\.weight' \(in all 2\) of Llama"),
     ],
 )
-def test_a_mistake_is_one_line(
-    damage: Callable[[Path], None] | None, changes: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_line(damage: Any, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     folder = save_hf(tmp_path / "llama", "llama")
     if damage is not None:
         damage(folder)

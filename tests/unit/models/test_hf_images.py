@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +19,9 @@ from tests.helpers.image_models import batch, build, classification, start, trai
 from tests.unit.models.test_hf import edit, to_pickle
 
 TASK = classification(3, 16, 16)
+WIDTHS = {"hidden_size": 32, "intermediate_size": 64}
 FAMILIES: dict[str, dict[str, Any]] = {
-    "vit": {
-        **{
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 64,
-            "patch_size": 4,
-        }
-    },
+    "vit": {**WIDTHS, "num_hidden_layers": 2, "num_attention_heads": 4, "patch_size": 4},
     "convnext": {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "patch_size": 2},
 }
 
@@ -38,9 +30,7 @@ def save(folder: Path, family: str, classes: int = 5) -> Path:
     """Writes a model for :data:`TASK` with weights so large that the classes differ, whose files say BF16."""
     import transformers
 
-    config = transformers.AutoConfig.for_model(
-        family, **FAMILIES[family], num_labels=classes, image_size=16, num_channels=3
-    )
+    config = transformers.AutoConfig.for_model(family, **FAMILIES[family], num_labels=classes, image_size=16)
     torch.manual_seed(0)
     model = transformers.AutoModelForImageClassification.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -126,9 +116,7 @@ def test_a_head_for_other_classes_is_new(tmp_path: Path, caplog: pytest.LogCaptu
         (None, {"path": None, "args": {"hidden_size": "wide"}}, r"^model=hf model\.args: config\.json is not valid: "),
     ],
 )
-def test_a_mistake_is_one_line(
-    damage: Callable[[Path], None] | None, keys: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_one_line(damage: Any, keys: dict[str, Any], message: str, tmp_path: Path) -> None:
     save(tmp_path, "vit")
     if damage is not None:
         damage(tmp_path)

@@ -88,9 +88,7 @@ def planted(kind: str) -> nn.Module:
     ("kind", "reason"),
     [("hook", "has hooks"), ("forward", "has a forward of its own"), ("class", "is a ParametrizedLinear, not a plain")],
 )
-def test_a_head_that_must_be_called_gives_logits_or_is_refused(
-    kind: str, reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_that_must_be_called_gives_logits_or_is_refused(kind: str, reason: str, caplog: Any) -> None:
     _tell.cache_clear()
     model = planted(kind)
     with caplog.at_level(logging.INFO, logger="dtrain"):
@@ -158,13 +156,11 @@ def test_a_model_that_changes_its_logits_is_found(tmp_path: Path, on_meta: bool)
 class Own(nn.Module):
     def __init__(self, config: ModelConfig, vocab_size: int) -> None:
         super().__init__()
-        self.config = config
+        self.chunk_rows = config.loss_chunk
         self.embed = nn.Embedding(vocab_size, 8)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        return dtrain.linear_cross_entropy(
-            self.embed(tokens), self.embed.weight, targets, chunk_rows=self.config.loss_chunk
-        )
+        return dtrain.linear_cross_entropy(self.embed(tokens), self.embed.weight, targets, chunk_rows=self.chunk_rows)
 
 
 class Using(Own):

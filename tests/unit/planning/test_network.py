@@ -111,9 +111,7 @@ def test_results_of_the_benchmark_are_read_and_latency_grows_with_the_ranks() ->
         (lambda results: results.clear(), r"network\.json is no result of dtrain bench collectives bench\.out=FILE"),
     ],
 )
-def test_results_that_tell_too_little_are_refused(
-    tmp_path: Path, change: Callable[[dict[str, Any]], Any], message: str
-) -> None:
+def test_results_that_tell_too_little_are_refused(tmp_path: Path, change: Any, message: str) -> None:
     results = json.loads(MEASURED.read_text())
     change(results)
     (tmp_path / "network.json").write_text(json.dumps(results))

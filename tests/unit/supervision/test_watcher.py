@@ -101,9 +101,7 @@ def test_a_debugger_a_crash_and_work(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert f"dtrain: rank 1 (process {process}) has ended; rank 0 is in 'data' of step 42 since" in output
 
 
-def test_a_rank_that_ends_its_run_and_process_between_two_looks_has_not_crashed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_ends_its_run_and_process_between_two_looks_has_not_crashed(monkeypatch: Any) -> None:
     """Without a descriptor of the process, as in old kernels."""
     progress = Progress()
 

@@ -97,9 +97,7 @@ def test_nothing_is_asked_by_an_index_or_without_cuda(smi: Smi, monkeypatch: pyt
 FAILURES = FileNotFoundError("nvidia-smi"), subprocess.TimeoutExpired("nvidia-smi", 10)
 
 
-@pytest.mark.parametrize(
-    "answer", [(2, H100), (0, ""), (0, "700.00, Disabled\n"), (0, H100 + H100), *FAILURES], ids=repr
-)
+@pytest.mark.parametrize("answer", [(2, H100), (0, ""), (0, "700.00, Disabled\n"), (0, 2 * H100), *FAILURES], ids=repr)
 def test_an_nvidia_smi_that_fails_is_no_state(answer: Any, smi: Smi, monkeypatch: pytest.MonkeyPatch) -> None:
     torch_gpu(monkeypatch, uuid=UUID, **BUS)
     commands = smi(Mock(side_effect=cycle([answer])))

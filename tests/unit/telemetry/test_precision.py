@@ -33,11 +33,8 @@ def parameter(name: str, exponents: list[int], format: str = "fp16", *, better: 
 
 
 def product(module: str, underflow: float, sqnr_db: float | None = 20.0) -> Float8ProductPrecision:
-    operands = (
-        OperandPrecision("gradient", "e5m2", sqnr_db, underflow, 0.0),
-        OperandPrecision("weight", "e4m3", None, 0.0, 0.0),
-    )
-    return Float8ProductPrecision.of(module, "dgrad", operands)
+    gradient = OperandPrecision("gradient", "e5m2", sqnr_db, underflow, 0.0)
+    return Float8ProductPrecision.of(module, "dgrad", (gradient, OperandPrecision("weight", "e4m3", None, 0.0, 0.0)))
 
 
 def findings(*parameters: ParameterPrecision, better: float | None = None, step: int = 3) -> PrecisionFindings:
@@ -113,7 +110,7 @@ ROOM = parameter("blocks.0.up.weight", [-20] * 5 + [-3] * 95)
 CALIBRATED = (
     "the largest gradients leave room for a scale of 8192, which precision.loss_scale.mode=calibrated would choose"
 )
-NO_ROOM = "no larger scale fits the largest gradients: use precision=bf16"
+FULL = "no larger scale fits the largest gradients: use precision=bf16"
 BELOW = "5.0% of the nonzero gradient of '{}' is below FP16's normal range at loss scale 1, and 1.0% of it is zero; {}"
 
 
@@ -128,12 +125,9 @@ def fp8(*products: Float8ProductPrecision) -> PrecisionFindings:
         (findings(parameter("p", [-20] * 1 + [-3] * 99), better=8.0), None),  # 1 % are not more than 1 %
         (findings(replace(ROOM, format="bf16"), better=8.0), None),
         (findings(ROOM, better=8192.0), BELOW.format(ROOM.name, CALIBRATED)),
-        (
-            findings(ROOM, better=1.0),
-            BELOW.format(ROOM.name, NO_ROOM + ", or 'precision.rules={\"blocks.0.up\": fp32}'"),
-        ),
+        (findings(ROOM, better=1.0), BELOW.format(ROOM.name, FULL + ", or 'precision.rules={\"blocks.0.up\": fp32}'")),
         # a parameter of the model itself is in no module
-        (findings(replace(ROOM, name="scale"), better=1.0), BELOW.format("scale", NO_ROOM)),
+        (findings(replace(ROOM, name="scale"), better=1.0), BELOW.format("scale", FULL)),
         (fp8(product("a", 0.05)), None),
         (
             fp8(product("a", 0.01), product("b", 0.06)),

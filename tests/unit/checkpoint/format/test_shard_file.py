@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -55,10 +56,7 @@ def test_report_matches_the_file(tmp_path: Path, numel: int) -> None:
 
 @pytest.mark.parametrize(("function", "numel"), [("write", LARGE), ("sync", SMALL)])
 def test_full_disk_ends_the_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, numel: int) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(storage, function, fail)
+    monkeypatch.setattr(storage, function, Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(OSError, match="No space left on device"):
         write_shard_file(tmp_path / "r0000.safetensors", moments(numel))
     assert background_threads_have_ended()
@@ -98,14 +96,6 @@ def test_a_save_needs_no_thread_of_its_own(tmp_path: Path, monkeypatch: pytest.M
     test_flipped_bit_in_a_block_hashed_in_a_thread(tmp_path, 0.5)
 
 
-class SlowDigest:
-    def __init__(self, name: str, first: bytes) -> None:
-        pass
-
-    def update(self, block: memoryview) -> None:
-        time.sleep(0.2)
-
-
 def test_disk_error_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(tmp_path, Snapshot(1, shards_of({("master", "w"): torch.randn(3_000_000)}, 0, 1), {}), ALONE)
     manifest, threads, real = load_manifest(path), threading.active_count(), os.preadv
@@ -116,7 +106,8 @@ def test_disk_error_while_a_block_is_hashed(tmp_path: Path, monkeypatch: pytest.
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", preadv)
-    monkeypatch.setattr("dtrain.checkpoint.format.integrity.new_digest", SlowDigest)
+    slow = SimpleNamespace(update=lambda block: time.sleep(0.2))
+    monkeypatch.setattr("dtrain.checkpoint.format.integrity.new_digest", lambda name, first: slow)
     with pytest.raises(OSError, match="Input/output error"):
         scan_file(path, manifest, manifest.files[0])
     assert threading.active_count() <= threads  # fewer: the heartbeats of the save may have ended since

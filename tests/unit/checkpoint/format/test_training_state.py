@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial, reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +34,14 @@ def engine_with(path: Path, **options: Any) -> Any:
     return engine
 
 
-def counters(**values: Any) -> Edit:
-    return lambda state: state["engine_state"].update(values)
+def replacing(*keys: str, **values: Any) -> Edit:
+    """Replaces values of the mapping that lies under ``keys``."""
+    return lambda state: reduce(getitem, keys, state).update(values)
 
 
-def scale(**values: Any) -> Edit:
-    return lambda state: state["engine_state"]["loss_scale"].update(values)
-
-
-def rule(**values: Any) -> Edit:
-    return lambda state: state["engine_state"]["loss_scale"]["rule"].update(values)
-
-
-def random_state(**values: Any) -> Edit:
-    return lambda state: state["rng"].update(values)
-
-
-def part(**values: Any) -> Edit:
-    return lambda state: state.update(values)
-
-
+part, counters, random_state = replacing, partial(replacing, "engine_state"), partial(replacing, "rng")
+scale = partial(counters, "loss_scale")
+rule = partial(scale, "rule")
 IMPOSSIBLE: dict[str, tuple[Edit, str]] = {  # the engine's state after step 2 in one file, and how it is refused
     "step": (counters(attempted_steps=-5), "engine_state.attempted_steps=-5 is too small; it must be at least 0"),
     "other step": (counters(attempted_steps=3), "attempted_steps=3; expected 2, the checkpoint's step"),
@@ -77,9 +67,7 @@ IMPOSSIBLE: dict[str, tuple[Edit, str]] = {  # the engine's state after step 2 i
         lambda state: (rule(mode="calibrated")(state), state["engine_state"]["loss_scale"].pop("num_measured")),
         "loss_scale.num_measured is missing; mode calibrated needs it",
     ),
-    "rules": (
-        counters(rules=[{"applied_steps": 3}]), "rules[0].applied_steps=3; expected a whole number from 0 to applied_"
-    ),
+    "rules": (counters(rules=[{"applied_steps": 3}]), "rules[0].applied_steps=3; expected a whole number from 0 to"),
     "world size": (part(world_size=2), "state.world_size=2; expected 1, a data file for each rank"),
     "shard size": (part(world_size=4, shard_size=2), "state.shard_size=2; expected 1, a data file for each rank of a"),
     "replicas": (part(world_size=3, shard_size=2), "state.shard_size=2; expected a divisor of world_size=3"),
@@ -88,10 +76,8 @@ IMPOSSIBLE: dict[str, tuple[Edit, str]] = {  # the engine's state after step 2 i
     "run": (part(run_id=""), "state.run_id=; expected 1 to 200 characters"),
     "engine": (part(engine="DDP"), "state.engine=DDP; expected a lower-case word"),
     "source": (part(frozen_source={"path": "a"}), "state.frozen_source"),
-    "modules": (lambda state: state["contract"].update(modules=[]), "state.contract has no mapping 'modules'"),
-    "format": (
-        lambda state: state["contract"]["modules"].update(x={"kind": "Linear"}), "modules['x'].format is missing"
-    ),
+    "modules": (replacing("contract", modules=[]), "state.contract has no mapping 'modules'"),
+    "format": (replacing("contract", "modules", x={"kind": "Linear"}), "modules['x'].format is missing"),
 }  # fmt: skip
 
 

@@ -101,9 +101,7 @@ def test_small_blocks_and_several_files_hold_the_same(
 
 
 @pytest.mark.parametrize(("short", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_reduced_precision_equals_the_cast(
-    short: str, dtype: torch.dtype, saved: dict[str, Path], tmp_path: Path
-) -> None:
+def test_low_precision_equals_the_cast(short: str, dtype: torch.dtype, saved: dict[str, Path], tmp_path: Path) -> None:
     exact = load_file(export(saved["gpt2"], tmp_path / "exact") / "model.safetensors")
     folder = export(saved["gpt2"], tmp_path / "low", dtype=short)
     low = load_file(folder / "model.safetensors")

@@ -200,15 +200,11 @@ def test_no_points_are_no_chart() -> None:
 
 @pytest.mark.parametrize(
     ("values", "ticks"),
-    [
-        ((0.5, 3.1), ["1", "2", "3"]),
-        ((0.07, 1.2), ["0.1", "0.2", "0.5", "1"]),
-        ((1e-4, 1e3), ["0.0001", "0.01", "1", "100"]),
-    ],
+    [((0.5, 3.1), "1 2 3"), ((0.07, 1.2), "0.1 0.2 0.5 1"), ((1e-4, 1e3), "0.0001 0.01 1 100")],
 )
-def test_ticks_of_a_logarithmic_axis_are_round(values: tuple[float, float], ticks: list[str]) -> None:
+def test_ticks_of_a_logarithmic_axis_are_round(values: tuple[float, float], ticks: str) -> None:
     svg = chart("x", [Curve("c", 0, [1, 2], values)], log=True)
-    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == ticks
+    assert re.findall(r'text-anchor="end">([^<]*)<', svg) == ticks.split()
 
 
 def test_numbers() -> None:
@@ -225,19 +221,9 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     if browser is None:
         pytest.skip("no Chromium is installed")
     (tmp_path / "report.html").write_text(page_of(make_run(tmp_path / "run")), encoding="utf-8")
-    flags = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--disable-background-networking",
-        "--enable-logging=stderr",
-    ]
-    places = [
-        f"--user-data-dir={tmp_path}/profile",
-        f"--screenshot={tmp_path}/page.png",
-        f"file://{tmp_path}/report.html",
-    ]
-    command = [browser, *flags, "--window-size=1280,1600", *places]
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    flags += ["--enable-logging=stderr", "--window-size=1280,1600", f"--user-data-dir={tmp_path}/profile"]
+    command = [browser, *flags, f"--screenshot={tmp_path}/page.png", f"file://{tmp_path}/report.html"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert "CONSOLE" not in done.stderr
     pixels = (255 * image.imread(tmp_path / "page.png")[..., :3]).astype(np.uint8)

@@ -32,9 +32,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_the_archive_has_the_results_without_caches_and_half_written_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_archive_has_no_caches_and_no_half_written_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, path = tmp_path / "results", tmp_path / "out" / "results.tar.gz"
     kept = {"accept.json": b"{}", "jobs/a.json": b"[1]", "logs/caches/x.log": b"line"}
     fill(folder, kept | {"caches/triton/k.cubin": b"k", "jobs/b.json.tmp": b"{", "logs/open.log": b"secret"})

@@ -35,9 +35,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AcceptConfig, Path]]
     return seen
 
 
-def test_keys_defaults_and_exit_codes(
-    accepted: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_keys_defaults_and_exit_codes(accepted: list[Any], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     """The process of the test, which may be older than the limit, is not ended."""
     monkeypatch.chdir(tmp_path)
     for name in ("process_age_s", "_ended_after"):
@@ -97,9 +95,7 @@ def check_results(folder: Path, shown: str, goal: str, parts: list[str] | None, 
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_ranks")
-def test_a_dry_run_of_two_parts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_dry_run_of_two_parts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.setenv(name, "")  # so that what the command sets is undone

@@ -80,9 +80,7 @@ def test_without_memory_the_micro_batch_is_halved(tmp_path: Path, monkeypatch: p
     assert profiled(tmp_path, EAGER, micro_batch=9)["failures"] == ["bf16 eager: RuntimeError: no kernel"]
 
 
-def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_path: Path, monkeypatch: Any) -> None:
     seen: list[Any] = []
 
     def check_quantize(*variant: Any, **options: bool) -> str:

@@ -144,9 +144,7 @@ def test_what_is_planted_in_one_job_costs_no_other(
     assert not [name for name in inside if "caches" in name or name.endswith(".tmp")]
 
 
-def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(tmp_path: Path, monkeypatch: Any) -> None:
     make_jobs(tmp_path, monkeypatch, good=GOOD, hang=HANG, quick=GOOD)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
 
@@ -175,9 +173,7 @@ def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_nothing_outlives_the_limit_and_what_it_cuts_is_no_failure(
-    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_outlives_the_limit_and_a_cut_fails_none(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
     hang, good = make_jobs(tmp_path, monkeypatch, hang=HANG, good=GOOD)
     hang = replace(hang, again=lambda job, ended: replace(job, name="again"))
     plan_of(monkeypatch, [hang] if side_by_side else [], [good] if side_by_side else [hang, good], 1000.0)
@@ -194,9 +190,7 @@ def test_nothing_outlives_the_limit_and_what_it_cuts_is_no_failure(
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_what_a_failed_job_has_left_is_done_by_another(
-    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_failed_job_has_left_is_done_by_another(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
     first, smaller, last = make_jobs(tmp_path, monkeypatch, first=FAULT, smaller=GOOD, last=GOOD)
     seen: list[Ended] = []
 

@@ -88,9 +88,8 @@ def test_work_belongs_to_the_range_that_launched_it() -> None:
     assert trace.num_copies == 1
     assert trace.synchronizations == {"cudaStreamSynchronize": 1, "Memcpy DtoH (Device -> Pageable)": 1}
     ms = {name: value for name, value in trace.ms_by_class().items() if value}
-    assert ms == pytest.approx(
-        {"matmul": 0.03, "elementwise": 0.03, "memcpy": 0.01, "optimizer": 0.06, "communication": 0.02}
-    )
+    expected = {"matmul": 0.03, "elementwise": 0.03, "memcpy": 0.01, "optimizer": 0.06, "communication": 0.02}
+    assert ms == pytest.approx(expected)
     assert trace.wall_ms == pytest.approx(0.17)  # 10 to 180, the end of the last kernel
     assert trace.busy_ms == pytest.approx(0.05 + 0.01 + 0.08)  # the two first kernels overlap
     assert trace.idle_ms == pytest.approx(0.03)

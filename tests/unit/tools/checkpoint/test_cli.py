@@ -8,6 +8,7 @@ import threading
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,9 +118,7 @@ def test_a_checkpoint_deleted_while_it_is_read_is_not_damaged(run: Path, monkeyp
     assert verify(run).ok
 
 
-def test_late_file_system_error_is_one_clear_line(
-    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_late_file_system_error_is_one_clear_line(run: Path, monkeypatch: Any, capsys: Any) -> None:
     def fail(path: Path) -> None:
         raise PermissionError(13, "Permission denied", "/closed")
 
@@ -154,9 +153,7 @@ def steps(five: Path) -> list[int]:
         (["--keep-last", "5"], [100, 200, 300, 400, 500]),
     ],
 )
-def test_deletes_what_no_rule_keeps(
-    rules: list[str], kept: list[int], five: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_deletes_what_no_rule_keeps(rules: list[str], kept: list[int], five: Path, capsys: Any) -> None:
     gone = [step for step in LOSSES if step not in kept]
     assert main(["prune", str(five), "--dry-run", *rules]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -198,9 +195,7 @@ def hold_lease(directory: str, pipe: Connection) -> None:
 
 
 @pytest.mark.processes
-def test_a_run_that_holds_the_lease_is_not_pruned(
-    five: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_holds_the_lease_is_not_pruned(five: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr(lease, "TIMING", lease.LeaseTiming(poll_s=0.02))
     ours, theirs = Pipe()
     holder = fork(hold_lease, str(five / "checkpoints"), theirs)

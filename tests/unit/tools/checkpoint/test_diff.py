@@ -22,6 +22,7 @@ from dtrain.tools.checkpoint.diff import diff as compare
 from tests.helpers.checkpoints import Tensors, make_tensors, on_threads, shards_of
 from tests.helpers.damage import R1, flip
 
+Pair = tuple[Path, dict[tuple[str, str], Tensor]]
 STATE = {"engine": "native", "world_size": 2, "config": {"optim": {"lr": 0.1}}, "extra": {}}
 
 
@@ -36,14 +37,14 @@ def write(directory: Path, tensors: Tensors, world: int = 2, step: int = 5, **st
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> tuple[Path, dict[tuple[str, str], Tensor]]:
+def pair(tmp_path: Path) -> Pair:
     """A run with one checkpoint, and a copy of its tensors to change."""
     write(tmp_path / "a" / "checkpoints", make_tensors(1))
     return tmp_path, make_tensors(1)
 
 
 def test_equal_tensors_are_equal_at_another_world_size_and_without_being_read(
-    pair: tuple[Path, dict[tuple[str, str], Tensor]], monkeypatch: pytest.MonkeyPatch
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, tensors = pair
     write(path / "b", tensors, world=3, engine="fsdp2")
@@ -58,9 +59,7 @@ def test_equal_tensors_are_equal_at_another_world_size_and_without_being_read(
     assert changes == [("engine", "native", "fsdp2"), ("world_size", 2, 3)]
 
 
-def test_differing_values_are_measured(
-    pair: tuple[Path, dict[tuple[str, str], Tensor]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differing_values_are_measured(pair: Pair, monkeypatch: Any) -> None:
     path, tensors = pair
     before = tensors["master", "weight"].clone()
     changed = tensors["master", "weight"].view(-1)
@@ -107,7 +106,7 @@ def test_special_values(a: list[Any], b: list[Any], dtype: torch.dtype, expected
     assert [item.max_abs, item.max_rel, item.normwise][: len(expected)] == pytest.approx(expected, nan_ok=True)
 
 
-def test_missing_and_reshaped_tensors_are_listed(pair: tuple[Path, dict[tuple[str, str], Tensor]]) -> None:
+def test_missing_and_reshaped_tensors_are_listed(pair: Pair) -> None:
     path, tensors = pair
     tensors["master", "new"] = tensors.pop(("master", "weight"))
     tensors["buffer", "running_mean"] = tensors["buffer", "running_mean"].float()
@@ -115,19 +114,15 @@ def test_missing_and_reshaped_tensors_are_listed(pair: tuple[Path, dict[tuple[st
     write(path / "b", tensors)
     found = compare(path / "a", path / "b")
     assert (found.only_a, found.only_b) == (("master:weight",), ("master:new",))
-    assert found.reshaped == (
-        ("buffer:running_mean", "BF16 [6]", "F32 [6]"),
-        ("exp_avg:weight", "F32 [5, 7]", "F32 [7, 5]"),
-    )
+    weight = ("exp_avg:weight", "F32 [5, 7]", "F32 [7, 5]")
+    assert found.reshaped == (("buffer:running_mean", "BF16 [6]", "F32 [6]"), weight)
     assert not found.tensors_equal
     assert compare(path / "a", path / "b", kinds=["exp_avg_sq"]).tensors_equal
     with pytest.raises(CheckpointError, match="holds a tensor of kind 'masters'; did you mean 'master'"):
         compare(path / "a", path / "b", kinds=["masters"])
 
 
-def test_each_side_must_verify_and_damaged_data_is_not_called_equal(
-    pair: tuple[Path, dict[tuple[str, str], Tensor]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_side_must_verify_and_damaged_data_is_not_called_equal(pair: Pair, capsys: Any) -> None:
     """The fingerprints of the two manifests are equal; the bytes of one file are not what they were."""
     path, tensors = pair
     bad = write(path / "b", tensors) / R1
@@ -145,9 +140,7 @@ def test_each_side_must_verify_and_damaged_data_is_not_called_equal(
         compare(path / "a", path / "b", kinds=["buffer"])
 
 
-def test_the_command_prints_it_and_exits_1(
-    pair: tuple[Path, dict[tuple[str, str], Tensor]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_prints_it_and_exits_1(pair: Pair, capsys: Any) -> None:
     path, tensors = pair
     tensors["master", "weight"][2, 3] += 1
     write(path / "b", tensors, step=6, config={"optim": {"lr": 0.2}, "new": "x" * 100})

@@ -172,9 +172,8 @@ def test_the_whole_way_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     assert (tmp_path / "log").read_text().splitlines() == ["started"] * 2
     shards = TokenShards.open(tmp_path / "tokens")
     first = shards.read(np.array([0]), shards.document_ends[0])[0].tolist()
-    assert TokenizerFile(tmp_path / "one.json").decode(first) == (
-        (STDLIB / "json" / "__init__.py").read_text() + "<|endoftext|>"
-    )
+    text = TokenizerFile(tmp_path / "one.json").decode(first)
+    assert text == (STDLIB / "json" / "__init__.py").read_text() + "<|endoftext|>"
 
 
 @pytest.mark.parametrize(
@@ -218,9 +217,7 @@ def test_mistakes_before_the_work(
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_ranks")
-def test_the_error_of_a_worker_takes_one_line(
-    tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_error_of_a_worker_takes_one_line(tmp_path: Path, tokenizer: Path, capfd: Any) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["fine", "half \ud83d"])
     assert tokenize(f"{tmp_path}/*.jsonl", tokenizer, tmp_path / "out", "workers=1") == 1
     error = capfd.readouterr().err
@@ -241,9 +238,7 @@ def test_only_empty_documents(tmp_path: Path, tokenizer: Path) -> None:
     assert (tmp_path / "00000.bin").read_bytes() == b""
 
 
-def test_a_token_beyond_the_vocabulary_is_found(
-    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_token_beyond_the_vocabulary_is_found(tmp_path: Path, tokenizer: Path, monkeypatch: Any) -> None:
     own_job, loaded = job(tmp_path, tokenizer)
     monkeypatch.setattr(loaded, "encode_batch", lambda texts: [[5, 512]])
     with pytest.raises(DataError, match="token 512, which is beyond its vocabulary of 512"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,7 @@ from dtrain.tools.experiment.records import Experiment, read_record
 @pytest.fixture
 def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
     whole: Experiment[object] = cli.load("accumulation")
-    short = Experiment(
-        whole.result, whole.paper, partial(run, longest=64, trials=4), whole.finding, whole.tables, whole.draw
-    )
+    short = replace(whole, run=partial(run, longest=64, trials=4))
     monkeypatch.setattr(cli, "load", lambda name: short)
 
 

@@ -15,18 +15,9 @@ from dtrain.engine.initialize import initialize
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.products import products
 from dtrain.precision.formats import BF16, FP16, FP32
-from dtrain.tools.experiment import accumulation, gradient_histogram, loss_scaling, master_weights
+from dtrain.tools.experiment import accumulation, formats, gradient_histogram, loss_scaling, master_weights
 from dtrain.tools.experiment.accumulation import MATMUL, SUMS, VECTORS
-from dtrain.tools.experiment.formats import (
-    PRECISIONS,
-    FormatCurves,
-    FormatsResult,
-    TaskComparison,
-    draw,
-    finding,
-    run,
-    tables,
-)
+from dtrain.tools.experiment.formats import PRECISIONS, FormatCurves, FormatsResult, TaskComparison, draw, run
 from dtrain.tools.experiment.gradient_histogram import SCALES
 from dtrain.tools.experiment.master_weights import WithoutMasters
 from dtrain.tools.experiment.networks import convnet, detector, regression
@@ -150,11 +141,9 @@ def curves(precision: str, *losses: list[float]) -> FormatCurves:
 
 def compared(bf16: FormatCurves) -> TaskComparison:
     fp32, same = [[5.0, 1.0], [6.0, 3.0]], [[5.0, 1.0], [6.0, 3.0]]
-    formats = [bf16, curves("fp16", *same), curves("fp8", *same)]
+    others = [bf16, curves("fp16", *same), curves("fp8", *same)]
     perturbed = curves("fp32", [5.5, 1.6]).curves
-    return TaskComparison(
-        "any", "", [10, 20], ProductShares(0.5, 0.25, 1, 2), curves("fp32", *fp32), perturbed, formats
-    )
+    return TaskComparison("any", "", [1, 2], ProductShares(0.5, 0.25, 1, 2), curves("fp32", *fp32), perturbed, others)
 
 
 def test_gaps_are_in_units_of_seed_and_rounding_noise_at_that_step() -> None:
@@ -168,15 +157,15 @@ def test_gaps_are_in_units_of_seed_and_rounding_noise_at_that_step() -> None:
 
 def test_a_worse_format_is_told_from_noise() -> None:
     item = compared(curves("bf16", [5.0, 9.0], [6.0, 11.0]))
-    assert finding(FormatsResult([0, 1], [item])) == (
+    assert formats.finding(FormatsResult([0, 1], [item])) == (
         "Outside FP32's own noise: BF16 on any (+5.4 units); other mean gaps are at most 0.0 units at the end, "
         "0.0 at any step"
     )
     same = compared(curves("bf16", [5.0, 1.0], [6.5, 3.0]))
-    assert finding(FormatsResult([0, 1], [same])) == (
+    assert formats.finding(FormatsResult([0, 1], [same])) == (
         "No format can be told from FP32's own noise; mean gaps are at most 0.0 units at the end, 0.3 at any step"
     )
-    rows = tables(FormatsResult([0, 1], [item]))[0].rows
+    rows = formats.tables(FormatsResult([0, 1], [item]))[0].rows
     assert rows[3][:3] == ("", "fp8", "50% fp8 (Linears: 1 of 2); convolutions, 25%, bf16")
 
 
@@ -203,7 +192,7 @@ def test_every_task_trains_in_every_format_and_is_drawn(names: tuple[str, ...] |
             least, most, least_float8, most_float8 = SHARES[item.task]
             assert least <= item.shares.convolutions <= most
             assert least_float8 <= item.shares.float8 <= most_float8
-    assert len(tables(result)[0].rows) == len(chosen) * (1 + len(PRECISIONS))
+    assert len(formats.tables(result)[0].rows) == len(chosen) * (1 + len(PRECISIONS))
     assert len(draw(result).axes) >= len(chosen)
 
 

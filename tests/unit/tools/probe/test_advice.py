@@ -98,9 +98,8 @@ def test_lines_of_advice(trials: list[Trial], noise: Noise, culprits: set[str], 
 
 
 def test_fp16_keeps_its_dynamic_scale_if_the_constant_one_fails() -> None:
-    advice, _ = ask(
-        Evidence([trial("fp32"), trial("fp16", 0.001)], NOISE, Analysis((), loss_scale=1024.0)), {"fp16": {"any"}}
-    )
+    evidence = Evidence([trial("fp32"), trial("fp16", 0.001)], NOISE, Analysis((), loss_scale=1024.0))
+    advice, _ = ask(evidence, {"fp16": {"any"}})
     assert (advice.precision, advice.loss_scale, advice.line) == ("fp16", None, "precision=fp16")
 
 
@@ -137,12 +136,9 @@ def test_rules_for_the_culprits_alone() -> None:
 
 
 def test_a_rule_for_a_module_covers_those_inside() -> None:
-    analysis = Analysis(
-        (result("attn.q", "bf16", 0.5), result("attn", "bf16", 0.3, "forward"), result("attn.k", "bf16", 0.2))
-    )
-    advice, world = ask(
-        Evidence([trial("fp32"), trial("bf16", 0.1)], NOISE, analysis), {"bf16": {"attn", "attn.q", "attn.k"}}
-    )
+    results = result("attn.q", "bf16", 0.5), result("attn", "bf16", 0.3, "forward"), result("attn.k", "bf16", 0.2)
+    evidence = Evidence([trial("fp32"), trial("bf16", 0.1)], NOISE, Analysis(results))
+    advice, world = ask(evidence, {"bf16": {"attn", "attn.q", "attn.k"}})
     assert rules(advice) == {"attn": "fp32"}
     assert [asked for _, asked, _ in world.asked] == [{"attn.q": "fp32"}, {"attn": "fp32"}]
 

@@ -21,6 +21,7 @@ from dtrain.tools.probe.trials import FormatTraining, interleave, train
 from tests.helpers.probed_models import FACTORY, TINY
 
 CPU = torch.device("cpu")
+Steps = list[MicroBatches]
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def dataset(config: ProbeConfig) -> Dataset:
 
 
 @pytest.fixture(scope="module")
-def steps(config: ProbeConfig, dataset: Dataset) -> list[MicroBatches]:
+def steps(config: ProbeConfig, dataset: Dataset) -> Steps:
     return load_steps(config.training("fp32"), dataset)
 
 
@@ -49,9 +50,7 @@ def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
     return replace(config, precision=replace(config.precision, loss_scale=LossScale(**scale)))
 
 
-def test_formats_start_equal_and_train_on_the_same_samples(
-    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
-) -> None:
+def test_formats_start_equal_and_train_on_the_same_samples(config: ProbeConfig, dataset: Dataset, steps: Steps) -> None:
     names = ("fp32", "fp32", "bf16", "fp16", "fp8")
     trainings = [start(config.training(name), dataset) for name in names]
     _, cosines = interleave(trainings, steps)
@@ -65,9 +64,7 @@ def test_formats_start_equal_and_train_on_the_same_samples(
         assert other.losses == pytest.approx(first.losses, rel=0.02)
 
 
-def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
-    config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
-) -> None:
+def test_a_step_that_overflows_repeats_with_equal_dropout(config: ProbeConfig, dataset: Dataset, steps: Steps) -> None:
     low = start(at_scale(config.training("fp16"), mode="static", init=256.0), dataset)
     high = start(at_scale(config.training("fp16"), mode="dynamic", init=2.0**24), dataset)
     first, _ = interleave([low, high], steps)
@@ -80,11 +77,9 @@ def test_a_step_that_overflows_is_repeated_with_the_same_dropout(
     assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer has no FP16")]
-)
+@pytest.mark.parametrize(("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer")])
 def test_a_model_that_fails_in_fp16_is_a_failed_trial(
-    kind: str, reason: str, config: ProbeConfig, dataset: Dataset, steps: list[MicroBatches]
+    kind: str, reason: str, config: ProbeConfig, dataset: Dataset, steps: Steps
 ) -> None:
     names = ("fp32", "bf16", "fp16")
     runs = (replace(run, model=replace(run.model, args={"kind": kind})) for run in map(config.training, names))

@@ -138,9 +138,7 @@ def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPa
 @exhaustive
 def test_many_micro_batches_take_what_the_last_of_a_few_takes() -> None:
     run = tiny(STAGE_3, ranks=2)
-    three, four, six = (
-        simulate(with_ranks(run, 2, 2 * 4 * count), [2], ASSUMED, is_strong=False)[0].step for count in (3, 4, 6)
-    )
+    three, four, six = (simulate(with_ranks(run, 2, 8 * n), [2], ASSUMED, is_strong=False)[0].step for n in (3, 4, 6))
     assert six.seconds - four.seconds == pytest.approx(2 * (four.seconds - three.seconds))
     weights = [share.count for step in (three, six) for (name, _), share in step.shares.items() if name == WEIGHTS]
     assert weights[1] == 2 * weights[0]

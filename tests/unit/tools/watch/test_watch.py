@@ -75,9 +75,7 @@ ENDED = {
 
 
 @pytest.mark.parametrize(("name", "content", "expected"), ENDED.values(), ids=ENDED)
-def test_an_ended_run_says_why_and_what_continues_it(
-    run: Path, name: str, content: dict[str, Any], expected: str
-) -> None:
+def test_an_ended_run_says_why_and_what_continues(run: Path, name: str, content: dict[str, Any], expected: str) -> None:
     (run / name).write_text(json.dumps(content))
     before = files(run)
     watched = WatchedRun(run)

@@ -11,11 +11,7 @@ import pytest
 
 from dtrain.__main__ import main
 from dtrain.errors import BenchError
-from dtrain.tools.bench.records import (
-    TrainingResults,
-    read_results,
-    write_results,
-)
+from dtrain.tools.bench.records import TrainingResults, read_results, write_results
 from dtrain.tools.bench.report.document import describe, update_document
 from dtrain.tools.bench.report.overhead import median_interval, meets_target
 from dtrain.tools.bench.report.training import has_wrong_loss

@@ -23,14 +23,7 @@ from dtrain.telemetry import host
 from dtrain.tools.bench import peers, records
 from dtrain.tools.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.tools.bench.peers import DEFAULT_PEERS, PEERS
-from dtrain.tools.bench.records import (
-    BenchmarkCase,
-    CaseResult,
-    FailedCase,
-    Float8Results,
-    TrainingResults,
-    read_results,
-)
+from dtrain.tools.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
 from dtrain.tools.bench.report.document import describe
 from dtrain.tools.bench.report.statistics import final_loss
 from dtrain.tools.bench.report.training import has_wrong_loss
@@ -202,12 +195,10 @@ def test_an_engine_comes_after_the_peer_that_does_its_work(monkeypatch: pytest.M
     assert cases.chosen_engines(None) == [("fsdp2", 2), ("ddp", 0)], "by default those that are installed"
 
 
-def test_a_peer_that_is_not_installed_is_left_out(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: Any, caplog: Any) -> None:
     measured: list[str] = []
 
-    def run_rounds(given: list[BenchmarkCase], _: object) -> tuple[list[CaseResult], list[FailedCase]]:
+    def run_rounds(given: list[BenchmarkCase], _: object) -> tuple[list[CaseResult], list[records.FailedCase]]:
         measured.extend(case.name for case in given)
         return [result("plain", 1, [[1.0]], engine="plain")], []
 
