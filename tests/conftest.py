@@ -35,8 +35,6 @@ else:
     )
     hypothesis.settings.load_profile("busy-machine")
 
-# -- which tests run ---------------------------------------------------------------------------------------------------
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options of the fault suite, and a random order."""
@@ -82,23 +80,13 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
 
 
-# -- a test that starts a process says so ------------------------------------------------------------------------------
-
 _MARKERS_OF_PROCESSES = ("processes", "deepspeed", "compile", "faults", "gpu")
-_STARTS = {
-    "subprocess.Popen",
-    "os.fork",
-    "os.forkpty",
-    "os.posix_spawn",
-    "os.spawn",
-    "os.system",
-    "tests.Process.start",
-}
+_FORKS = {"os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system", "subprocess.Popen", "tests.Process.start"}
 _unmarked: str | None = None  # the test that runs, if it may start no process
 
 
 def _refuse_processes(event: str, args: tuple[Any, ...]) -> None:
-    if _unmarked is not None and event in _STARTS:
+    if _unmarked is not None and event in _FORKS:
         pytest.fail(
             f"{_unmarked} starts a process ({event} {args!r:.100}) without a marker; add @pytest.mark.processes, or "
             "pytestmark = pytest.mark.processes to its file"
@@ -123,9 +111,6 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         _unmarked = item.nodeid
     yield
     _unmarked = None
-
-
-# -- fixtures ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")

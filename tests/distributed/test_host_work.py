@@ -11,7 +11,7 @@ from torch import nn
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.models import build_model
-from tests.helpers.operations import operations_of
+from tests.helpers.op_dtypes import operations_of
 from tests.helpers.ranks import run_ranks
 
 CONFIG = ModelConfig(num_layers=1, hidden_dim=32, num_heads=1, max_seq_len=4)

@@ -18,7 +18,7 @@ from tests.engines.checks.skips import start_normalized as start
 from tests.engines.checks.skips import step_normalized as step
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.host_reads import forbidden, like_a_gpu
-from tests.helpers.operations import operations_of
+from tests.helpers.op_dtypes import operations_of
 from tests.helpers.ranks import run_ranks
 
 

@@ -17,7 +17,7 @@ from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CorruptionError
 from tests.engines.helpers import batch, start, train_step
-from tests.helpers.bit_flips import flip_bit, random_bit
+from tests.helpers.bit_flips import flip_bit
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
 
@@ -95,7 +95,7 @@ def plant(engine: StepEngine, flip: Flip) -> tuple[Any, ...] | None:
     # the last rank may hold no master
     candidates = tensors(engine, flip.kind) or tensors(engine, MASTER) or tensors(engine, "buffer")
     name, kind, data = choice.choice(candidates)
-    flip_bit(data, *random_bit(data, choice))
+    flip_bit(data, choice.randrange(data.numel()), choice.randrange(8 * data.element_size()))
     return (engine.rank,), name, kind
 
 

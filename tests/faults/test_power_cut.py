@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain.checkpoint import open_newest, storage, verify
-from dtrain.checkpoint.directory import NoCheckpointError, committed_checkpoints
+from dtrain.checkpoint.directory import NoCheckpointError, committed_checkpoints, step_name
 from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.retention import Retention
 from dtrain.cli.resolve import compose
@@ -30,7 +31,7 @@ from dtrain.train.run_dir import open_run_dir
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, save_threads
 from tests.helpers.damage import R0, flip
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
-from tests.helpers.power_cut import FUNCTIONS, Call, Disk, Recorder, State, cuts, recorded, write_state
+from tests.helpers.power_cut import FUNCTIONS, Call, Disk, Recorder, State, cuts, write_state
 
 RUN = "run/checkpoints"
 
@@ -86,8 +87,7 @@ def saves(*steps: int, world: int = 1, keep_last: int = 2) -> Callable[[Path, Re
 
 def loads_and_saves(directory: Path, recorder: Recorder) -> None:
     assert open_newest(directory, ALONE).step == 100
-    save_good(directory, 200, 1)
-    recorder.returned(200)
+    saves(200)(directory, recorder)
 
 
 def interrupted(
@@ -134,10 +134,6 @@ def saves_in_a_run_directory(directory: Path, recorder: Recorder) -> None:
     recorder.returned(300)
 
 
-def itself(directory: Path) -> Path:
-    return directory
-
-
 IO_ERROR = OSError(errno.EIO, os.strerror(errno.EIO))
 SCENARIOS = {
     "first save of a run": Scenario(lambda directory: None, saves(300, world=2), newest=-1),
@@ -152,10 +148,10 @@ SCENARIOS = {
     "quarantine at a load": Scenario(with_damage, loads_and_saves, newest=100, damaged="step-00000200"),
     "replaces a damaged one": Scenario(lambda d: with_damage(d, 300), saves(300), damaged="step-00000300"),
     # after the old checkpoint was renamed, before that is durable; the next save cleans up
-    "killed while deleting": Scenario(two_good, interrupted(itself, 2, Killed(), 400, returned=300)),
-    "killed before it is durable": Scenario(two_good, interrupted(itself, 1, Killed(), 400)),
+    "killed while deleting": Scenario(two_good, interrupted(lambda d: d, 2, Killed(), 400, returned=300)),
+    "killed before it is durable": Scenario(two_good, interrupted(lambda d: d, 1, Killed(), 400)),
     # the save reverts its rename
-    "fails to make it durable": Scenario(two_good, interrupted(itself, 1, IO_ERROR, 300)),
+    "fails to make it durable": Scenario(two_good, interrupted(lambda d: d, 1, IO_ERROR, 300)),
 }
 
 
@@ -173,7 +169,8 @@ def record(scenario: Scenario, folder: Path) -> Recording:
     work.mkdir(parents=True)
     scenario.prepare(work / RUN)
     shutil.copytree(work, start)
-    with recorded(work) as recorder:
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder(work, patch)
         scenario.work(work / RUN, recorder)
     return Recording(scenario, start, recorder.calls)
 
@@ -277,14 +274,14 @@ def sample_of_cuts(recordings: Sequence[Recording], count: int) -> list[Cut]:
 
 def check_sample(recordings: dict[str, Recording], count: int) -> None:
     """Checks ``count`` states; fails with the calls that led to a bad one."""
-    names = {id(recording): name for name, recording in recordings.items()}
     for cut in sample_of_cuts(list(recordings.values()), count):
         try:
             check_cut(cut)
         except Exception as error:
             calls = "\n".join(map(str, cut.recording.calls[: cut.num_calls]))
             found = {path: "directory" if data is None else len(data) for path, data in cut.state.items()}
-            pytest.fail(f"{names[id(cut.recording)]}: {error}\nafter the calls\n{calls}\nthe disk holds\n{found}")
+            name = next(name for name, recording in recordings.items() if recording is cut.recording)
+            pytest.fail(f"{name}: {error}\nafter the calls\n{calls}\nthe disk holds\n{found}")
 
 
 @pytest.mark.timeout(1200)  # for all of them on a busy machine
@@ -341,10 +338,41 @@ def test_no_fsync_can_be_dropped(recordings: dict[str, Recording], name: str) ->
         needed.append(re.sub(r"\.tmp-\w+", ".tmp", Path(call.paths[0]).name))
     assert needed
     if name == "first save of a run":
-        shards = ["r0000.safetensors", "r0001.safetensors"]
         assert needed[:2] == ["", "run"]  # the names of the new directories
-        assert sorted(needed[2:4]) == shards
+        assert sorted(needed[2:4]) == ["r0000.safetensors", "r0001.safetensors"]
         assert needed[4:] == ["manifest.json", "step-00000300.tmp", "checkpoints"]
+
+
+class StorageWithoutRename:
+    """The ``storage`` module, whose ``rename`` does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return nothing if name == "rename" else getattr(storage, name)
+
+
+def nothing(*args: Any) -> None: ...
+
+
+def final_path(directory: Path, step: int) -> Path:
+    return directory / step_name(step)
+
+
+NO_RENAME = {"commit.storage": StorageWithoutRename()}
+WITHOUT = {  # what is left out: replaced names of dtrain.checkpoint, and a scenario in which it is missed
+    "the commit's rename": (NO_RENAME, "first save of a run"),
+    "the temporary name": ({**NO_RENAME, "commit.temporary_path": final_path}, "first save of a run"),
+    "the rename before a deletion": ({"directory.storage": StorageWithoutRename()}, "deletes"),
+    "the clean-up": ({"commit.clean_up": nothing, "lease.lease.clean_up": nothing}, "cleans up"),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_no_rename_or_removal_can_be_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    replaced, scenario = WITHOUT[name]
+    for target, value in replaced.items():
+        monkeypatch.setattr(f"dtrain.checkpoint.{target}", value)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check_sample({scenario: record(SCENARIOS[scenario], tmp_path)}, 300)
 
 
 def test_every_storage_function_is_in_the_model() -> None:

@@ -43,9 +43,6 @@ class Script:
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] = lambda model: torch.optim.AdamW(
         model.parameters(), lr=2e-2, weight_decay=0.1
     )
-    num_samples: int = 38
-    num_tests: int = 11
-    batch_size: int = 4
     drop_last: bool = False
     epochs: int = 2
     max_norm: float | None = None
@@ -75,10 +72,8 @@ def run(
     model = build(seed)
     optimizer = script.optimizer(model)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 8))
-    train = DataLoader(
-        samples(script.num_samples), batch_size=script.batch_size, shuffle=True, drop_last=script.drop_last
-    )
-    test = DataLoader(samples(script.num_tests, seed=2), batch_size=script.batch_size)
+    train = DataLoader(samples(38), batch_size=4, shuffle=True, drop_last=script.drop_last)
+    test = DataLoader(samples(11, seed=2), batch_size=4)
     model, optimizer, train, test, scheduler = accelerator.prepare(model, optimizer, train, test, scheduler)
     if resume_at:
         accelerator.load_state(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import random
 
 from torch import Tensor
 
@@ -15,8 +14,3 @@ def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
     assert 0 <= element < tensor.numel()
     address = tensor.data_ptr() + element * tensor.element_size() + bit // 8
     ctypes.c_uint8.from_address(address).value ^= 1 << bit % 8
-
-
-def random_bit(tensor: Tensor, choice: random.Random) -> tuple[int, int]:
-    """Returns an element and a bit of it."""
-    return choice.randrange(tensor.numel()), choice.randrange(8 * tensor.element_size())

@@ -1,11 +1,12 @@
-"""Models of images and numbers for tests, with batches for them."""
+"""Models of images and numbers with batches for them, and factories of a user, such as :func:`plain`."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dtrain
 from dtrain.config.model import USED_KEYS, ModelConfig
@@ -49,3 +50,29 @@ def start(model: TaskModel, **options: Any) -> Any:
     settings: dict[str, Any] = {"precision": "fp32", "max_grad_norm": None, "seed": 0}
     settings["optimizer"] = dtrain.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)
     return dtrain.initialize(model, **settings | options)
+
+
+def plain(config: ModelConfig, task: Task) -> nn.Module:
+    """A module without loss, as those of torchvision; ``model.args.more_outputs`` widens its head."""
+    channels, height, width = task.input_shape
+    num_outputs = task.num_outputs + config.args.get("more_outputs", 0)
+    head = nn.Linear(4 * -(-height // 2) * -(-width // 2), num_outputs)
+    return nn.Sequential(nn.Conv2d(channels, 4, 3, stride=2, padding=1), nn.ReLU(), nn.Flatten(), head)
+
+
+class WithLogits(nn.Module):
+    """Returns an object with ``logits``, as models of transformers do."""
+
+    def __init__(self, config: ModelConfig, task: Task) -> None:
+        super().__init__()
+        self.inner = plain(config, task)
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return SimpleNamespace(logits=self.inner(pixel_values), hidden_states=None)
+
+
+class Pair(WithLogits):
+    """Returns a tuple, as models with auxiliary outputs do."""
+
+    def forward(self, pixel_values: Tensor) -> Any:
+        return self.inner(pixel_values), None

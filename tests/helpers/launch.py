@@ -62,9 +62,6 @@ def write_samples(folder: Path) -> str:
     return f"data.files={folder / 'samples.txt'}"
 
 
-# -- files of a run ----------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Record:
     """Everything that must be equal, bit by bit, in two equal runs."""
@@ -118,9 +115,6 @@ def newest_step(run_dir: Path) -> int:
     names = [name for name in checkpoints(run_dir) if re.fullmatch(r"step-\d{8}", name)]
     assert not names or verify(run_dir / "checkpoints").ok
     return int(names[-1].removeprefix("step-")) if names else 0
-
-
-# -- forked ranks: cheap, for what needs no launcher -------------------------------------------------------------------
 
 
 def train_here(job: RunConfig | list[str], env: Mapping[str, str], log: str) -> int:
@@ -183,9 +177,6 @@ def fork_command(log: Path, *argv: str, env: Mapping[str, str]) -> ForkServerPro
 def log_of(run_dir: Path) -> str:
     """Standard error of the forked ranks of a run so far."""
     return Path(f"{run_dir}.log").read_text(encoding="utf-8")
-
-
-# -- processes of their own --------------------------------------------------------------------------------------------
 
 
 class Job:

@@ -1,8 +1,8 @@
-"""The dtypes that each operation of a forward and a backward really ran in, seen below autograd and autocast."""
+"""The operations that really ran, seen below autograd and autocast: their number, and the dtypes of each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,6 +72,21 @@ class OpDtypes(TorchDispatchMode):
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Counter(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations_of(work: Callable[[], Any]) -> int:
+    """Returns the number of operations in ``work``, views and allocations too."""
+    with _Counter() as counter:
+        work()
+    return counter.number
 
 
 def _dtypes(values: Any) -> tuple[str, ...]:

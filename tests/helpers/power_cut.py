@@ -15,7 +15,6 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import isfunction
 from pathlib import Path
@@ -55,7 +54,6 @@ class Recorder:
             patch.setattr(storage, name, self._wrap(name, getattr(storage, name)))
 
     def returned(self, step: int) -> None:
-        """Records that a save of ``step`` has returned."""
         self.calls.append(Call("returned", data=str(step).encode()))
 
     def _wrap(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -76,13 +74,6 @@ class Recorder:
         if isinstance(args[0], int):
             return (self._open[args[0]],) if args[0] in self._open else ()
         return tuple(str(path.relative_to(self._root)) for path in args if path.is_relative_to(self._root))
-
-
-@contextmanager
-def recorded(root: Path) -> Iterator[Recorder]:
-    """Records the changes below ``root`` while the block runs."""
-    with pytest.MonkeyPatch.context() as patch:
-        yield Recorder(root, patch)
 
 
 @dataclass
@@ -123,9 +114,6 @@ class Disk:
         else:
             self._nodes[number] = _File(path.read_bytes(), path.read_bytes())
         return number
-
-    def apply(self, call: Call) -> None:
-        getattr(self, f"_{call.name}")(call)
 
     def would_change(self, sync: Call) -> bool:
         """Whether an fsync makes anything durable that was not."""
@@ -197,8 +185,6 @@ class Disk:
         file = self._nodes[self._find(path)]
         assert isinstance(file, _File)
         return file
-
-    # -- states after a power cut -------------------------------------------------------------------------------------
 
     def plain_states(self) -> Iterator[State]:
         """Yields states with none, all, all but one, or one of the pending names; each with data kept and lost."""
@@ -289,7 +275,7 @@ def cuts(start: Path, calls: Sequence[Call]) -> Iterator[tuple[int, int, Disk]]:
     disk, step = Disk(start), -1
     yield 0, step, disk
     for number, call in enumerate(calls, 1):
-        disk.apply(call)
+        getattr(disk, f"_{call.name}")(call)
         if call.name == "returned":
             step = int(call.data)
         yield number, step, disk

@@ -47,9 +47,6 @@ class RankFailure(AssertionError):
     """One or more ranks raised; the message holds every traceback."""
 
 
-# -- in a rank ---------------------------------------------------------------------------------------------------------
-
-
 class _State:
     """What a job may change in its process. What can be put back is put back; the rest costs the process its place."""
 
@@ -154,9 +151,6 @@ def _serve(pipe: Connection) -> None:
         pipe.send_bytes(pickle.dumps((stays, ok, result)))
         if not stays:
             return
-
-
-# -- in the tests ------------------------------------------------------------------------------------------------------
 
 
 class _Rank:

@@ -54,9 +54,6 @@ class Result:
     masters: dict[str, Tensor]
 
 
-# -- under an engine ---------------------------------------------------------------------------------------------------
-
-
 def start(run: Run, *, weights: int = 0, **options: Any) -> Any:
     """Returns the engine of ``run`` before its first step; ``weights`` seeds the model."""
     torch.set_num_threads(1)
@@ -109,9 +106,6 @@ def train(rank: int, world: int, run: Run) -> Result:
 def train_all(rank: int, world: int, runs: list[Run]) -> list[Result]:
     """Runs all of ``runs``, one after the other, on this rank."""
     return [train(rank, world, run) for run in runs]
-
-
-# -- under the oracle --------------------------------------------------------------------------------------------------
 
 
 def oracle_run(run: Run, world: int) -> tuple[Oracle, list[OracleStep]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +15,14 @@ DIM = 8
 
 
 class Stack(nn.Module):
-    """Blocks between a first and a last layer, which are the root's; the loss is a mean square."""
+    """Blocks between a first and a last layer, which are the root's; the loss is a mean square.
 
-    def __init__(self, *blocks: nn.Module) -> None:
+    ``order(blocks, x)`` runs the blocks; by default one after the other.
+    """
+
+    def __init__(self, *blocks: nn.Module, order: Callable[[Any, Tensor], Tensor] | None = None) -> None:
         super().__init__()
+        self.order = order
         self.first = nn.Linear(DIM, DIM)
         self.blocks = nn.ModuleList(blocks)
         self.last = nn.Linear(DIM, 3)
@@ -25,6 +31,8 @@ class Stack(nn.Module):
         return self.last(self.middle(torch.tanh(self.first(x)))).float().square().mean()
 
     def middle(self, x: Tensor) -> Tensor:
+        if self.order is not None:
+            return self.order(self.blocks, x)
         for block in self.blocks:
             x = block(x)
         return x
@@ -41,40 +49,31 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = torch.tanh(self.up(x))
-        down = checkpoint(self.down, hidden, use_reentrant=False) if self.inside else self.down(hidden)
-        return x + down
+        return x + (checkpoint(self.down, hidden, use_reentrant=False) if self.inside else self.down(hidden))
 
 
-class Checkpointed(Stack):
+def recomputed(blocks: Any, x: Tensor) -> Tensor:
     """Recomputes whole blocks in backward, the last two as one."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.blocks[0], x, use_reentrant=False)
-        return checkpoint(lambda y: self.blocks[2](self.blocks[1](y)), x, use_reentrant=False)
+    x = checkpoint(blocks[0], x, use_reentrant=False)
+    return checkpoint(lambda y: blocks[2](blocks[1](y)), x, use_reentrant=False)
 
 
-class Reused(Stack):
-    """a, b, a, a: not in one direction."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        a, b = self.blocks
-        return a(a(b(a(x))))
+def reused(blocks: Any, x: Tensor) -> Tensor:
+    """Not in one direction."""
+    a, b = blocks
+    return a(a(b(a(x))))
 
 
-class Interleaved(Stack):
+def interleaved(blocks: Any, x: Tensor) -> Tensor:
     """Branches that run side by side in backward."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        a, b, c = self.blocks
-        return c(a(x) * b(x) + a(x))
+    a, b, c = blocks
+    return c(a(x) * b(x) + a(x))
 
 
-class Branching(Stack):
+def branching(blocks: Any, x: Tensor) -> Tensor:
     """A block that depends on the data, which is the same on all ranks, and one that no forward uses."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        a, b, c, _ = self.blocks
-        return c(b(a(x))) if x.shape[0] % 2 else c(a(x))
+    a, b, c, _ = blocks
+    return c(b(a(x))) if x.shape[0] % 2 else c(a(x))
 
 
 class DictBlock(Block):
@@ -84,14 +83,8 @@ class DictBlock(Block):
         return {"x": super().forward(x["x"]), "seen": [x["x"].detach()]}
 
 
-class DictStack(Stack):
-    """Hands dicts from block to block."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        state: Any = {"x": x}
-        for block in self.blocks:
-            state = block(state)
-        return state["x"]
+def in_dicts(blocks: Any, x: Tensor) -> Tensor:
+    return functools.reduce(lambda state, block: block(state), blocks, {"x": x})["x"]
 
 
 class GruBlock(nn.Module):
@@ -138,32 +131,26 @@ class Penalty(Stack):
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "plain": lambda: Stack(*(Block() for _ in range(5))),
-    "checkpointed_blocks": lambda: Checkpointed(*(Block() for _ in range(3))),
+    "checkpointed_blocks": lambda: Stack(*(Block() for _ in range(3)), order=recomputed),
     "checkpointed_inside": lambda: Stack(*(Block(inside=True) for _ in range(3))),
-    "reused": lambda: Reused(Block(), Block()),
-    "interleaved": lambda: Interleaved(*(Block() for _ in range(3))),
-    "branching": lambda: Branching(*(Block() for _ in range(4))),
-    "dicts": lambda: DictStack(*(DictBlock() for _ in range(3))),
+    "reused": lambda: Stack(Block(), Block(), order=reused),
+    "interleaved": lambda: Stack(*(Block() for _ in range(3)), order=interleaved),
+    "branching": lambda: Stack(*(Block() for _ in range(4)), order=branching),
+    "dicts": lambda: Stack(*(DictBlock() for _ in range(3)), order=in_dicts),
     "gru": lambda: Stack(GruBlock(False), GruBlock(True), GruBlock(False)),
     "attention": lambda: Stack(AttentionBlock(), AttentionBlock()),
     "detached": lambda: Stack(DetachedBlock(), DetachedBlock()),
     "penalty": lambda: Penalty(Block(), Block()),
     "weight_norm": lambda: Stack(*(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)) for _ in range(2))),
-    "lists_in_lists": lambda: Lists(),
+    "lists_in_lists": lambda: Stack(*(nn.ModuleList(Block() for _ in range(2)) for _ in range(2)), order=of_lists),
 }
 
 
-class Lists(Stack):
+def of_lists(lists: Any, x: Tensor) -> Tensor:
     """Units that are lists, which nobody calls."""
-
-    def __init__(self) -> None:
-        super().__init__(*(nn.ModuleList(Block() for _ in range(2)) for _ in range(2)))
-
-    def middle(self, x: Tensor) -> Tensor:
-        for pair in self.blocks:
-            for block in pair:  # type: ignore[attr-defined]
-                x = block(x)
-        return x
+    for block in itertools.chain.from_iterable(lists):
+        x = block(x)
+    return x
 
 
 def build(name: str) -> nn.Module:

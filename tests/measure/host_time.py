@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.models import build_model
-from tests.helpers.operations import operations_of
+from tests.helpers.op_dtypes import operations_of
 from tests.helpers.ranks import run_ranks
 from tests.measure.results import load_now, printed, write
 

@@ -23,7 +23,7 @@ from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
 from dtrain.sharding.storage_pool import StoragePool
 from tests.helpers.many_ranks import sent_gradient
-from tests.helpers.operations import operations_of
+from tests.helpers.op_dtypes import operations_of
 
 COMM = SingleRank(torch.device("cpu"))
 ONE = Weight(torch.ones(()), is_one=True)
@@ -142,9 +142,6 @@ def test_gradients_of_1024_ranks_are_received_as_one_tensor() -> None:
     assert counts[0] == counts[1]
 
 
-# -- the parts of a parameter in a buffer with gaps --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("world_size", "gap"), [(1, 0), (1, 64), (2, 64), (3, 0), (5, 64)])
 def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
     shapes = {"a": (700, 3), "none": (0, 4), "b": (5,), "c": (4000,), "d": (2, 2)}
@@ -170,9 +167,6 @@ def test_parameters_are_cut_where_a_gap_is(world_size: int, gap: int) -> None:
     (layout,) = flat_layouts("unit", [ParamSpec("none", (0, 4), torch.float32)], 2)
     ((part,),) = slot_parts(torch.zeros(2 * gap), layout, gap)
     assert part.shape == (0, 4), "alone in a buffer"
-
-
-# -- the order of reductions -------------------------------------------------------------------------------------------
 
 
 def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None) -> tuple[list[str], GradientReducer]:

@@ -221,11 +221,11 @@ IMAGES, NUMBERS = Denoising(("cat", "dog"), (1, 8, 8)), Regression((1, 8, 8), (0
 
 
 def own_model(task: Task, name: str, **args: Any) -> nn.Module:
-    config = ModelConfig(name="own", factory=f"tests.helpers.own_models:{name}", args=args)
+    config = ModelConfig(name="own", factory=f"tests.helpers.image_models:{name}", args=args)
     return build_model(config, task, seed=0)
 
 
-@pytest.mark.parametrize("name", ["plain", "with_logits"])
+@pytest.mark.parametrize("name", ["plain", "WithLogits"])
 def test_a_plain_module_gets_loss_and_metrics_of_the_task(name: str) -> None:
     task = classification(3, 7, 6)
     model = own_model(task, name)
@@ -255,7 +255,7 @@ def test_a_prediction_of_another_shape_is_refused(task: Task, targets: Tensor, s
 
 def test_keys_of_a_loss_that_the_task_has_not_are_refused() -> None:
     for task, key in ((classification(1, 8, 8), {"z_loss": 0.1}), (NUMBERS, {"label_smoothing": 0.1})):
-        config = ModelConfig(factory="tests.helpers.own_models:plain", **key)  # type: ignore[arg-type]
+        config = ModelConfig(factory="tests.helpers.image_models:plain", **key)  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match=rf"model\.{next(iter(key))}=0\.1 has no effect on {task.name}; remove"):
             build_model(config, task, seed=0)
 

@@ -164,14 +164,14 @@ def test_models_and_data_of_a_user(tmp_path: Path) -> None:
     short = ("train.steps=2", "train.micro_batch_size=4", "train.global_batch_size=8", "train.eval_batches=1")
     short += ("report=false",)
     arrays = ("data=arrays", f"data.path={tmp_path}/train.safetensors", *short)
-    own = "model.factory=tests.helpers.own_models:"
+    own = "model.factory=tests.helpers.image_models:"
     statistics = ("experiment=glyphs", *_DIGITS, "model.hidden_dim=8", "engine.reproducible=true", *short)
     pair = "Pair returned a tuple; for classification a model returns a tensor, or an object"
     fixed = "reproducible=True cannot hold with 'model.stem_norm' (BatchNorm2d): its running statistics"
     cases = {
         "glyphs": ((f"{own}plain", "data=glyphs", *_DIGITS[:2], *short), "", ""),
-        "arrays": ((f"{own}with_logits", *arrays), "", ""),
-        "pair": ((f"{own}pair", *arrays), "ModelError", pair),
+        "arrays": ((f"{own}WithLogits", *arrays), "", ""),
+        "pair": ((f"{own}Pair", *arrays), "ModelError", pair),
         "none": (("model=mlp", "data=arrays", f"data.path={tmp_path}/none", *short), "ConfigError", "data.path="),
         "no_image": (
             ("model=convnet", "data=friedman", *short),
