@@ -8,17 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dtrain.checkpoint import (
-    CheckpointReader,
-    NoCheckpointError,
-    ReadTarget,
-    Retention,
-    Snapshot,
-    open_newest,
-    save,
-    shared_folder,
-    storage,
-)
+from dtrain.checkpoint import CheckpointReader, NoCheckpointError, ReadTarget, Retention, Snapshot, open_newest, save
 from dtrain.checkpoint.directory import make_directories, remove_tree
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.checkpoint.storage import make_directory

@@ -117,11 +117,12 @@ def test_flops_count_the_products(folders: dict[str, Path]) -> None:
 
 
 def edit(**changes: Any) -> Callable[[Path], None]:
-    """Returns what changes entries of the config.json of a folder."""
+    """Returns what changes entries of the config.json of a folder, or removes those that are ``...``."""
 
     def edited(folder: Path) -> None:
         path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+        entries = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in entries.items() if value is not ...}))
 
     return edited
 

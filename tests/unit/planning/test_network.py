@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -61,22 +60,6 @@ def test_formulas(transfer: Transfer, expected: float) -> None:
     assert IB.seconds(transfer) == pytest.approx(expected, rel=1e-9)
 
 
-def test_measured_collectives_are_within_a_third() -> None:
-    """Compares bus GB/s of all-gather and all-to-all with AWS p5: 32 and 256 H100s, 8 a node (docs/scaling.md)."""
-    measured = {
-        ("all_gather", 32, 2048): 330.9,
-        ("all_gather", 256, 512): 146.4,
-        ("all_gather", 256, 2048): 262.8,
-        ("all_to_all_single", 32, 2048): 54.1,
-        ("all_to_all_single", 256, 512): 33.1,
-        ("all_to_all_single", 256, 2048): 40.8,
-    }
-    for (op, size, mib), gigabytes_s in measured.items():
-        received = mib * 2**20 * (size - 1) // size
-        found = received / FABRICS["efa"].seconds(Transfer(op, received, size)) / 1e9
-        assert found == pytest.approx(gigabytes_s, rel=0.33), (op, size, mib)
-
-
 @given(st.floats(1e-6, 1e-2), st.floats(1e-12, 1e-8), st.integers(2, 64))
 def test_the_fit_finds_latency_and_bandwidth(latency: float, per_byte: float, ranks: int) -> None:
     sizes = (2**14, 2**20, 2**24)
@@ -119,16 +102,10 @@ def test_results_that_tell_too_little_are_refused(tmp_path: Path, change: Any, m
         Network.read(tmp_path / "network.json", SOCKETS)
 
 
-@pytest.mark.parametrize(
-    ("work", "message"),
-    [
-        (lambda: find_device("h100-80g"), r"device=h100-80g is not known; did you mean 'h100-80gb'"),
-        (lambda: FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16)), "one node of 8 ranks, and 16 ranks"),
-        (lambda: find_fabric("ib-40g"), "network=ib-40g is neither a file nor a known network; did you mean"),
-        (lambda: Network.read(MEASURED, NCCL), "through nccl"),
-        (lambda: Network.read(Path("/nonexistent"), SOCKETS), "is no result of dtrain bench collectives"),
-    ],
-)
-def test_what_is_not_known_is_refused(work: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        work()
+def test_what_is_not_known_is_refused() -> None:
+    with pytest.raises(ConfigError, match="one node of 8 ranks, and 16 ranks"):
+        FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16))
+    with pytest.raises(ConfigError, match="network=ib-40g is neither a file nor a known network; did you mean"):
+        find_fabric("ib-40g")
+    with pytest.raises(ConfigError, match="through nccl"):
+        Network.read(MEASURED, NCCL)

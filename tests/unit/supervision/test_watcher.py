@@ -13,9 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from dtrain.distributed.processes import process_start
 from dtrain.distributed.progress import Phase, Progress
+from dtrain.distributed.setup import make_communicator
 from dtrain.supervision import supervised, watcher
 from dtrain.supervision.hang import PhaseLimits
 from dtrain.supervision.member import Member, WatchJob, share_progress
@@ -23,6 +26,7 @@ from dtrain.supervision.supervised import Supervision, unsupported_reason
 from dtrain.supervision.watcher import POLL_S, HangReport, Watcher, find_hangs
 from tests.helpers import watched
 from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.ranks import run_ranks
 from tests.helpers.watched import WatchedProcesses
 from tests.unit.supervision.test_hang import CASES, ended, find_hang, limits, running, waiting
 
@@ -305,3 +309,17 @@ def test_the_watcher_is_no_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "MY_OWN" in names
         assert not {"RANK", "SLURM_PROCID"} & {*names}
         assert os.getsid(pid) == pid
+
+
+def is_watched(rank: int, world: int, num_hosts: int) -> bool:
+    supervised.host_identity = lambda: [str(rank % num_hosts)]  # type: ignore[assignment]
+    comm = make_communicator(dist.group.WORLD, torch.device("cpu"), shared_memory=False)
+    with supervised.supervised(comm, (60.0,) * 3, enabled=rank == 0) as supervision:
+        assert comm.exchange_text(str(rank)) == [str(rank) for rank in range(world)]
+        return supervision.watcher is not None
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("num_hosts", [1, 2])
+def test_ranks_may_differ_in_whether_they_are_watched(num_hosts: int) -> None:
+    assert run_ranks(2, is_watched, num_hosts, timeout=60) == [True, False]

@@ -24,6 +24,7 @@ from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.tools.checkpoint.cli import main
 from tests.helpers.language_models import MODELS, TOKENS, save_model
+from tests.unit.models.test_hf import edit, to_pickle
 
 TOLERANCE = 1e-6  # of the loss, FP32
 Change = Callable[[Path], Any]
@@ -169,19 +170,10 @@ def test_half_precision_weights_behind_links_of_a_download_cache(copy: Callable[
     assert all(torch.equal(exported[name], value.float()) for name, value in low.items())
 
 
-def configure(**changes: Any) -> Change:
-    def change(folder: Path) -> None:
-        config = json.loads((folder / "config.json").read_text())
-        kept = {key: value for key, value in (config | changes).items() if value is not ...}
-        (folder / "config.json").write_text(json.dumps(kept))
-
-    return change
-
-
 def test_null_counts_as_absent(tmp_path: Path) -> None:
     llama(num_key_value_heads=4, **THETA).save_pretrained(tmp_path / "hf")
     nulls = ("num_key_value_heads", "rope_theta", "rms_norm_eps", "tie_word_embeddings", "rope_scaling")
-    configure(**dict.fromkeys(nulls))(tmp_path / "hf")
+    edit(**dict.fromkeys(nulls))(tmp_path / "hf")
     model = import_hf(tmp_path / "hf", tmp_path / "run").model
     assert (model.num_kv_heads, model.rope_theta, model.norm_eps) == (None, 500.0, 1e-6)
 
@@ -213,11 +205,6 @@ def huge_header(folder: Path) -> None:
     (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
 
 
-def pickled(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
-
-
 def fifo(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     os.mkfifo(folder / "model.safetensors")
@@ -231,31 +218,31 @@ def loop(folder: Path) -> None:
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
 LINEAR = {"rope_type": None, "type": "linear", "factor": 2.0}
 UNSUPPORTED: list[tuple[str, Change, str]] = [
-    ("llama", configure(model_type="mistral"), "model_type 'mistral' cannot be imported; supported are llama"),
-    ("llama", configure(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
-    ("llama", configure(rope_scaling=LINEAR), "rope_scaling .*linear.* cannot be"),
-    ("llama", configure(attention_bias=True), "attention_bias True cannot be imported; dtrain's model has False"),
-    ("llama", configure(hidden_act="gelu"), "hidden_act 'gelu' cannot be imported; dtrain's model has 'silu'"),
-    ("llama", configure(head_dim=16), "head_dim 16 cannot be imported; dtrain's model has 8 there"),
-    ("llama", configure(quantization_config={"bits": 4}), "quantization_config .* cannot be imported"),
-    ("llama", configure(num_attention_heads=5), "do not fit together"),
-    ("llama", configure(hidden_size=...), "hidden_size is None, expected an integer of at least 1"),
-    ("llama", configure(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer of at least 1"),
-    ("llama", configure(num_hidden_layers=10**9), "config.json states 1000000000 layers"),
-    ("llama", configure(num_hidden_layers=3), "has no tensor 'model.layers.2.input_layernorm.weight'"),
-    ("llama", configure(vocab_size=301), r"'model.embed_tokens.weight' has shape \[300, 32\], .* \[301, 32\]"),
-    ("llama", configure(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number of at least 0"),
-    ("llama", configure(tie_word_embeddings=True), "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
-    ("gpt2", configure(activation_function="relu"), "activation_function 'relu' cannot be imported"),
-    ("gpt2", configure(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True cannot be"),
-    ("gpt2", configure(n_head=5), "n_embd 32 is not a multiple of n_head 5"),
-    ("gpt2", configure(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
+    ("llama", edit(model_type="mistral"), "model_type 'mistral' cannot be imported; supported are llama"),
+    ("llama", edit(rope_parameters=SCALED), "rope_parameters .*llama3.* cannot be imported: .* plain rotary"),
+    ("llama", edit(rope_scaling=LINEAR), "rope_scaling .*linear.* cannot be"),
+    ("llama", edit(attention_bias=True), "attention_bias True cannot be imported; dtrain's model has False"),
+    ("llama", edit(hidden_act="gelu"), "hidden_act 'gelu' cannot be imported; dtrain's model has 'silu'"),
+    ("llama", edit(head_dim=16), "head_dim 16 cannot be imported; dtrain's model has 8 there"),
+    ("llama", edit(quantization_config={"bits": 4}), "quantization_config .* cannot be imported"),
+    ("llama", edit(num_attention_heads=5), "do not fit together"),
+    ("llama", edit(hidden_size=...), "hidden_size is None, expected an integer of at least 1"),
+    ("llama", edit(num_hidden_layers=0), "num_hidden_layers is 0, expected an integer of at least 1"),
+    ("llama", edit(num_hidden_layers=10**9), "config.json states 1000000000 layers"),
+    ("llama", edit(num_hidden_layers=3), "has no tensor 'model.layers.2.input_layernorm.weight'"),
+    ("llama", edit(vocab_size=301), r"'model.embed_tokens.weight' has shape \[300, 32\], .* \[301, 32\]"),
+    ("llama", edit(rms_norm_eps=10**400), "rms_norm_eps is 1000.*, expected a number of at least 0"),
+    ("llama", edit(tie_word_embeddings=True), "'lm_head.weight' differs from 'model.embed_tokens.weight'"),
+    ("gpt2", edit(activation_function="relu"), "activation_function 'relu' cannot be imported"),
+    ("gpt2", edit(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx True cannot be"),
+    ("gpt2", edit(n_head=5), "n_embd 32 is not a multiple of n_head 5"),
+    ("gpt2", edit(tie_word_embeddings=False), "has no tensor 'lm_head.weight'"),
 ]
 HOSTILE: list[tuple[Change, str]] = [
     (lambda folder: (folder / "config.json").unlink(), r"config.json: missing"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json: expected a JSON object, got list"),
     (loop, "config.json: not a regular file"),
-    (pickled, "pytorch_model.bin is not read because such files can run code"),
+    (to_pickle, "pytorch_model.bin is not read because such files can run code"),
     (fifo, "model.safetensors: not a regular file"),
     (huge_header, "model.safetensors: a header of 1152921504606846976 bytes does not fit"),
     (lambda folder: os.truncate(folder / "model.safetensors", 40_000), "its tensors end at byte|its tensors"),

@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from matplotlib import image
 
+from dtrain.__main__ import main
 from dtrain.errors import ConfigError
 from dtrain.telemetry.report.curves import Curve, chart, number, thin
 from dtrain.telemetry.report.page import page
@@ -150,6 +151,17 @@ def test_metrics_and_picture_of_a_run_without_tokens(tmp_path: Path) -> None:
         assert "sample.png is left out: it is no readable PNG of at most 4 MB" in page_of(run)
     (run / "sample.png").unlink()
     assert "left out" not in page_of(run)
+
+
+def test_one_run_has_its_page_beside_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}/report.html\n"
+    first = (run / "report.html").read_bytes()
+    assert main(["report", str(run), f"out={tmp_path}/again.html", "verify=true"]) == 0
+    assert (tmp_path / "again.html").read_bytes() == first  # it has no checkpoint
+    assert main(["report", str(run), f"out={tmp_path}/missing/page.html"]) == 2
+    assert "missing is no folder; make it, or name another file" in capsys.readouterr().err
 
 
 def test_refusals(tmp_path: Path) -> None:

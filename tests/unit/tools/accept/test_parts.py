@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from dtrain.tools.accept.parts import casts, memory, optimizer, profile, rates
+from dtrain.tools.accept.parts import casts, gpu_tests, memory, optimizer, profile, rates
+from dtrain.tools.accept.parts.gpu_tests import conclusions, counts, read_records, section
 from tests.unit.tools.accept.made import last, request
 
 CPU = torch.device("cpu")
@@ -100,3 +101,66 @@ def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_
     assert (len(results["failures"]), results["equal"]) == (7, 91)
     (line,) = casts.conclusions(results)
     assert line.startswith("FP8 casts by Triton 3.8.0: 91 variants with the bits of tensor code, 7 without; this vers")
+
+
+# the tests of tests/gpu as a job runs them: a crash or a dead device costs one test
+TESTS = """
+import os, pytest
+def test_passes(): pass
+def test_fails(): assert 1 == 2, "one"
+@pytest.mark.skip(reason="older than Ampere")
+def test_skipped(): pass
+def test_crashes(): os.abort()
+def test_dies(dead): pass
+def test_after(): pass
+"""
+DEAD = """
+import pytest
+from dtrain.tools.accept import recorder
+@pytest.fixture
+def dead():
+    recorder._context_error = lambda: "CUDA error: an illegal memory access"
+    raise RuntimeError("illegal address")
+"""
+
+
+def run(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, workers: int) -> list[dict[str, Any]]:
+    folder = root / "tests/gpu"
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    if not workers:
+        monkeypatch.setattr(gpu_tests, "find_spec", lambda name: None if name == "xdist" else object())
+    monkeypatch.setattr(gpu_tests, "_SAVE_S", 0.0)
+    monkeypatch.setenv("PYTEST_ADDOPTS", "")
+    names = [f"tests/gpu/{name}" for name in files if name.startswith("test_")]
+    return list(gpu_tests.run(request(root, files=names, workers=workers, root=str(root))))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_a_crash_costs_one_test(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"conftest.py": DEAD, "test_engine.py": TESTS, "test_bad.py": "import nothing_here"}
+    partial, results = run(tmp_path, files, monkeypatch, workers)[-2:]
+    assert partial["tests"] is not results["tests"], "results so far were yielded"
+    assert counts(results["tests"]) == {"passed": 2, "failed": 3, "skipped": 1, "not ended": 1}
+    name = "tests/gpu/test_engine.py::test_"
+    found = dict(line.split(": ", 1) for line in results["failures"])
+    assert found[f"{name}fails"].startswith("AssertionError: one")
+    assert found[f"{name}crashes"] == "its process ended in it"
+    assert "does not answer after it: CUDA error: an illegal memory access" in found[f"{name}dies"]
+    assert "No module named 'nothing_here'" in found["tests/gpu/test_bad.py"]
+    text = "\n".join(section(results))
+    assert "- 1 test: Skipped: older than Ampere" in text
+    assert "assert 1 == 2" in text
+    assert conclusions(results)[0].startswith("tests: 3 failed, 1 not ended, 2 passed, 1 skipped")
+
+
+def test_half_a_record_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    lines = ['{"begin": "a"}', '{"test": "a", "outcome": "failed", "when": "call"}']
+    lines += ['{"test": "a", "outcome": "skipped", "when": "teardown"}', '{"begin": "b"}', '{"test": "b", "outc']
+    path.write_text("\n".join(lines))
+    found = read_records(path)
+    assert found["b"] is None
+    assert (found["a"] or {})["outcome"] == "failed", "the worse phase of a test"
