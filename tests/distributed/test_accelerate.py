@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import accelerate
 import pytest
@@ -14,18 +13,11 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.errors import DivergenceError, UsageError
 from dtrain.integrations.accelerate import Accelerator
-from tests.helpers.accelerate_loops import (
-    F,
-    History,
-    Script,
-    build,
-    decay_groups,
-    launched,
-    loader_options,
-    run,
-    samples,
-)
+from tests.distributed.test_frozen import message
+from tests.helpers.accelerate_loops import History, Script, build, decay_groups, launched, loader_options, run, samples
 from tests.helpers.ranks import run_ranks
+
+pytestmark = pytest.mark.processes
 
 
 def grouped(model: nn.Module) -> torch.optim.Optimizer:
@@ -36,8 +28,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
 
 
-# 38 samples in batches of 4 give two ranks unequal numbers of them; drop_last leaves six out
-# each with the stage that trains it
+# each with the stage that trains it; 38 samples in batches of 4 give two ranks unequal numbers of them
 SCRIPTS = {
     "drop-last": (Script(drop_last=True, max_norm=0.3, epochs=1), {}, 0),
     "accumulated": (Script(grouped, max_norm=0.3), {"gradient_accumulation_steps": 2}, 3),
@@ -45,26 +36,21 @@ SCRIPTS = {
 }
 
 
-def options_of(extra: dict[str, Any]) -> dict[str, Any]:
-    options = {**loader_options(), **extra}
-    options["dataloader_config"].split_batches = options.pop("split", False)
-    return options
-
-
 def _equal(rank: int, world: int) -> dict[str, tuple[History, History]]:
     found = {}
     for name, (script, extra, stage) in SCRIPTS.items():
+        options = {**loader_options(), **extra}
+        options["dataloader_config"].split_batches = options.pop("split", False)
         with launched(rank, world):
-            want = run(accelerate.Accelerator(**options_of(extra)), script)
+            want = run(accelerate.Accelerator(**options), script)
         with launched(rank, world):
-            accelerator = Accelerator(engine=dtrain.Native(zero_stage=stage), **options_of(extra))
+            accelerator = Accelerator(engine=dtrain.Native(zero_stage=stage), **options)
             found[name] = want, run(accelerator, script)
             assert accelerator.distributed_type == accelerate.DistributedType.MULTI_CPU
             assert not any(isinstance(m, nn.parallel.DistributedDataParallel) for m in accelerator._models)
     return found
 
 
-@pytest.mark.processes
 def test_scripts_train_as_with_plain_accelerate() -> None:
     for rank, found in enumerate(run_ranks(2, _equal)):
         for name, (want, got) in found.items():
@@ -97,7 +83,6 @@ def _load(rank: int, world: int, folder: str) -> tuple[int, dict[str, Tensor]]:
         return model.engine.applied_steps, accelerator.get_state_dict(model)
 
 
-@pytest.mark.processes
 def test_a_run_resumes_with_equal_bits_and_loads_on_other_ranks(tmp_path: Path) -> None:
     folder = str(tmp_path)
     whole = run_ranks(2, _part, folder, 0, 0)
@@ -115,23 +100,19 @@ def test_a_run_resumes_with_equal_bits_and_loads_on_other_ranks(tmp_path: Path) 
 
 def _misuse(rank: int, world: int, folder: str) -> list[str]:
     with launched(rank, world):
-        messages: list[str] = []
         accelerator, model = Accelerator(cpu=True), build()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        for call in (model.state_dict, lambda: accelerator.join_uneven_inputs([model]).__enter__()):
-            with pytest.raises(UsageError) as error:
-                call()
-            messages.append(str(error.value))
+        messages = [
+            message(UsageError, call)
+            for call in (model.state_dict, lambda: accelerator.join_uneven_inputs([model]).__enter__())
+        ]
         accelerator.save_model(model, folder)
         accelerator.wait_for_everyone()
-        accelerator.backward(F.cross_entropy(model(torch.ones(1, 6)), torch.tensor([1])))
+        accelerator.backward(nn.functional.cross_entropy(model(torch.ones(1, 6)), torch.tensor([1])))
         accelerator.clip_grad_norm_(model.parameters(), 1.0 + rank)
-        with pytest.raises(DivergenceError) as divergence:
-            optimizer.step()
-        return [*messages, str(divergence.value), *sorted(os.listdir(folder))]
+        return [*messages, message(DivergenceError, optimizer.step), *sorted(os.listdir(folder))]
 
 
-@pytest.mark.processes
 def test_what_all_ranks_must_do_alike(tmp_path: Path) -> None:
     for found in run_ranks(2, _misuse, str(tmp_path)):
         assert "call accelerator.get_state_dict(model) on every rank" in found[0]

@@ -8,26 +8,25 @@ import torch
 
 from dtrain.checkpoint import Snapshot, open_newest, save, shared_folder, verify
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import make_tensors, shards_of
+from tests.helpers.damage import R1, flip
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 
-def _comm() -> Communicator:
-    return connect(torch.device("cpu"))
+CPU = torch.device("cpu")
 
 
 def _save(rank: int, world: int, directory: Path, step: int) -> str:
     snapshot = Snapshot(step, shards_of(make_tensors(step), rank, world), {"world_size": world})
-    return save(directory, snapshot, _comm()).name
+    return save(directory, snapshot, connect(CPU)).name
 
 
 def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
-    comm = _comm()
+    comm = connect(CPU)
     reader = open_newest(directory, comm)
     held = []
     for want in shards_of(make_tensors(reader.step), rank, world):
@@ -41,10 +40,7 @@ def _load_and_check(rank: int, world: int, directory: Path) -> tuple[int, int]:
 def test_all_ranks_pass_over_a_damaged_one_and_use_the_same(tmp_path: Path) -> None:
     for step in (10, 20):
         run_ranks(2, _save, tmp_path, step)
-    file = tmp_path / "step-00000020" / "r0001.safetensors"  # verified only by rank 1
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip(R1, 1.0)(tmp_path / "step-00000020")  # verified only by rank 1
     assert run_ranks(2, _load_and_check, tmp_path) == [(10, 2)] * 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad-step-00000020-hash", "step-00000010"]
 

@@ -16,6 +16,7 @@ from dtrain.engine.native import NativeEngine
 from dtrain.errors import CheckpointError, ConfigError, DivergenceError
 from tests.distributed.test_frozen import message
 from tests.helpers.adapted_models import Adapted, held, joined, same, start, train
+from tests.helpers.damage import flip
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -57,8 +58,7 @@ def test_a_checkpoint_names_the_folder_and_holds_no_frozen_weight(base: Path, tm
     first = run_ranks(2, run, str(tmp_path / "first"), str(base), 3, None)
     held_kinds = kinds(tmp_path / "first")
     assert "frozen" not in held_kinds
-    trained = {name for name, p in Adapted(DIM).named_parameters() if p.requires_grad}
-    assert held_kinds["master"] == trained
+    assert held_kinds["master"] == {name for name, p in Adapted(DIM).named_parameters() if p.requires_grad}
     moved = base.rename(tmp_path / "moved")
     for world, stage in ((1, 0), (2, 3)):
         again = run_ranks(world, run, str(tmp_path / f"{world}"), str(moved), stage, str(tmp_path / "first"))
@@ -78,9 +78,7 @@ def test_another_source_is_refused(base: Path, tmp_path: Path) -> None:
     said = message(CheckpointError, lambda: without.load(tmp_path / "run"))
     assert f"holds no frozen weights, they are those of {base} (sha256 {sha256[:12]})" in said
     assert torch.equal(without.module.get_parameter("blocks.1.up.weight"), before), "left as it is"
-    data = bytearray((base / "model-2.safetensors").read_bytes())
-    data[-1] ^= 1
-    (base / "model-2.safetensors").write_bytes(data)
+    flip("model-2.safetensors", 1.0)(base)
     other = start(0, precision="bf16", frozen_source=dtrain.FrozenSource(str(base)))
     said = message(CheckpointError, lambda: other.load(tmp_path / "run"))
     assert f"was trained over the frozen weights of {base} (sha256 {sha256[:12]}), this run has those of" in said

@@ -199,8 +199,8 @@ SLOW = {"average", "wide reduction", "fp8", "scaled loss"}
 )
 def test_settings_keep_the_bits_of_one_replica(setting: str) -> None:
     model, options = SETTINGS[setting]
-    plain = Run(model, accumulation=2, steps=2, options={"precision": "bf16", "zero_stage": 2, **options})
-    plain = plain.with_options(reproducible=True)
+    options = {"precision": "bf16", "zero_stage": 2, "reproducible": True, **options}
+    plain = Run(model, accumulation=2, steps=2, options=options)
     expected, got = run_ranks(4, train_all, [plain, plain.with_options(shard_size=2)])[0]
     assert all(outcome.applied for outcome in got.outcomes)
     assert_equal_bits(got, expected, setting)

@@ -15,6 +15,7 @@ from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError
 from dtrain.parameters.compute_shard import COMPUTE
+from tests.engines.checks.audits import flip_master
 from tests.engines.helpers import fingerprints, start, state_digests, train_step
 from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
 from tests.helpers.bit_flips import flip_bit
@@ -48,10 +49,8 @@ def save_from(rank: int, world: int, layout: Layout, source: Path | None, target
     else:
         engine.load(source)
     engine.save(target)
-    whole = state_digests(engine)
-    own = engine.master_state()
-    assert (own.keys() == engine.shapes.keys()) == (rank == 0)
-    return whole
+    assert (engine.master_state().keys() == engine.shapes.keys()) == (rank == 0)
+    return state_digests(engine)
 
 
 def test_any_mesh_loads_any_other(tmp_path: Path) -> None:
@@ -63,8 +62,7 @@ def test_any_mesh_loads_any_other(tmp_path: Path) -> None:
     ]
     expected, digests = None, None
     for number, (layout, world) in enumerate(chain):
-        source = tmp_path / f"{number - 1}" if number else None
-        target = tmp_path / f"{number}"
+        source, target = tmp_path / f"{number - 1}" if number else None, tmp_path / f"{number}"
         found = run_ranks(world, save_from, layout, source, target)
         expected, digests = expected or fingerprints(target), digests or found[0]
         assert fingerprints(target) == expected, layout
@@ -86,8 +84,7 @@ def train_on(rank: int, world: int, layout: Layout, source: Path | None, target:
         engine.save(target, asynchronous=True)
         for _ in range(2):
             train_step(engine, 4)
-    # the model's buffers depend on the micro-batches of their rank
-    return {key: value for key, value in state_digests(engine).items() if not key.startswith("buffer:")}
+    return state_digests(engine, buffers=False)  # they depend on the micro-batches of their rank
 
 
 @pytest.mark.parametrize("first", [HYBRID, ("native", 3, SHARD_SIZE)])
@@ -111,13 +108,6 @@ def test_measured_updates_count_each_master_once() -> None:
     for counts in run_ranks(WORLD, measured):
         assert all(changed <= numel for changed, numel in counts), counts
         assert sum(changed == numel for changed, numel in counts) > 3, counts
-
-
-def flip_master(engine: StepEngine, rank: int) -> None:
-    engine.comm.barrier()  # the other ranks may still gather from this one
-    if engine.rank == rank:
-        shard = next(shard for shard in engine.local_shards(MASTER) if shard.data.numel())
-        flip_bit(shard.data, 0, 20)
 
 
 def save_with_a_difference(rank: int, world: int, every: int, is_announced: bool, folder: Path) -> Any:

@@ -13,23 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import launch
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.launch import (
-    ROOT,
-    SMALL,
-    Job,
-    Record,
-    deepspeed_sh,
-    listing,
-    newest_step,
-    record_of,
-    sbatch,
-    started,
-    summary,
-    torchrun,
-    train,
-    write_samples,
-)
+from tests.helpers.launch import ROOT, SMALL, Job, Record, newest_step, record_of, summary, train, write_samples
 
 pytestmark = pytest.mark.processes
 
@@ -64,7 +50,7 @@ def listening(job: Job) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
-@pytest.mark.parametrize("launcher", [torchrun, deepspeed_sh, sbatch])
+@pytest.mark.parametrize("launcher", [launch.torchrun, launch.deepspeed_sh, launch.sbatch])
 def test_two_ranks_train_as_without_a_launcher(
     tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job]
 ) -> None:
@@ -78,17 +64,17 @@ def test_two_ranks_train_as_without_a_launcher(
         job.wait_until(has_connected)
         assert sorted(job.ranks()) == [0, 1]
         # torchrun's own rendezvous listens everywhere
-        assert launcher is torchrun or listening(job) == LOOPBACK
+        assert launcher is launch.torchrun or listening(job) == LOOPBACK
         assert job.wait() == 0, job.output
         assert job.gone()
-    assert ("--local_rank=1" in job.output) == (launcher is deepspeed_sh)
+    assert ("--local_rank=1" in job.output) == (launcher is launch.deepspeed_sh)
     assert record_of(run_dir) == forked
     assert summary(run_dir)["world_size"] == 2
 
 
 @pytest.mark.parametrize(
     ("launcher", "number"),
-    [(started, signal.SIGUSR1), pytest.param(deepspeed_sh, signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    [(launch.started, signal.SIGUSR1), pytest.param(launch.deepspeed_sh, signal.SIGTERM, marks=pytest.mark.exhaustive)],
 )
 def test_a_sweep_is_stopped_after_a_save(
     tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job], number: signal.Signals
@@ -110,7 +96,7 @@ def test_a_sweep_is_stopped_after_a_save(
         assert newest_step(folder / str(run)) == summary(folder / str(run))["steps"]
     assert record_of(folder / "1") == forked
     files = ("config.yaml", "environment.json", "metrics.jsonl", "precision.json", "summary.json")
-    assert listing(folder / "1") == ["checkpoints/step-00000004/manifest.json", *files]
+    assert launch.listing(folder / "1") == ["checkpoints/step-00000004/manifest.json", *files]
 
 
 def test_the_script_of_slurm_takes_the_first_of_several_nodes(tmp_path: Path) -> None:
@@ -125,7 +111,7 @@ def test_the_script_of_slurm_takes_the_first_of_several_nodes(tmp_path: Path) ->
 
 @pytest.mark.exhaustive
 def test_ranks_whose_command_was_killed_save_too(tmp_path: Path, data: str) -> None:
-    with started(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={tmp_path}/run") as job:
+    with launch.started(tmp_path, *SMALL, data, *ENDLESS, f"run_dir={tmp_path}/run") as job:
         job.wait_for_step(tmp_path / "run", 2)
         os.kill(job.pid, signal.SIGKILL)
         assert job.wait() == -signal.SIGKILL
@@ -141,10 +127,10 @@ def deepspeed(folder: Path, *argv: str) -> Job:
 
 # SLURM gives the highest code of its tasks: 128 + SIGKILL, or + SIGTERM if it ends the other rank while that one exits
 KILLED: dict[str, tuple[Callable[..., Job], set[int], str]] = {
-    "launch.num_processes": (started, {1}, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
+    "launch.num_processes": (launch.started, {1}, r"dtrain: rank 1 \(process {pid}\) was ended by SIGKILL; "),
     # it looks once a second, and takes the code of the lower rank if both have ended since
     "deepspeed": (deepspeed, {247, 1}, r"exits with return code = (-9|1)"),
-    "srun": (sbatch, {137, 143}, r"task 1: -9"),
+    "srun": (launch.sbatch, {137, 143}, r"task 1: -9"),
 }
 
 
@@ -173,7 +159,7 @@ def test_a_rank_that_is_killed_ends_the_job_and_is_named(
 def test_torchrun_restarts_after_a_rank_was_killed(tmp_path: Path, data: str) -> None:
     """In a step, and while the next attempt starts. The bits are those of an uninterrupted run."""
     run_dir, config = tmp_path / "run", [*SMALL, data, "train.steps=40"]
-    with torchrun(tmp_path, *config, f"run_dir={run_dir}", options=["--max-restarts=2"]) as job:
+    with launch.torchrun(tmp_path, *config, f"run_dir={run_dir}", options=["--max-restarts=2"]) as job:
         job.wait_for_step(run_dir, 9)
         pid = job.ranks()[1]
         os.kill(pid, signal.SIGKILL)

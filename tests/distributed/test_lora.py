@@ -41,15 +41,10 @@ def batch(step: int) -> Tensor:
     return torch.randint(VOCAB, (WORLD, 9), generator=torch.Generator().manual_seed(step))
 
 
-def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> StepEngine:
-    model, source = build_hf(folder / name, lora=LORAS[name]), dtrain.FrozenSource(str(folder / name))
-    optimizer = dtrain.AdamW(lr=LR, weight_decay=0.1)
-    engine = dtrain.initialize(
-        model, precision=precision, zero_stage=stage, seed=0, audit=2, optimizer=optimizer, max_grad_norm=1.0,
-        frozen_source=source, **options,
-    )  # fmt: skip
-    assert isinstance(engine, StepEngine)
-    return engine
+def start(folder: Path, name: str, stage: int, precision: str = "fp32", **options: Any) -> Any:
+    options |= {"precision": precision, "zero_stage": stage, "frozen_source": dtrain.FrozenSource(str(folder / name))}
+    options |= {"optimizer": dtrain.AdamW(lr=LR, weight_decay=0.1), "max_grad_norm": 1.0, "seed": 0, "audit": 2}
+    return dtrain.initialize(build_hf(folder / name, lora=LORAS[name]), **options)
 
 
 def train(engine: StepEngine, steps: range) -> list[float]:
@@ -126,10 +121,8 @@ def plain(folder: Path, name: str) -> tuple[list[float], dict[str, Tensor]]:
     from peft import LoraConfig, get_peft_model
 
     lora = LORAS[name]
-    config = LoraConfig(
-        r=lora.r, lora_alpha=int(lora.alpha), target_modules=lora.targets, fan_in_fan_out=name == "gpt2"
-    )
-    model = get_peft_model(load_hf(folder / name).train(), config)
+    ranks = {"r": lora.r, "lora_alpha": int(lora.alpha), "fan_in_fan_out": name == "gpt2"}
+    model = get_peft_model(load_hf(folder / name).train(), LoraConfig(target_modules=lora.targets, **ranks))
     own = build_hf(folder / name, lora=lora).state_dict()
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
     with torch.no_grad():

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.host_memory import HostMemory
-from dtrain.engine.native import NativeEngine
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -59,8 +58,7 @@ def measure(build: Callable[[], nn.Module], stage: int, precision: Any) -> tuple
     torch.manual_seed(0)
     gc.collect()
     gc.freeze()  # objects that exist already are neither searched nor counted
-    engine = dtrain.initialize(build(), precision=precision, zero_stage=stage, seed=0)
-    assert isinstance(engine, NativeEngine)
+    engine: Any = dtrain.initialize(build(), precision=precision, zero_stage=stage, seed=0)
     for _ in range(2):
         engine.backward(engine(torch.randn(4, DIM)))
         engine.step()
@@ -75,14 +73,8 @@ def measure_all(rank: int, world: int, precision: str) -> list[tuple[int, dict[s
 exhaustive = pytest.mark.exhaustive
 
 
-@pytest.mark.parametrize(
-    ("world", "precision"),
-    [
-        (2, "bf16"),
-        (2, "fp32"),
-        *(pytest.param(world, precision, marks=exhaustive) for world in (1, 4) for precision in ("bf16", "fp32")),
-    ],
-)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=exhaustive) for world in (1, 4))])
 def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
     for found in run_ranks(world, measure_all, precision, fresh=True):
         for stage, (live, reported, formula) in enumerate(found):
@@ -101,8 +93,7 @@ def test_state_bytes_follow_the_formula(world: int, precision: str) -> None:
 
 def shares_storage(rank: int, world: int, precision: str) -> None:
     for stage in range(4):
-        engine = dtrain.initialize(Stack(), precision=precision, zero_stage=stage, seed=0)
-        assert isinstance(engine, NativeEngine)
+        engine: Any = dtrain.initialize(Stack(), precision=precision, zero_stage=stage, seed=0)
         fp32 = [buffer for buffer in engine.sharded.buffers if buffer.layout.dtype == torch.float32]
         for buffer in fp32:
             for local in buffer.replica.local:
@@ -139,7 +130,7 @@ def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
     assert run_ranks(1, heap_before_and_after, fresh=True) == [[False, True]]
 
 
-BOUND = 48 << 20  # bytes
+BOUND = 48 << 20  # bytes that a load may take beside the state that it fills, however large a tensor is
 
 
 class Large(nn.Module):

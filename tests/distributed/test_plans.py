@@ -49,13 +49,8 @@ CASES: list[tuple[int, list[str]]] = [  # ranks and keys
     (4, ["precision=bf16", "engine.zero_stage=3", "engine.reshard_after_forward=false", "train.global_batch_size=32"]),
     (4, ["precision=fp32", "engine.zero_stage=1", "train.micro_batch_size=2", "model.max_seq_len=128"]),
 ]
-TINY = {
-    "model.num_layers": 3,
-    "model.hidden_dim": 96,
-    "model.num_heads": 4,
-    "model.max_seq_len": 64,
-    "train.micro_batch_size": 4,
-}
+TINY = {"model.num_layers": 3, "model.hidden_dim": 96, "model.num_heads": 4, "model.max_seq_len": 64}
+TINY["train.micro_batch_size"] = 4
 
 
 def configuration(ranks: int, keys: list[str], defaults: dict[str, Any]) -> RunConfig:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.damage import R0, flip
 from tests.helpers.launch import SEQ_LEN, SMALL, checkpoints, log_of, newest_step, record_of, train, write_samples
 from tests.helpers.mishap import Mishap
 
@@ -44,13 +45,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_used(tmp_path: Path, d
     words = [*SMALL, data, REPRODUCIBLE, "checkpoint.asynchronous=false"]
     assert train(run_dir, *words, env=Mishap("vote", 11).env()) is None
     assert checkpoints(run_dir) == ["lease-00000001.json", "step-00000004", "step-00000008"]
-    file = run_dir / "checkpoints/step-00000008/r0000.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    damaged = run_dir / "checkpoints/step-00000008"
+    flip(R0, 0.5)(damaged)
     assert train(run_dir, *SMALL, data, REPRODUCIBLE) == [0]
     told = log_of(run_dir)
-    assert f"{file.parent} refused: r0000.safetensors: " in told
+    assert f"{damaged} refused: r0000.safetensors: " in told
     assert f"using {run_dir}/checkpoints/step-00000004 (saved " in told
     assert record_of(run_dir) == record_of(whole)
     assert checkpoints(run_dir) == ["bad-step-00000008-hash", "step-00000008", "step-00000012"]

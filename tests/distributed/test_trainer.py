@@ -20,24 +20,14 @@ from dtrain.distributed.setup import connect_by_file
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train.run import run_training
+from tests.helpers import trainers
 from tests.helpers.hf_models import load_hf, save_hf
 from tests.helpers.oracle import normwise_error
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.token_shards import write_shards
-from tests.helpers.trainers import (
-    EngineTrainer,
-    KilledInSave,
-    Overflowing,
-    arguments,
-    be_rank,
-    build_model,
-    needs_trainer,
-    run_trainer,
-    saved_weights,
-    text_rows,
-)
+from tests.helpers.trainers import EngineTrainer, KilledInSave, Overflowing, be_rank, build_model, run_trainer
 
-pytestmark = [pytest.mark.processes, needs_trainer]
+pytestmark = [pytest.mark.processes, trainers.needs_trainer]
 
 WORLD = 2
 ENGINES = {"native-3": dtrain.Native(zero_stage=3), "fsdp2": dtrain.FSDP2()}
@@ -90,7 +80,7 @@ def train_and_save(rank: int, world: int, *runs: tuple[Path, type, bool]) -> lis
     results = []
     for folder, kind, resume in runs:
         run = run_trainer(  # four steps an epoch
-            kind, folder, model=build_model(resid_pdrop=0.1), rows=text_rows(48), resume=resume, max_steps=8,
+            kind, folder, model=build_model(resid_pdrop=0.1), rows=trainers.text_rows(48), resume=resume, max_steps=8,
             save_strategy="steps", save_steps=2, trainer={"dtrain": {"engine": dtrain.Native(zero_stage=2)}},
         )  # fmt: skip
         results.append(({key: run.values(key) for key in KEYS}, run.weights, run.trainer._initial_global_step))
@@ -167,7 +157,7 @@ def train_by_trainer(folder: Path, case: str, world: int, rows: list[dict[str, T
     """Returns the log of each step; leaves the weights in a folder."""
     from dtrain.integrations.trainer import Trainer
 
-    args = arguments(
+    args = trainers.arguments(
         folder / f"{case}-{world}-trainer", max_steps=STEPS, per_device_train_batch_size=ROWS, learning_rate=LR,
         gradient_accumulation_steps=ACCUMULATION, weight_decay=DECAY, adam_epsilon=EPS, max_grad_norm=MAX_NORM[world],
         train_sampling_strategy="sequential",
@@ -222,4 +212,4 @@ def test_a_trainer_script_trains_as_the_command(folder: Path, world: int) -> Non
                 assert values == pytest.approx([line[name] for line in expected], rel=1e-5), (case, rank, key)
         exported = load_hf(export(run, folder / f"{case}-{world}-exported"))
         weights = {name: parameter.detach() for name, parameter in exported.named_parameters()}
-        assert normwise_error(saved_weights(folder / f"{case}-{world}-saved"), weights) < 1e-5, case
+        assert normwise_error(trainers.saved_weights(folder / f"{case}-{world}-saved"), weights) < 1e-5, case
