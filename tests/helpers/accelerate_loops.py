@@ -7,12 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from tests.helpers.launch import rank_variables
 
 F = nn.functional
 
@@ -131,11 +134,6 @@ def reset_accelerate() -> None:
 @contextmanager
 def launched(rank: int, world: int) -> Iterator[None]:
     """The variables of a launcher, which accelerate reads; the process group exists."""
-    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-    os.environ |= {name: str(value) for name, value in names.items()} if world > 1 else {}
-    reset_accelerate()
-    try:
+    with mock.patch.dict(os.environ, rank_variables(rank, world) if world > 1 else {}):
+        reset_accelerate()
         yield
-    finally:
-        for name in names:
-            os.environ.pop(name, None)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.hosts import INTERFACE, Host, Hosts, wait_for
-from tests.helpers.launch import ROOT, SBATCH, Job, slurm_job, train_here, write_samples
+from tests.helpers.launch import ROOT, SBATCH, Job, rank_variables, slurm_job, train_here, write_samples
 from tests.helpers.ranks import fork
 from tests.helpers.remote_shell import NODES, install
 
@@ -82,18 +82,11 @@ class Cluster:
 
     def ranks(self, *argv: str, per_host: int = 1, num_hosts: int = 0) -> list[HostRank]:
         """Forks ranks on the first hosts, without a launcher: each has the variables that torchrun would set."""
-        port, ranks = str(self._port()), []
-        num_hosts = num_hosts or len(self.hosts)
-        for rank in range(per_host * num_hosts):
-            env = {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(per_host * num_hosts),
-                "LOCAL_RANK": str(rank % per_host),
-                "LOCAL_WORLD_SIZE": str(per_host),
-                "MASTER_ADDR": self.hosts[0].name,
-                "MASTER_PORT": port,
-            }
-            ranks.append(HostRank(self.hosts[rank // per_host], self.folder() / "log", argv, {**self._env, **env}))
+        env = {**self._env, "MASTER_ADDR": self.hosts[0].name, "MASTER_PORT": str(self._port())}
+        ranks, world = [], per_host * (num_hosts or len(self.hosts))
+        for rank in range(world):
+            own = env | rank_variables(rank, world, per_host)
+            ranks.append(HostRank(self.hosts[rank // per_host], self.folder() / "log", argv, own))
         return ranks
 
     def torchrun(self, *argv: str, per_host: int = 1) -> list[Job]:

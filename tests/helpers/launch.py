@@ -52,6 +52,13 @@ _SCALE = "precision.loss_scale"
 SMALL = (*CORE, *f"precision=fp32 {_SCALE}.mode=dynamic {_SCALE}.init=1024 {_SCALE}.growth_interval=5".split())
 
 
+def rank_variables(rank: int, world: int, per_host: int | None = None) -> dict[str, str]:
+    """The variables that launchers set for a rank, without those of the meeting point."""
+    local = per_host or world
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    return {name: str(number) for name, number in numbers.items()}
+
+
 def write_samples(folder: Path) -> str:
     """Writes a text whose windows of ``SEQ_LEN`` tokens all begin with their number; returns the override to use it.
 

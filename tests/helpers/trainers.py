@@ -19,6 +19,7 @@ from transformers import TrainingArguments
 from dtrain.integrations.trainer import TrainerMixin
 from dtrain.integrations.trainer_arguments import OLDEST
 from tests.helpers.hf_models import hf_config
+from tests.helpers.launch import rank_variables
 
 needs_trainer = pytest.mark.skipif(
     tuple(int(part) for part in transformers.__version__.split(".")[:2]) < OLDEST, reason="transformers is too old"
@@ -57,18 +58,10 @@ def build_model(family: str = "gpt2", **changes: Any) -> Any:
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **changes: Any) -> TrainingArguments:
     """Returns arguments for two rows a micro-batch, and three micro-batches a step."""
     settings = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 3,
-        "learning_rate": 1e-3,
-        "weight_decay": 0.1,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": [],
-        "disable_tqdm": True,
-    }
+        "output_dir": str(folder), "use_cpu": True, "max_steps": 6, "learning_rate": 1e-3, "weight_decay": 0.1,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "logging_steps": 1, "save_strategy": "no",
+        "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
     return kind(**(settings | changes))
 
 
@@ -108,8 +101,7 @@ def be_rank(rank: int, world: int) -> None:
     """Sets the variables of a launcher, which transformers reads, for a rank of ``run_ranks``."""
     if world > 1:
         assert dist.is_initialized()
-        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        os.environ |= {key: str(value) for key, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
+        os.environ |= rank_variables(rank, world) | {"MASTER_ADDR": "127.0.0.1"}
 
 
 class KilledInSave(EngineTrainer):
