@@ -21,6 +21,7 @@ from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.histogram import Histogram
 from tests.helpers.damage import R0, flip
 from tests.helpers.launch import train
+from tests.helpers.planted_faults import Root, Square
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -49,16 +50,6 @@ def write_text(file: Path, markers: dict[int, str]) -> str:
     return f"data.files={file}"
 
 
-class Square(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x + 1e-3 * x * x
-
-
-class Root(nn.Module):
-    def forward(self, x: Tensor, is_zero: Tensor) -> Tensor:
-        return x + 1e-3 * torch.where(is_zero, x - x.detach(), 1 + x * x).sqrt()
-
-
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +62,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, tokens: Tensor) -> Tensor:
         h = self.dropout(self.linear(self.norm(x)))
         factor = torch.where((tokens == ord(FORWARD)).any(1), 1e30, 1.0)
-        h = self.square(h * factor[:, None, None])
+        h = self.square(h, factor[:, None, None])
         is_zero = (tokens == ord(BACKWARD)).any(1)[:, None, None]
         return x + self.root(h, is_zero)
 

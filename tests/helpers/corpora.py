@@ -15,8 +15,7 @@ STDLIB = Path(sysconfig.get_path("stdlib"))
 @cache
 def stdlib_texts() -> tuple[str, ...]:
     """Sources of the standard library in a fixed order, about 2 MB."""
-    texts = [path.read_text(encoding="utf-8") for path in sorted(STDLIB.glob("[a-f]*.py")) if path.stat().st_size]
-    return tuple(texts)
+    return tuple(path.read_text(encoding="utf-8") for path in sorted(STDLIB.glob("[a-f]*.py")) if path.stat().st_size)
 
 
 @cache

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.config.model import HF_FACTORY, ModelConfig
 from dtrain.models import build_model
@@ -68,11 +68,6 @@ def model_config(folder: Path | str, **changes: Any) -> ModelConfig:
 
 def build_hf(folder: Path | str, **changes: Any) -> nn.Module:
     return build_model(model_config(folder, **changes), VOCAB, seed=0)
-
-
-def greedy(model: Any, prompt: Tensor, num_tokens: int) -> Tensor:
-    tokens: Tensor = model.generate(prompt, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False)
-    return tokens
 
 
 def block_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,8 @@ def test_a_run_is_planned_trained_sampled_and_exported(tmp_path: Path, capsys: p
     tokenizer = AutoTokenizer.from_pretrained(out, local_files_only=True)
     assert tokenizer.decode([5, 7]) == "w5 w7"
     assert tokenizer.apply_chat_template([{"role": "user", "content": "w9"}], tokenize=False) == "w9"
-    assert hf_models.greedy(load_hf(out), torch.tensor([[1, 2]]), 3).shape == (1, 5)
+    generated = load_hf(out).generate(torch.tensor([[1, 2]]), max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    assert generated.shape == (1, 5)
 
     shutil.rmtree(folder)
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "again")]) == 2
