@@ -106,10 +106,8 @@ class Reference:
     def __init__(self, arena: Arena, record: Optimizer) -> None:
         self.record, self.arena = record, arena
         self.chunks = [nn.Parameter(chunk.double()) for chunk in arena.master.split(CHUNK)]
-        groups = [
-            {"params": [chunk], "weight_decay": each.weight_decay}
-            for chunk, each in zip(self.chunks, arena.classes, strict=True)
-        ]
+        pairs = zip(self.chunks, arena.classes, strict=True)
+        groups = [{"params": [chunk], "weight_decay": each.weight_decay} for chunk, each in pairs]
         self.optimizer = torch_optimizer(record, groups)
 
     def update(self, gradient: Tensor, lr: float) -> None:

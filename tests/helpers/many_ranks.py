@@ -71,9 +71,8 @@ def vote_rows(world_size: int) -> Tensor:
 def vote_host_work(rows: Tensor) -> Callable[[], None]:
     """Returns all that the host does in a step with the ``rows`` of all ranks: the decision and its outcome."""
     scale = LossScaleState.of(LossScale.of("dynamic"))
-    finalizer = StepFinalizer(
-        Texts(len(rows)), scale, SkipCounter(20), lambda decision: None, "{}", is_synchronous=True
-    )
+    comm, skips = Texts(len(rows)), SkipCounter(20)
+    finalizer = StepFinalizer(comm, scale, skips, lambda decision: None, "{}", is_synchronous=True)
     tensors = VoteTensors()
 
     def run() -> None:

@@ -43,26 +43,17 @@ FUNCTIONS = {
 class Mishap:
     """A fault at the ``count``-th call (from 1, in each process) of a function, before the call does its work.
 
-    Attributes:
-        place: key of ``FUNCTIONS``, or such a path; empty: when the model is built. Of a ``write`` and ``metrics`` half
-            the bytes are written first.
-        count: number of the call.
-        action: name of a signal that the process sends itself, or ``raise``, or ``stop and fail`` (SIGTERM, then EIO).
-        rank: the rank with the fault; None: all ranks.
-        mark: file that is made when the fault happens; empty: none.
-        after_s: seconds from the call to the fault, which then happens in another thread.
-        again_s: seconds to the same fault once more; 0: none.
-        hold: path of a function whose calls sleep for a minute once the fault has happened; empty: none.
+    Of a ``write`` and of ``metrics`` half the bytes are written first.
     """
 
-    place: str
+    place: str  # key of FUNCTIONS, or such a path; empty: when the model is built
     count: int
-    action: str = "SIGKILL"
-    rank: int | None = None
-    mark: str = ""
-    after_s: float = 0.0
-    again_s: float = 0.0
-    hold: str = ""
+    action: str = "SIGKILL"  # a signal that the process sends itself, "raise", or "stop and fail" (SIGTERM, then EIO)
+    rank: int | None = None  # the one with the fault; None: all
+    mark: str = ""  # file that is made when the fault happens
+    after_s: float = 0.0  # from the call to the fault, which then happens in another thread
+    again_s: float = 0.0  # to the same fault once more; 0: none
+    hold: str = ""  # path of a function whose calls sleep for a minute once the fault has happened
 
     def env(self) -> dict[str, str]:
         """Returns the environment of a process with this fault."""

@@ -16,12 +16,9 @@ class Recomputed(nn.Module):
     def __init__(self, config: Any, vocab_size: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(vocab_size, config.hidden_dim)
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                config.hidden_dim, config.num_heads, 4 * config.hidden_dim, dropout=0.0, batch_first=True
-            )
-            for _ in range(config.num_layers)
-        )
+        sizes = (config.hidden_dim, config.num_heads, 4 * config.hidden_dim)
+        layers = (nn.TransformerEncoderLayer(*sizes, dropout=0.0, batch_first=True) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(layers)
         self.head = nn.Linear(config.hidden_dim, vocab_size)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:

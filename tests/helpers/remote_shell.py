@@ -103,9 +103,8 @@ def pdsh(argv: Sequence[str]) -> int:
 
 def start(host: str, command: str, env: Mapping[str, str] | None = None, folder: str = "/") -> subprocess.Popen[bytes]:
     """Starts ``command`` on ``host``, in ``folder`` and with ``env`` added to its environment."""
-    exports = "".join(
-        f"export {name}={shlex.quote(value)}; " for name, value in (env or {}).items() if name.isidentifier()
-    )
+    named = ((name, shlex.quote(value)) for name, value in (env or {}).items() if name.isidentifier())
+    exports = "".join(f"export {name}={value}; " for name, value in named)
     return subprocess.Popen(["ssh", host, f"{exports}cd {shlex.quote(folder)}; exec {command}" if env else command])
 
 

@@ -74,12 +74,11 @@ def write_shards(
     for number, documents in enumerate(shards):
         tokens = np.concatenate([np.empty(0, np.int64), *documents])
         data = tokens.astype(dtype).tobytes()
+        blocks = (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
         contents = {
             "bin": data,
             "ends": np.cumsum([len(document) for document in documents], dtype=np.uint64).tobytes(),
-            "crc": np.array(
-                [zlib.crc32(data[start : start + BLOCK]) for start in range(0, len(data), BLOCK)], dtype="<u4"
-            ).tobytes(),
+            "crc": np.array([zlib.crc32(block) for block in blocks], dtype="<u4").tobytes(),
         }
         for kind, content in contents.items():
             (folder / f"{number:05d}.{kind}").write_bytes(content)
