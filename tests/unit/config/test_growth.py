@@ -40,12 +40,9 @@ def test_phases_are_sizes_by_step(sizes: dict[int, int], lengths: dict[int, int]
     assert growth.largest == BatchPhase(0, max(sizes.values()), max(lengths.values()))
 
 
-def test_a_number_is_one_phase() -> None:
+def test_a_number_is_one_phase_and_a_mapping_in_any_order_survives_json() -> None:
     assert BatchGrowth.of(16, None, LENGTH).phases == (BatchPhase(0, 16, LENGTH),)
     assert BatchGrowth.of(16, 8, LENGTH).phases == BatchGrowth.of({0: 16}, {0: 8, 9: 8}, LENGTH).phases
-
-
-def test_a_mapping_in_any_order_survives_json() -> None:
     config = RunConfig(train=TrainConfig(global_batch_size={"9": 64, 0: 16}, seq_len={0: 64, 50: 128}))
     assert list(config.train.global_batch_size.items()) == [(0, 16), (9, 64)]
     assert config_from_dict(json.loads(json.dumps(config_to_dict(config)))) == config

@@ -120,10 +120,6 @@ def test_a_value_of_another_type_is_refused(field: str, value: Any, message: str
         Every(**{field: value})
 
 
-def test_hyper_parameters_go_without_the_keys_beside_them() -> None:
-    assert OptimConfig(lr=0.5, max_grad_norm=None).optimizer == AdamW(lr=0.5)
-
-
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 2000))
 def test_the_sizes_named_for_a_batch_that_does_not_divide_are_the_nearest(micro: int, world: int, batch: int) -> None:
     config = replace(RunConfig(), train=TrainConfig(micro_batch_size=micro, global_batch_size=batch))
@@ -156,7 +152,8 @@ def test_the_record_is_text_and_numbers_and_keeps_the_class() -> None:
     assert named.options == {"betas": (0.9, 0.99)}
 
 
-def test_the_weight_decay_is_the_option_or_the_default_of_the_class() -> None:
+def test_the_optimizer_of_a_configuration_and_its_weight_decay() -> None:
+    assert OptimConfig(lr=0.5, max_grad_norm=None).optimizer == AdamW(lr=0.5), "without the keys beside it"
     assert TorchOptimizer(torch.optim.AdamW).decay == 0.01
     assert TorchOptimizer(torch.optim.AdamW).without_decay().options == {"weight_decay": 0.0}
     assert TorchOptimizer("torch.optim:AdamW", weight_decay=0.3).decay == 0.3

@@ -91,13 +91,11 @@ LONG = [turn("system", "be brief"), turn("user", "two plus two?"), turn("assista
 TALK = [*LONG, turn("user", "and who is there?"), turn("assistant", "nobody")]
 
 
-def load(
-    tmp_path: Path, folder: Path, lines: list[Any], seq_len: int = 64, on_progress: Any = lambda: None, **keys: Any
-) -> Dataset:
+def load(tmp_path: Path, folder: Path, lines: Any, seq_len: int = 64, mark: Any = lambda: None, **keys: Any) -> Dataset:
     text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
     (tmp_path / "talks.jsonl").write_text(text, encoding="utf-8")
     files = str(tmp_path / "*.jsonl")
-    return load_dataset(ChatDataConfig(files=files, tokenizer=str(folder), **keys), seq_len, on_progress)
+    return load_dataset(ChatDataConfig(files=files, tokenizer=str(folder), **keys), seq_len, mark)
 
 
 def shown(data: Dataset) -> list[tuple[str, str]]:
@@ -207,7 +205,7 @@ def test_both_sides_get_a_conversation_and_each_one_marks_progress(tmp_path: Pat
     marks: list[int] = []
     for number in range(6):  # of which the hash holds half out, some first
         lines = [{"messages": LONG, "id": number}] * 2
-        data = load(tmp_path, make_folder(PLAIN), lines, validation_percent=50, on_progress=lambda: marks.append(1))
+        data = load(tmp_path, make_folder(PLAIN), lines, validation_percent=50, mark=lambda: marks.append(1))
         assert (data.train.num_samples, data.validation.num_samples) == (1, 1)
         assert len(marks) == 2 * (number + 1)
     line = "\ufeff" + json.dumps({"messages": LONG})  # a byte order mark is no part of a line

@@ -111,9 +111,7 @@ def test_the_mean_context_is_that_of_attention_and_few_tokens_are_read(monkeypat
     assert sizes == [1] * 5
 
 
-def test_the_codec_opens_the_tokenizer_for_the_first_text(
-    monkeypatch: pytest.MonkeyPatch, shards: dict[str, MemoryShards], tmp_path: Path
-) -> None:
+def test_the_codec_opens_the_tokenizer_late(monkeypatch: Any, shards: dict[str, MemoryShards], tmp_path: Path) -> None:
     codec = load(path="web").codec
     assert codec.end_id == 0
     assert codec.decode([3, 14]) == "3 14"

@@ -50,6 +50,8 @@ def test_a_module_in_the_working_directory_is_found() -> None:
     model = build("factory_of_mine:build_net", width=7)
     assert isinstance(model, nn.Linear)
     assert (model.in_features, model.out_features) == (10, 7)
+    with pytest.raises(RuntimeError, match="the user's own error"):
+        build("factory_of_mine:build_broken")
 
 
 def test_a_vocabulary_of_its_own_may_be_larger_than_the_datas() -> None:
@@ -93,8 +95,3 @@ def test_errors_name_the_factory_in_one_line(factory: str, message: str) -> None
         build(factory)
     assert str(caught.value).startswith(f"model.factory={factory}")
     assert "\n" not in str(caught.value)
-
-
-def test_exceptions_of_the_factory_propagate() -> None:
-    with pytest.raises(RuntimeError, match="the user's own error"):
-        build("factory_of_mine:build_broken")

@@ -94,12 +94,6 @@ def test_inconsistent_sizes_are_refused(build_own: Any, change: dict[str, Any], 
         build_own(replace(SMALL, factory="mine:build", **change), VOCAB)  # as a factory of yours may
 
 
-@each_model
-def test_arguments_of_another_factory_are_refused(config: ModelConfig) -> None:
-    with pytest.raises(ConfigError, match=r"ModelConfig\.args\.depth is for a ModelConfig\.factory of your own"):
-        build(replace(config, args={"depth": 3}))
-
-
 @pytest.mark.parametrize("lengths", [(16,), (10, 2, 4)])
 @each_model
 def test_flops_agree_with_torchs_counter(config: ModelConfig, lengths: tuple[int, ...]) -> None:

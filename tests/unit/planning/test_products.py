@@ -115,6 +115,9 @@ def test_flops_of_convolutions_equal_torchs() -> None:
     assert by_op(found) == expected
     first = [(p.part, p.m, p.n, p.k) for p in found if p.module == "first"]
     assert first == [(FPROP, 200, 8, 27), (WGRAD, 8, 27, 200)], "no gradient of the images is computed"
+    grouped, _ = of_module(nn.Conv1d(8, 12, 3, groups=4, padding=1), torch.randn(2, 8, 10))
+    assert [(p.part, p.m, p.n, p.k, p.batch) for p in grouped] == [(FPROP, 20, 3, 6, 4), (WGRAD, 3, 6, 20, 4)]
+    assert {p.flops for p in grouped} == {2 * 4 * 20 * 3 * 6}, "fewer channels"
 
 
 def test_weight_gradients_are_found_if_all_sizes_are_equal() -> None:
@@ -122,12 +125,6 @@ def test_weight_gradients_are_found_if_all_sizes_are_equal() -> None:
     assert Counter((p.module, p.part) for p in found) == Counter(
         [("0", FPROP), ("0", WGRAD), ("1", FPROP), ("1", WGRAD), ("1", DGRAD)]
     )
-
-
-def test_groups_of_a_convolution_multiply_fewer_channels() -> None:
-    found, _ = of_module(nn.Conv1d(8, 12, 3, groups=4, padding=1), torch.randn(2, 8, 10))
-    assert [(p.part, p.m, p.n, p.k, p.batch) for p in found] == [(FPROP, 20, 3, 6, 4), (WGRAD, 3, 6, 20, 4)]
-    assert {p.flops for p in found} == {2 * 4 * 20 * 3 * 6}
 
 
 def test_experts_of_a_grouped_product_are_counted_together() -> None:

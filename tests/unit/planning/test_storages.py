@@ -14,7 +14,7 @@ from dtrain.planning.storages import StorageTracker
 KIB, MIB = 2**10, 2**20
 
 
-def test_storages_are_counted_once_until_they_are_freed() -> None:
+def test_storages_are_counted_once_by_kind_until_they_are_freed_or_excluded() -> None:
     with StorageTracker() as tracker:
         first = torch.zeros(256)
         view = first[10:].view(-1)
@@ -26,9 +26,6 @@ def test_storages_are_counted_once_until_they_are_freed() -> None:
         del view, second
         assert sum(tracker.live.values()) == 0
     assert tracker.peak == {"other": 1024, "forward": 1024}
-
-
-def test_a_storage_can_be_given_another_kind_and_be_excluded() -> None:
     with StorageTracker() as tracker:
         one, other = torch.zeros(8), torch.zeros(16)
         tracker.relabel("master", [one[2:]])
@@ -67,7 +64,7 @@ def test_small_objects_keep_neighboring_holes_apart() -> None:
     assert peaks[1] > 7 * MIB
 
 
-def test_trimming_gives_the_free_end_back() -> None:
+def test_trimming_gives_the_free_end_back_and_a_release_what_is_mapped() -> None:
     heap = Heap(0)
     for key in range(64):
         heap.allocate(key, MIB)
@@ -76,9 +73,6 @@ def test_trimming_gives_the_free_end_back() -> None:
     assert heap.peak > 64 * MIB
     heap.trim()
     assert heap.peak < 45 * MIB
-
-
-def test_mapped_blocks_go_back_to_the_system() -> None:
     heap = Heap(1)
     for key in range(5):
         heap.allocate(key, LIMIT)

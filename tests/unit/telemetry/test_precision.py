@@ -48,9 +48,8 @@ def test_own_scale_is_the_reciprocal_of_the_casts_scale(amax: float) -> None:
     assert report.own_scale(math.inf, FP8_E4M3) == report.own_scale(math.nan, FP8_E4M3) == 1.0
 
 
-@pytest.mark.parametrize(("number", "power"), [(1.0, 1.0), (0.99, 0.5), (1000.0, 512.0), (2.0**-20, 2.0**-20)])
-def test_power_below(number: float, power: float) -> None:
-    assert report.power_below(number) == power
+def test_power_below() -> None:
+    assert [report.power_below(number) for number in (1.0, 0.99, 1000.0, 2.0**-20)] == [1.0, 0.5, 512.0, 2.0**-20]
 
 
 def test_noises_of_operands_add_up() -> None:
@@ -194,12 +193,8 @@ def test_departure_is_beyond_the_margin(now: Histogram, expected: list[Departure
     envelope = Envelope.of({"w": powers(-20, -5), "never": Histogram.of(torch.zeros(2))})
     assert list(envelope.ranges) == ["w"]
     assert envelope.departures({"w": now, "never": powers(3), "unknown": powers(3)}) == expected
-
-
-def test_departure_names_parameter_value_and_range() -> None:
-    assert str(Departure("w", "low", -24, -23)) == (
-        "more than 1% of the gradient of 'w' is below 2^-23; the probe's advice holds down to 2^-23"
-    )
+    text = "more than 1% of the gradient of 'w' is below 2^-23; the probe's advice holds down to 2^-23"
+    assert str(Departure("w", "low", -24, -23)) == text
 
 
 def test_envelope_is_read_from_a_probe(tmp_path: Path) -> None:

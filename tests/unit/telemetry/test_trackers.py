@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -83,9 +84,7 @@ def test_wandb_offline_keeps_its_id_and_its_secrets(tmp_path: Path) -> None:
     assert not any(b"canary-5d1f" in content for content in everything)
 
 
-def test_a_tracker_that_fails_warns_once_and_is_silent(
-    logged_out: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_tracker_that_fails_warns_once(logged_out: Path, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     broken = Mock(**{"return_value.step.side_effect": ConnectionError("no network")})
     monkeypatch.setattr(trackers, "WandbTracker", broken)
     [tracker] = trackers.open_tracker(WandbConfig(), tmp_path, settings={}, start_step=0)
@@ -97,9 +96,7 @@ def test_a_tracker_that_fails_warns_once_and_is_silent(
     assert caplog.messages == ["wandb failed and is switched off; training continues: ConnectionError: no network"]
 
 
-def test_no_tracker_is_no_sink_and_one_that_cannot_start_is_left_out(
-    logged_out: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_tracker_is_no_sink_nor_one_that_cannot_start(logged_out: Path, tmp_path: Path, caplog: Any) -> None:
     assert trackers.open_tracker(TrackerConfig(), tmp_path, settings={}, start_step=0) == []
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "tracker.json").write_text("{")

@@ -41,9 +41,7 @@ def test_a_mistake_takes_one_line(words: str, tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("words", ["accept", "bench precision", "probe"])
-def test_what_starts_its_own_ranks_refuses_a_launcher(
-    words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_starts_its_own_ranks_refuses_a_launcher(words: str, monkeypatch: Any, capsys: Any) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert main(words.split()) == 2

@@ -1,4 +1,4 @@
-"""The tools on images and numbers, which have no tokens: a run and what looks at it, plans, probe and parity."""
+"""The tools on images, which have no tokens."""
 
 from __future__ import annotations
 

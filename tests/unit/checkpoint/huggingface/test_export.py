@@ -75,9 +75,7 @@ def test_the_moving_average_is_exported_on_request(saved: dict[str, Path], tmp_p
         export(saved["gpt2"], tmp_path / "hf", weights="ema")
 
 
-def test_small_blocks_and_several_files_hold_the_same(
-    saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_small_blocks_and_several_files(saved: dict[str, Path], tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     path, folder = saved["llama-grouped-untied"], tmp_path / "deep" / "parts"
     whole = load_file(export(path, tmp_path / "whole") / "model.safetensors")
     monkeypatch.setattr(tensor_mapping, "_BLOCK_ELEMENTS", 37)
@@ -143,9 +141,7 @@ def test_a_weight_beyond_the_dtype_is_named_with_one_that_holds_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("operation", ["create", "write", "rename", "sync_directory"])
-def test_file_system_error_leaves_nothing(
-    operation: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_error_leaves_nothing(operation: str, saved: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     real = getattr(storage, operation)
     calls = []
 

@@ -91,9 +91,7 @@ def validation(dataset: Dataset) -> tuple[dict[str, Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("name", ["convnet", "mlp", "denoiser", "vit"])
-def test_a_loaded_model_predicts_what_the_engine_does(
-    name: str, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loaded_model_predicts_as_before(name: str, runs: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
     engine, _, dataset = engine_of(name, runs[name])
     batch, inputs = validation(dataset)
     monkeypatch.setattr(tensor_mapping, "_BLOCK_ELEMENTS", 997)

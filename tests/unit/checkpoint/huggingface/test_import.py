@@ -23,11 +23,14 @@ from dtrain.config.model import ModelConfig
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model
 from dtrain.tools.checkpoint.cli import main
+from tests.faults.test_checkpoint_damage import instead
+from tests.helpers.damage import change
 from tests.helpers.language_models import MODELS, TOKENS, save_model
 from tests.unit.models.test_hf import edit, to_pickle
 
 TOLERANCE = 1e-6  # of the loss, FP32
 Change = Callable[[Path], Any]
+WEIGHTS = "model.safetensors"
 
 
 def seeded(model_class: Any, config: Any) -> Any:
@@ -201,20 +204,6 @@ def mapped(folder: Path, **changes: str) -> dict[str, Any]:
     return {"weight_map": dict.fromkeys(load_file(folder / "model.safetensors"), "part.safetensors") | changes}
 
 
-def huge_header(folder: Path) -> None:
-    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-
-
-def fifo(folder: Path) -> None:
-    (folder / "model.safetensors").unlink()
-    os.mkfifo(folder / "model.safetensors")
-
-
-def loop(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    (folder / "config.json").symlink_to("config.json")
-
-
 SCALED = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}
 LINEAR = {"rope_type": None, "type": "linear", "factor": 2.0}
 UNSUPPORTED: list[tuple[str, Change, str]] = [
@@ -241,11 +230,14 @@ UNSUPPORTED: list[tuple[str, Change, str]] = [
 HOSTILE: list[tuple[Change, str]] = [
     (lambda folder: (folder / "config.json").unlink(), r"config.json: missing"),
     (lambda folder: (folder / "config.json").write_text("[]"), "config.json: expected a JSON object, got list"),
-    (loop, "config.json: not a regular file"),
+    (instead(lambda path: path.symlink_to(path.name), "config.json"), "config.json: not a regular file"),
     (to_pickle, "pytorch_model.bin is not read because such files can run code"),
-    (fifo, "model.safetensors: not a regular file"),
-    (huge_header, "model.safetensors: a header of 1152921504606846976 bytes does not fit"),
-    (lambda folder: os.truncate(folder / "model.safetensors", 40_000), "its tensors end at byte|its tensors"),
+    (instead(os.mkfifo, WEIGHTS), "model.safetensors: not a regular file"),
+    (
+        change(WEIGHTS, lambda data: struct.pack("<Q", 1 << 60)),
+        "a header of 1152921504606846976 bytes does",
+    ),
+    (lambda folder: os.truncate(folder / WEIGHTS, 40_000), "its tensors end at byte|its tensors"),
     (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' is in '../../secret.safe"),
     (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "not a safetensors file of this"),
     (lambda folder: index(folder, mapped(folder, x="part.safetensors")), "do not agree on the location of 'x'"),

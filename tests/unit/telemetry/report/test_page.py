@@ -1,3 +1,5 @@
+"""The page of a report; ``python -m tests.unit.telemetry.report.test_page`` writes ``golden.html`` again."""
+
 from __future__ import annotations
 
 import base64
@@ -6,6 +8,7 @@ import math
 import re
 import shutil
 import subprocess
+import tempfile
 import time
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,8 +26,8 @@ from dtrain.telemetry.report.curves import Curve, chart, number, thin
 from dtrain.telemetry.report.page import page
 from dtrain.telemetry.report.read import Run
 from tests.helpers.run_folders import make_run, training_line
-from tests.unit.telemetry.report.regenerate_golden import GOLDEN, golden_page
 
+GOLDEN = Path(__file__).parent / "golden.html"
 HOSTILE = "<script>alert('x')</script> \"q\" 'é' & \x1b[31m"
 _VOID = {"meta", "img"}
 
@@ -66,10 +69,14 @@ def page_of(*paths: Path) -> str:
     return text
 
 
+def golden_page(folder: Path) -> str:
+    return page([Run.open(make_run(folder / "golden", sample_txt="def f(x):\n    return <x>\n"))])
+
+
 def test_the_same_files_give_the_golden_bytes(tmp_path: Path) -> None:
     text = golden_page(tmp_path)
     require_safe(text)
-    assert text == GOLDEN.read_text(encoding="utf-8"), "run python -m tests.unit.telemetry.report.regenerate_golden"
+    assert text == GOLDEN.read_text(encoding="utf-8"), "run python -m tests.unit.telemetry.report.test_page"
 
 
 def change_config(run: Path, **options: str) -> None:
@@ -243,3 +250,8 @@ def test_a_browser_shows_the_page(tmp_path: Path) -> None:
     assert pixels.shape[:2] == (1600, 1280)
     assert len(colors) > 100
     assert counts.max() < 0.9 * pixels[..., 0].size
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as scratch:
+        GOLDEN.write_text(golden_page(Path(scratch)), encoding="utf-8")

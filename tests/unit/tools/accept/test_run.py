@@ -109,9 +109,7 @@ def by_name(acceptance: Acceptance) -> dict[str, Ended]:
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_what_is_planted_in_one_job_costs_no_other(
-    side_by_side: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failure_of_one_job_costs_no_other(side_by_side: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     sources = {"exit": EXIT, "hang": HANG, "fault": FAULT, "raises": EXCEPTION, "missing": MISSING, "good": GOOD}
     made = make_jobs(tmp_path, monkeypatch, **sources)
     jobs = [replace(job, limit_s=1.5) if job.name == "hang" else job for job in made]
@@ -215,9 +213,7 @@ def test_a_case_that_failed_is_not_run_again(tmp_path: Path, monkeypatch: pytest
     assert acceptance.not_run == {names[1]: "3B, dtrain, run 1 failed"}
 
 
-def test_results_of_another_version_are_not_reused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_results_of_another_version_are_not_reused(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     plan_of(monkeypatch, [], make_jobs(tmp_path, monkeypatch, good=GOOD), 0.0)
     began = [by_name(run(tmp_path / "out"))["good"].results["began"] for _ in range(2)]
     assert began[0] == began[1]

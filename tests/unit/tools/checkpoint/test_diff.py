@@ -43,9 +43,7 @@ def pair(tmp_path: Path) -> Pair:
     return tmp_path, make_tensors(1)
 
 
-def test_equal_tensors_are_equal_at_another_world_size_and_without_being_read(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_equal_tensors_are_equal_at_another_world_size_and_without_being_read(pair: Pair, monkeypatch: Any) -> None:
     path, tensors = pair
     write(path / "b", tensors, world=3, engine="fsdp2")
     whole = compare(path / "a", path / "b", every_byte=True)

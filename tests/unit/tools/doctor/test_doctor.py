@@ -41,9 +41,7 @@ def cells(output: str, first: str) -> list[str]:
 
 
 @pytest.mark.processes
-def test_machine_tables_are_true_and_hide_the_api_key(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     netrc = tmp_path / "netrc"
     netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n", encoding="ascii")
     monkeypatch.setenv("NETRC", str(netrc))
@@ -75,6 +73,10 @@ def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pyt
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
     kernels = {16: "flash", 4: "cudnn"}
     files = {"libcudnn.so": "/opt/libcudnn.so.9", "libcublasLt.so": "/opt/libcublasLt.so.12"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    rows = dict(_machine())
+    assert rows["GPU"] == "none visible to PyTorch"
+    assert not rows.keys() & {"GPU driver", "cuDNN", "cublasLt", "attention of 16 heads of 128"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: properties.name)
@@ -103,13 +105,6 @@ def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pyt
 
     monkeypatch.setattr(torch.backends.cudnn, "version", fail)
     assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
-
-
-def test_without_a_gpu_no_row_of_one_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    rows = dict(_machine())
-    assert rows["GPU"] == "none visible to PyTorch"
-    assert not rows.keys() & {"GPU driver", "cuDNN", "cublasLt", "attention of 16 heads of 128"}
 
 
 @pytest.mark.parametrize(("number", "is_bad"), [("3.8.0", True), ("3.7.1", False)])

@@ -178,16 +178,14 @@ def batches(planted: Planted, seed: int) -> list[dict[str, Tensor]]:
         return [{"x": rows, "y": teacher.predict(rows)} for rows in x]
 
 
-def train(
-    planted: Planted, seed: int, format_name: str, rules: Mapping[str, str], loss_scale: str | float | None = None
-) -> Trial:
+def train(planted: Planted, seed: int, kind: str, rules: Mapping[str, str], scale: str | float | None = None) -> Trial:
     """Trains for a few steps with the native engine; the gap is left at the final loss."""
-    policy = dtrain.PrecisionPolicy.named(format_name, rules=rules)
+    policy = dtrain.PrecisionPolicy.named(kind, rules=rules)
     engine = dtrain.initialize(
         build(planted, seed),
         optimizer=dtrain.AdamW(lr=planted.lr, eps=planted.eps),
         precision=policy,
-        loss_scale=planted.loss_scale if loss_scale is None else loss_scale,
+        loss_scale=planted.loss_scale if scale is None else scale,
         max_grad_norm=None,
         seed=seed,
     )
@@ -199,8 +197,8 @@ def train(
         losses.append(outcome.loss)
     final = statistics.fmean(losses[-_MEASURED:])
     failure = None if math.isfinite(final) else "the loss is not finite"
-    time = planted.milliseconds.get(format_name)
-    return Trial(format_name, dict(rules), losses, time, 0, math.nan, skipped, outcome.loss_scale, final, failure)
+    time = planted.milliseconds.get(kind)
+    return Trial(kind, dict(rules), losses, time, 0, math.nan, skipped, outcome.loss_scale, final, failure)
 
 
 def examine(planted: Planted, seed: int, fp32: Trial, seed_noise: float) -> tuple[Advice, Trial, Analysis]:

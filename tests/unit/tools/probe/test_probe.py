@@ -80,7 +80,7 @@ def test_json_holds_all_records(probed: tuple[Path, str]) -> None:
     assert Envelope.read(folder / REPORT_FILE) == Envelope.of(gradients)
 
 
-def test_no_file_holds_a_secret(probed: tuple[Path, str]) -> None:
+def test_no_file_holds_a_secret_and_the_page_is_self_contained_and_escaped(probed: tuple[Path, str]) -> None:
     folder, printed = probed
     files = [*folder.glob("*.json"), *folder.glob("*.html"), *folder.glob("*.yaml")]
     assert {path.name for path in files} == {REPORT_FILE, PAGE_FILE, CONFIG_FILE}
@@ -89,11 +89,8 @@ def test_no_file_holds_a_secret(probed: tuple[Path, str]) -> None:
     command = json.loads((folder / REPORT_FILE).read_text(encoding="utf-8"))["command"]
     assert "model.args.api_key=***" in command
     assert "model.args.kind=overflow" in command
-
-
-def test_page_is_self_contained_and_escaped(probed: tuple[Path, str]) -> None:
-    page = (probed[0] / PAGE_FILE).read_text(encoding="utf-8")
-    assert base64.b64encode((probed[0] / PICTURE_FILE).read_bytes()).decode() in page
+    page = (folder / PAGE_FILE).read_text(encoding="utf-8")
+    assert base64.b64encode((folder / PICTURE_FILE).read_bytes()).decode() in page
     assert (ODD_NAME in page, escape(ODD_NAME) in page, "<script" in page) == (False, True, False)
     assert not re.search(r"(src|href)\s*=\s*[\"'](?!data:)", page)
 

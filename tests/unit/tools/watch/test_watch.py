@@ -214,9 +214,7 @@ def test_what_is_no_run_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "usage: dtrain watch" in capsys.readouterr().err
 
 
-def test_nothing_printed_holds_a_secret_or_controls_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_printed_holds_a_secret_or_controls_the_terminal(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("MY_SERVICE_TOKEN", "c4nary-token-1")
     path = write_run(tmp_path / "run-c4nary-token-1-ghp_C4naryGithub0001")
     add_line(path, applied=False, reason="overflow\x9b", culprit="password=c4nary-text1\x1b]0;x\x07", step=4)
