@@ -140,7 +140,7 @@ def test_equal_bits(world: int, stages: range) -> None:
     assert single["rules"][0][3] == [*root, *blocks], "buffers of four formats"
 
 
-def compare_with_stage_2(rank: int, world: int) -> None:
+def stage_3_gathers_what_odd_models_need(rank: int, world: int) -> None:
     unshard_models.DIM = DIM  # what is too small is no FP8 product
     for recipe, name in zip(RECIPES, ("checkpointed_inside", "interleaved"), strict=True):
         found = []
@@ -154,10 +154,6 @@ def compare_with_stage_2(rank: int, world: int) -> None:
                 losses.append(engine.step().loss)
             found.append((losses, state_digests(engine)))
         assert found[0] == found[1], name
-
-
-def test_stage_3_gathers_what_odd_models_need() -> None:
-    run_ranks(2, compare_with_stage_2)
 
 
 def replicas_are_the_masters(rank: int, world: int) -> None:
@@ -185,10 +181,6 @@ def assert_is_cast_of(module: nn.Module, master: Tensor, recipe: str) -> None:
     error = (module.weight - master).abs()
     assert (error <= 0.08 * master.abs() + 0.002 * master.abs().amax()).all(), "half a unit of E4M3, and BF16"
     assert module._parameters["weight"].isnan().all(), "who reads past the module gets no unscaled numbers"
-
-
-def test_replicas_are_the_masters_cast() -> None:
-    run_ranks(2, replicas_are_the_masters)
 
 
 @pytest.mark.parametrize(("recipe", "how"), [("tensorwise", "update"), ("rowwise", "load")])
@@ -269,9 +261,12 @@ def modify(rank: int, world: int) -> None:
         assert torch.equal(fresh(batch(0, 0)), loss), "the replicas follow the masters"
 
 
-def test_fp8_weights_are_written_in_modify_weights() -> None:
-    run_ranks(1, modify)
-    run_ranks(2, modify)
+@pytest.mark.parametrize(
+    ("world", "check"),
+    [(2, stage_3_gathers_what_odd_models_need), (2, replicas_are_the_masters), (1, modify), (2, modify)],
+)
+def test_weights(world: int, check: Callable[..., None]) -> None:
+    run_ranks(world, check)
 
 
 def communicate(rank: int, world: int) -> dict[str, int]:

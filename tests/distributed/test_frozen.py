@@ -81,9 +81,7 @@ def bits(
         *(pytest.param(one, SETTINGS, PLAIN, marks=pytest.mark.exhaustive) for one in FORMATS),
     ],
 )
-def test_every_stage_and_world_size_has_the_same_bits(
-    precision: str, settings: list[Setting], plain: list[Setting]
-) -> None:
+def test_stages_and_ranks_change_no_bit(precision: str, settings: list[Setting], plain: list[Setting]) -> None:
     """The plain order depends on the number of ranks, but not on the stage."""
     ((losses, masters, frozen),) = run_ranks(1, bits, precision, [(0, True, False, {})])[0]
     for name, weight in Adapted(DIM).named_parameters():

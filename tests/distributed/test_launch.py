@@ -196,8 +196,7 @@ def meeting(port: int) -> dict[str, str]:
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
-        port: int = free.getsockname()[1]
-        return port
+        return free.getsockname()[1]
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path, data: str) -> None:

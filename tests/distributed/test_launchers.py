@@ -51,9 +51,7 @@ def listening(job: Job) -> set[str]:
 
 
 @pytest.mark.parametrize("launcher", [launch.torchrun, launch.deepspeed_sh, launch.sbatch])
-def test_two_ranks_train_as_without_a_launcher(
-    tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job]
-) -> None:
+def test_ranks_train_as_forked_ones(tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job]) -> None:
     run_dir = tmp_path / "run"
     with launcher(tmp_path, *SMALL, data, *SHORT, f"run_dir={run_dir}") as job:
 

@@ -112,8 +112,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def ranks(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = run_ranks(WORLD, on_two_ranks, folder)[0]
-    return found
+    return run_ranks(WORLD, on_two_ranks, folder)[0]
 
 
 def plain(folder: Path, name: str) -> tuple[list[float], dict[str, Tensor]]:

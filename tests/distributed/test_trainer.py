@@ -139,15 +139,12 @@ def rows_of(config: RunConfig) -> list[dict[str, Tensor]]:
     transformers shifts the labels, so that a row has one token more than a sample.
     """
     dataset = load_dataset(config.data, SEQ_LEN)
-    batch = dataset.train.batch(
-        dataset.train.order(config.seed, np.arange(config.train.steps * config.train.global_batch_size))
-    )
+    places = np.arange(config.train.steps * config.train.global_batch_size)
+    batch = dataset.train.batch(dataset.train.order(config.seed, places))
     tokens, targets = batch["tokens"], batch["targets"]
     ignored = torch.full_like(targets[:, :1], IGNORE_INDEX)
-    rows = {
-        "input_ids": torch.cat([tokens, targets[:, -1:].clamp(min=0)], dim=1),
-        "labels": torch.cat([ignored, targets], dim=1),
-    }
+    rows = {"input_ids": torch.cat([tokens, targets[:, -1:].clamp(min=0)], dim=1)}
+    rows["labels"] = torch.cat([ignored, targets], dim=1)
     if (positions := batch.get("positions")) is not None:
         rows["position_ids"] = torch.cat([positions, positions[:, -1:] + 1], dim=1)
     return [dict(zip(rows, row, strict=True)) for row in zip(*rows.values(), strict=True)]

@@ -43,8 +43,7 @@ def _read(module: nn.Module, name: str) -> Tensor:
     the graph decides in which order gradients are made.
     """
     faults: dict[str, tuple[int, float]] = getattr(module, "faults", {})
-    weight: Tensor = _Replaced.apply(getattr(module, name), faults.get(name))
-    return weight
+    return _Replaced.apply(getattr(module, name), faults.get(name))
 
 
 class Embedding(nn.Embedding):
@@ -127,15 +126,13 @@ def build(seed: int = 5, dropout: float = 0.0, *, wide: bool = False) -> OddMode
         return OddModel(dropout, wide=wide)
 
 
-def start(
-    engine: str, zero_stage: int, *, dropout: float = 0.0, seed: int = 5, wide: bool = False, **options: Any
-) -> Any:
+def start(engine: str, stage: int, *, dropout: float = 0.0, seed: int = 5, wide: bool = False, **options: Any) -> Any:
     """The odd model under an engine, before its first step; ``seed`` decides its weights too."""
     torch.set_num_threads(1)
     schedule = dtrain.Cosine(warmup_steps=3, total_steps=40)
     # its norms are above 0.05: clipping is active
     settings = {"optimizer": dtrain.AdamW(lr=3e-3), "schedule": schedule, "max_grad_norm": 0.05, "seed": seed}
-    settings |= {"engine": engine, "zero_stage": zero_stage, **options}
+    settings |= {"engine": engine, "zero_stage": stage, **options}
     return dtrain.initialize(build(seed, dropout, wide=wide), **settings)
 
 
@@ -179,8 +176,7 @@ def held(engine: StepEngine) -> list[Tensor]:
 def computed(engine: StepEngine) -> Tensor:
     """The output of a forward with the compute weights: 0-dim; all ranks call."""
     with engine.eval():
-        loss: Tensor = engine(tokens=batch(0))
-    return loss
+        return engine(tokens=batch(0))
 
 
 def same(left: list[Tensor], right: list[Tensor]) -> bool:
@@ -195,9 +191,7 @@ def digest(tensor: Tensor) -> str:
 
 def state_digests(engine: StepEngine, *, buffers: bool = True) -> dict[str, str]:
     """Masters and states in full, and this rank's buffers, by ``kind:name``; all ranks call."""
-    full = {
-        f"{kind}:{name}": digest(tensor) for kind in engine.saved_dtypes for name, tensor in engine.full_state(kind)
-    }
+    full = {f"{kind}:{name}": digest(state) for kind in engine.saved_dtypes for name, state in engine.full_state(kind)}
     own = engine.module.named_buffers() if buffers else ()
     return full | {f"buffer:{name}": digest(tensor) for name, tensor in own}
 

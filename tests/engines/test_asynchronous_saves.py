@@ -10,12 +10,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -168,40 +169,28 @@ def test_a_rank_that_dies_ends_the_save_of_the_others(tmp_path: Path) -> None:
 TIMEOUT_S = 2.0
 
 
-@contextmanager
-def impatient(rank: int, world: int, folder: Path) -> Iterator[None]:
-    """A process group whose collectives take ``TIMEOUT_S`` at most; rank 1 stays until rank 0 has left the block."""
-    dist.destroy_process_group()
-    store, left = dist.FileStore(str(folder / "store"), world), folder / "left"
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
-    try:
-        yield
-        if rank == 1:
-            until(left.exists)
-    finally:
-        left.touch()
-
-
 def _hangs(rank: int, world: int, folder: Path, connects: bool) -> float:
     """Rank 1 does not write, or (``connects`` is false) does not connect the thread that would."""
-    with impatient(rank, world, folder):
-        engine = start("native", 2)
-        if rank == 1:
-            with held_up("write"):
-                if connects:
-                    train_step(engine, MICRO_BATCHES)
-                    engine.save(folder / "checkpoints", asynchronous=True)
-                until((folder / "left").exists)
-            return 0.0
-        if connects:
-            train_step(engine, MICRO_BATCHES)
-            engine.save(folder / "checkpoints", asynchronous=True)
+    store, left = dist.FileStore(str(folder / "store"), world), folder / "left"
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_S))
+    engine = start("native", 2)
+    try:
+        with held_up("write") if rank == 1 else nullcontext():
+            if connects:
+                train_step(engine, MICRO_BATCHES)
+                engine.save(folder / "checkpoints", asynchronous=True)
+            if rank == 1:
+                until(left.exists)
+                return 0.0
         began = time.monotonic()
         message = "" if connects else r"gather_rows\(barrier, 1 x uint8\) in prepare_saves failed"
         with pytest.raises(CommunicationError, match=message):
             train_step(engine, MICRO_BATCHES) if connects else engine.prepare_saves()
         engine.leave_save(cancel=True)
         return time.monotonic() - began
+    finally:
+        left.touch()
 
 
 @pytest.mark.parametrize("connects", [True, False])
@@ -214,12 +203,8 @@ def _cannot_start_a_thread(rank: int, world: int, directory: Path) -> str:
     engine = start("native", 2)
     train_step(engine, MICRO_BATCHES)
 
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr(threading.Thread, "start", refuse)
+    refused = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with refused if rank == 1 else nullcontext():
         failure = raised(lambda: engine.save(directory, asynchronous=True))
     until(lambda: not any(thread.name == "dtrain-save" for thread in threading.enumerate()))
     engine.leave_save()

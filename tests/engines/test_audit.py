@@ -42,14 +42,9 @@ def test_quantized_copies_and_scales_follow_from_the_masters(recipe: str, tmp_pa
         step()
 
 
-@pytest.mark.parametrize(
-    ("every", "more"),
-    [
-        (0, [0, 0, 0, 0, 0, 0]),
-        (3, [0, 0, 1, 0, 0, 1]),  # the record of step 3 is checked in step 4, with one collective
-    ],
-)
+@pytest.mark.parametrize(("every", "more"), [(0, [0, 0, 0, 0, 0, 0]), (3, [0, 0, 1, 0, 0, 1])])
 def test_collectives_of_an_audit(every: int, more: list[int]) -> None:
+    """The record of step 3 is checked in step 4, with one collective."""
     engine = start("native", 2, audit=every)
     issued = []
     for _ in range(7):

@@ -69,17 +69,16 @@ def test_the_audit_finds_a_flipped_bit_in_either_half(half: str) -> None:
     assert [(item.tensor, item.kind) for item in caught.value.corruptions] == [(shard.name, MASTER)]
 
 
+ADAMW_BF16: dict[str, Any] = {"optimizer": dtrain.AdamWBF16()}
+
+
 def stack() -> nn.Module:
     return nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)), nn.LayerNorm(256))
 
 
 @pytest.mark.parametrize(
     ("options", "main_grad", "moments"),
-    [
-        ({}, 4, 8),
-        ({"optimizer": dtrain.AdamWBF16()}, 4, 4),
-        ({"optimizer": dtrain.AdamWBF16(), "grad_dtype": "bf16"}, 2, 4),
-    ],
+    [({}, 4, 8), (ADAMW_BF16, 4, 4), ({**ADAMW_BF16, "grad_dtype": "bf16"}, 2, 4)],
     ids=["remainder", "remainder and BF16 moments", "all"],
 )
 def test_bytes_of_a_parameter(options: dict[str, Any], main_grad: int, moments: int) -> None:

@@ -22,6 +22,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
+exhaustive = pytest.mark.exhaustive
 EXAMPLES = Path(__file__).parents[2] / "docs/examples"
 
 
@@ -93,7 +94,7 @@ def test_own_loop_reports_skips_and_resumes_as_if_never_stopped(tmp_path: Path) 
     assert [line for line in resumed.splitlines() if line.startswith(("step", "applied"))] == tail
 
 
-@pytest.mark.exhaustive
+@exhaustive
 def test_own_loop_under_torchrun_then_on_one_rank(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     with Job([*launcher, str(EXAMPLES / "own_loop.py"), "--steps=60", f"--out={tmp_path}/run"], tmp_path) as job:
@@ -104,9 +105,7 @@ def test_own_loop_under_torchrun_then_on_one_rank(tmp_path: Path) -> None:
     assert float(output.split()[-1]) > 0.97
 
 
-@pytest.mark.parametrize(
-    ("steps", "modes", "percent"), [(20, 0, 0), pytest.param(900, 8, 50, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize(("steps", "modes", "percent"), [(20, 0, 0), pytest.param(900, 8, 50, marks=exhaustive)])
 def test_gan_covers_more_and_more_modes(tmp_path: Path, steps: int, modes: int, percent: int) -> None:
     (output,) = run_ranks(1, run_one, tmp_path, f"gan.py --steps {steps}")
     found = re.findall(r"step (\d+): covers (\d) of 8 modes; (\d+)% of samples near one", output)
@@ -117,7 +116,7 @@ def test_gan_covers_more_and_more_modes(tmp_path: Path, steps: int, modes: int, 
     assert near >= percent
 
 
-@pytest.mark.exhaustive  # transformers and peft take seconds to import
+@exhaustive  # transformers and peft take seconds to import
 def test_lora_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
     output, _ = run_ranks(2, run_one, tmp_path, "lora.py --steps 60 --out adapters")
     numbers = re.search(r"held-out loss ([\d.]+) -> ([\d.]+)\nadapters: held-out loss ([\d.]+) in peft", output)
@@ -137,12 +136,8 @@ def test_lora_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
     assert frozen == pytest.approx(2 * (2 * (4 * 128**2 + 3 * 128 * 256) + 2 * 256 * 128) / 2 / 1e6, rel=0.1)
 
 
-@pytest.mark.parametrize(
-    ("epochs", "largest", "least"), [(1, 2.3, 0.0), pytest.param(6, 1.0, 0.9, marks=pytest.mark.exhaustive)]
-)
-def test_image_folder_counts_each_image_once_on_two_ranks(
-    tmp_path: Path, epochs: int, largest: float, least: float
-) -> None:
+@pytest.mark.parametrize(("epochs", "largest", "least"), [(1, 2.3, 0.0), pytest.param(6, 1.0, 0.9, marks=exhaustive)])
+def test_image_folder_counts_each_image_once(tmp_path: Path, epochs: int, largest: float, least: float) -> None:
     output, _ = run_ranks(2, run_one, tmp_path, f"image_folder.py --epochs {epochs}")
     scores = re.findall(r"epoch (\d): loss ([\d.]+) over (\d+) images, accuracy ([\d.]+) over (\d+)", output)
     # of 1,300 images 33 batches to train and 9 to test, so rank 1 is short of one in both

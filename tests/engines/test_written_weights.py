@@ -74,7 +74,7 @@ def test_fsdp2_refuses_writes_to_weights_that_are_unsharded() -> None:
     assert engine.step().applied
 
 
-def write_after_evaluation(rank: int, world: int) -> None:
+def deepspeed_forgets_unsharded(rank: int, world: int) -> None:
     deepspeed_config.PERSISTENT = 0  # else the small weights would stay gathered
     engine = start("deepspeed", 3, precision="bf16")
     for _ in range(3):
@@ -84,10 +84,6 @@ def write_after_evaluation(rank: int, world: int) -> None:
         zero(engine.module)
     zero(reference := build())
     torch.testing.assert_close(computed(engine), reference(batch(0)).detach())
-
-
-def test_deepspeed_forgets_weights_that_it_left_unsharded() -> None:
-    run_ranks(2, write_after_evaluation)
 
 
 @pytest.mark.parametrize("name", ["native", "ddp"])  # fully_shard refuses it itself
@@ -135,7 +131,7 @@ def test_a_pattern_selects_what_is_taken() -> None:
     assert not engine.master_state()["mix.weight"].any()
 
 
-def frozen_weights(rank: int, world: int) -> None:
+def takes_frozen_weights(rank: int, world: int) -> None:
     engine = start("native", 3, precision="bf16")
     frozen = build().frozen.weight.detach()
     with engine.modify_weights("frozen", "scale"):
@@ -145,11 +141,7 @@ def frozen_weights(rank: int, world: int) -> None:
         assert torch.equal(engine.module.get_parameter("frozen.weight"), frozen * 2)
 
 
-def test_frozen_weights_are_taken_too() -> None:
-    run_ranks(2, frozen_weights)
-
-
-def write_differently(rank: int, world: int) -> None:
+def refuses_different_values(rank: int, world: int) -> None:
     engine = start("native", 1, precision="bf16")
     with torch.no_grad():
         engine.module.get_parameter("mix.weight")[0] = rank
@@ -158,8 +150,9 @@ def write_differently(rank: int, world: int) -> None:
         engine.step()
 
 
-def test_ranks_that_write_different_values_do_not_step() -> None:
-    run_ranks(2, write_differently)
+@pytest.mark.parametrize("check", [deepspeed_forgets_unsharded, takes_frozen_weights, refuses_different_values])
+def test_on_two_ranks(check: Any) -> None:
+    run_ranks(2, check)
 
 
 def write_at_once(rank: int, world: int, delay: float) -> dict[str, str]:

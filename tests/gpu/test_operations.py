@@ -23,9 +23,7 @@ from tests.unit.precision.test_autocast_ops import CUDA_DIFFERS, FP32_FUNCTIONS
 @needs_gpu("the kernel is CUDA's")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kv_heads", [2, 4])
-def test_all_documents_at_once_equal_each_alone(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kv_heads: int
-) -> None:
+def test_documents_at_once_equal_each_alone(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, kv_heads: int) -> None:
     lengths = [[100, 1, 155], [256], [7, 200, 40, 9]]
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths]).to(DEVICE)
     borders = document_borders(positions)
@@ -134,8 +132,7 @@ def test_a_region_is_one_again_when_a_checkpoint_runs_it_again(use_reentrant: bo
             with dtrain.full_precision():
                 y = linear(x)
         seen.append(y.dtype)
-        result: Tensor = y.sin()
-        return result
+        return y.sin()
 
     x = torch.randn(4, 16, device=DEVICE, dtype=BF16, requires_grad=True)
     with torch.autocast(DEVICE.type, dtype=BF16):

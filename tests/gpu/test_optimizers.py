@@ -81,8 +81,7 @@ def masters_after(device: torch.device, **options: Any) -> dict[str, torch.Tenso
         engine.step()
     assert (engine.attempted_steps, engine.applied_steps) == (5, 4)
     with engine.ema():
-        averages: dict[str, torch.Tensor] = engine.master_state()
-    return averages
+        return engine.master_state()
 
 
 @pytest.mark.parametrize("stage", [0, 2])

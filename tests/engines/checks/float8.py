@@ -32,8 +32,7 @@ def start(trial: Trial, precision: Any = None, **recipe: Any) -> StepEngine:
 
 def evaluate(engine: StepEngine) -> Tensor:
     with engine.eval():
-        loss: Tensor = engine(tokens=batch(0))
-    return loss
+        return engine(tokens=batch(0))
 
 
 @check(engines=ENGINES, precisions=("fp8",), variants=RECIPES)

@@ -32,8 +32,7 @@ class Generator(nn.Module):
         self.unused = nn.Parameter(torch.ones(3))  # a vector: weight decay leaves it as it is
 
     def forward(self, z: Tensor) -> Tensor:
-        output: Tensor = self.layers(z)
-        return output
+        return self.layers(z)
 
 
 class Head(nn.Module):
@@ -42,8 +41,7 @@ class Head(nn.Module):
         self.linear = nn.Linear(5, 1)
 
     def forward(self, x: Tensor, is_checkpointed: bool) -> Tensor:
-        output: Tensor = checkpoint(self.linear, x, use_reentrant=False) if is_checkpointed else self.linear(x)
-        return output
+        return checkpoint(self.linear, x, use_reentrant=False) if is_checkpointed else self.linear(x)
 
 
 class Discriminator(nn.Module):
@@ -105,9 +103,7 @@ def g_loss(kind: str, d: Model, fake: Tensor) -> Tensor:
     return softplus(-d(fake)).mean() if kind == "gan" else -d(fake).mean()
 
 
-def train(
-    kind: str, g: Model, d: Model, update: Callable[[str, Tensor], None], *, rank: int = 0, world: int = 1
-) -> None:
+def train(kind: str, g: Model, d: Model, update: Callable[[str, Tensor], None], rank: int = 0, world: int = 1) -> None:
     for number in range(ROUNDS):
         real, noise, other = data(number, rank, world)
         update("d", d_loss(kind, d, real, g(noise).detach()))
@@ -152,8 +148,7 @@ def under_engines(trial: Trial, *, freezes: bool) -> Masters:
         is_of_g = x.requires_grad and not x.is_leaf  # not the mixed samples of a penalty
         for parameter in engines["d"].module.parameters():
             parameter.requires_grad_(not (freezes and is_of_g))
-        output: Tensor = engines["d"](x)
-        return output
+        return engines["d"](x)
 
     train(kind, engines["g"], d, update, rank=trial.rank, world=trial.ranks)
     return {name: engine.master_state() for name, engine in engines.items()}
