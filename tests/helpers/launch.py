@@ -52,6 +52,14 @@ _SCALE = "precision.loss_scale"
 SMALL = (*CORE, *f"precision=fp32 {_SCALE}.mode=dynamic {_SCALE}.init=1024 {_SCALE}.growth_interval=5".split())
 
 
+def is_gone(pid: int | str) -> bool:
+    """Whether a process has ended, also if nobody has waited for it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
 def rank_variables(rank: int, world: int, per_host: int | None = None) -> dict[str, str]:
     """The variables that launchers set for a rank, without those of the meeting point."""
     local = per_host or world

@@ -1,5 +1,3 @@
-"""Intervals of saved tensors read into tensors of any kind."""
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -1,5 +1,3 @@
-"""Retention rules: which checkpoints stay."""
-
 from __future__ import annotations
 
 import errno

@@ -201,6 +201,8 @@ def test_ranks_that_disagree_are_named(tmp_path: Path) -> None:
 def test_bad_state_and_bad_options_fail_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"rank 0: state\['loss'\] is nan"):
         save(tmp_path / "a", Snapshot(1, (), {"loss": float("nan")}), ALONE)
+    with pytest.raises(CheckpointError, match="got -1"):
+        save(tmp_path / "a", Snapshot(-1, (), {}), ALONE)
     with pytest.raises(CheckpointError, match="keep_last=0"):
         save(tmp_path / "a", Snapshot(1, (), {}), ALONE, retention=Retention(keep_last=0))
     assert list(tmp_path.iterdir()) == []

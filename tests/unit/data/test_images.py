@@ -24,6 +24,7 @@ from dtrain.data.images.decode import ImageError, box, decode
 from dtrain.data.images.workers import Decoder
 from dtrain.errors import ConfigError, DataError
 from dtrain.tasks import Classification
+from tests.helpers.launch import is_gone
 
 RED, GREEN, BLUE, WHITE = (255, 0, 0), (0, 255, 0), (0, 0, 255), (255, 255, 255)
 
@@ -51,11 +52,6 @@ def open_images(path: str, **changes: Any) -> Dataset:
 
 def pixels(path: Path, view: tuple[float, ...] = (), size: int = 2, channels: str = "rgb") -> NDArray[np.uint8]:
     return np.frombuffer(decode(str(path), view, size, channels), np.uint8).reshape(size, size, -1)
-
-
-def is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_the_largest_square_in_the_middle_is_shown_unless_it_is_cut_at_random(tmp_path: Path) -> None:

@@ -1,5 +1,3 @@
-"""``model.lora``: which modules get adapters, what is trained, in which format, and a whole run."""
-
 from __future__ import annotations
 
 import re

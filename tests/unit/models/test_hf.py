@@ -1,5 +1,3 @@
-"""``model=hf``: tiny random models of transformers compute, train and are refused as they should."""
-
 from __future__ import annotations
 
 import json

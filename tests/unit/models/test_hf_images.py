@@ -1,5 +1,3 @@
-"""``model=vit``: tiny random image classifiers of transformers compute, train and are refused as they should."""
-
 from __future__ import annotations
 
 import logging

@@ -54,25 +54,20 @@ def gradients(loss: Tensor, of: Sequence[Tensor | None], scale: float = 1.0) -> 
 @given(
     sizes=st.tuples(st.integers(1, 40), st.integers(1, 90), st.integers(0, 9)),
     chunk_rows=st.integers(1, 50),
-    label_smoothing=st.sampled_from([0.0, 0.1, 1.0]),
+    smoothing=st.sampled_from([0.0, 0.1, 1.0]),
     z_loss=st.sampled_from([0.0, 1e-2]),
     has_bias=st.booleans(),
     all_ignored=st.booleans(),
 )
 def test_loss_and_gradients_are_those_of_full_logits(
-    sizes: tuple[int, int, int],
-    chunk_rows: int,
-    label_smoothing: float,
-    z_loss: float,
-    has_bias: bool,
-    all_ignored: bool,
+    sizes: tuple[int, int, int], chunk_rows: int, smoothing: float, z_loss: float, has_bias: bool, all_ignored: bool
 ) -> None:
     num_tokens, vocab_size, padding = sizes
     hidden, weight, bias, targets = inputs(num_tokens, vocab_size + padding, vocab_size=vocab_size)
     if all_ignored:
         targets.fill_(IGNORE_INDEX)
     given_bias = bias if has_bias else None
-    terms = {"label_smoothing": label_smoothing, "z_loss": z_loss}
+    terms = {"label_smoothing": smoothing, "z_loss": z_loss}
     want = full(hidden, weight, given_bias, targets, vocab_size, **terms)
     got = linear_cross_entropy(
         hidden, weight, targets, bias=given_bias, vocab_size=vocab_size, chunk_rows=chunk_rows, **terms

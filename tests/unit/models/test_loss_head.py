@@ -1,5 +1,3 @@
-"""The keys of the loss in the built-in models, those of transformers, and a user's own."""
-
 from __future__ import annotations
 
 import logging

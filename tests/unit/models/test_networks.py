@@ -1,5 +1,3 @@
-"""``model=mlp``, ``convnet`` and ``denoiser``: shapes, units, formats, memory layout, and that they learn."""
-
 from __future__ import annotations
 
 from typing import Any

@@ -1,5 +1,3 @@
-"""Devices and networks that a run can be planned for: listed, measured here, or refused."""
-
 from __future__ import annotations
 
 import json

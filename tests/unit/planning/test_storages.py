@@ -1,5 +1,3 @@
-"""The count of live storages, and the simulation of malloc's heap."""
-
 from __future__ import annotations
 
 from itertools import pairwise

@@ -13,6 +13,7 @@ import pytest
 
 from dtrain.errors import RankError
 from dtrain.tools.ranks import run_ranks
+from tests.helpers.launch import is_gone
 
 pytestmark = pytest.mark.processes
 
@@ -66,8 +67,7 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
         time.sleep(0.02)
     starter.send_signal(signal.SIGKILL)
     starter.wait()
-    rank = Path("/proc") / waiting.read_text()
     deadline = time.monotonic() + 20
-    while rank.exists() and "Z" not in (rank / "stat").read_text().split()[2]:
+    while not is_gone(waiting.read_text()):
         assert time.monotonic() < deadline, "the rank is still there"
         time.sleep(0.02)

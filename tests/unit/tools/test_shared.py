@@ -1,5 +1,3 @@
-"""What the tools share: tables, the command line that a report shows, and the folder of a report."""
-
 from __future__ import annotations
 
 import sys

@@ -1,5 +1,3 @@
-"""Import of a Hugging Face folder: the same loss as `transformers`; hostile folders are refused."""
-
 from __future__ import annotations
 
 import json
@@ -233,10 +231,7 @@ HOSTILE: list[tuple[Change, str]] = [
     (instead(lambda path: path.symlink_to(path.name), "config.json"), "config.json: not a regular file"),
     (to_pickle, "pytorch_model.bin is not read because such files can run code"),
     (instead(os.mkfifo, WEIGHTS), "model.safetensors: not a regular file"),
-    (
-        change(WEIGHTS, lambda data: struct.pack("<Q", 1 << 60)),
-        "a header of 1152921504606846976 bytes does",
-    ),
+    (change(WEIGHTS, lambda data: struct.pack("<Q", 1 << 60)), r"a header of \d+ bytes does not fit"),
     (lambda folder: os.truncate(folder / WEIGHTS, 40_000), "its tensors end at byte|its tensors"),
     (lambda folder: index(folder, mapped(folder, x="../../secret.safetensors")), "'x' is in '../../secret.safe"),
     (lambda folder: index(folder, mapped(folder, x="pytorch_model.bin")), "not a safetensors file of this"),

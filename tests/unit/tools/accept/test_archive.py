@@ -1,5 +1,3 @@
-"""The archive of results while jobs write, and compilers' caches that go from one machine to the next."""
-
 from __future__ import annotations
 
 import io

@@ -24,7 +24,7 @@ from dtrain.tools.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
 from dtrain.tools.accept.page import Acceptance
 from dtrain.tools.accept.plan import Plan
 from dtrain.tools.accept.run import accept
-from tests.helpers.launch import ROOT
+from tests.helpers.launch import ROOT, is_gone
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
@@ -93,11 +93,6 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
-
-
-def is_gone(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def run(folder: Path, age_s: float = 0.0, **options: Any) -> Acceptance:

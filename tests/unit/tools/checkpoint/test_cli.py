@@ -1,5 +1,3 @@
-"""``dtrain checkpoint list``, ``verify`` and ``prune``: what they show, keep and refuse."""
-
 from __future__ import annotations
 
 import os

@@ -1,5 +1,3 @@
-"""Two checkpoints compared: which tensors differ, by how much, and what is refused."""
-
 from __future__ import annotations
 
 import math

@@ -1,5 +1,3 @@
-"""Token shards as they are written, verified and packed."""
-
 from __future__ import annotations
 
 from pathlib import Path

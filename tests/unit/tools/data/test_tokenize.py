@@ -27,7 +27,7 @@ from dtrain.tools.data import inputs, pool, unfinished, writer
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.worker import TokenizeJob, tokenize_unit
 from tests.helpers.corpora import STDLIB, mixed_corpus, stdlib_texts, write_jsonl, write_tokenizer
-from tests.helpers.launch import ROOT
+from tests.helpers.launch import ROOT, is_gone
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_a_killed_command_resumes(tmp_path: Path, tokenizer: Path, small_units: 
     os.killpg(command.pid, signal.SIGKILL)
     command.wait()
     assert len(children) == 2
-    while any(Path(f"/proc/{child}/cmdline").exists() and _is_alive(child) for child in children):
+    while not all(map(is_gone, children)):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert not (out / MANIFEST).exists()
@@ -141,13 +141,6 @@ def test_a_killed_command_resumes(tmp_path: Path, tokenizer: Path, small_units: 
 
     assert main(["data", *words]) == 2
     assert "holds finished token shards; choose another folder, or remove this one" in capfd.readouterr().err
-
-
-def _is_alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.processes
@@ -191,12 +184,7 @@ def test_the_whole_way_needs_no_network(tmp_path: Path, monkeypatch: pytest.Monk
     ],
 )
 def test_mistakes_before_the_work(
-    tmp_path: Path,
-    tokenizer: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    words: dict[str, str],
-    expected: str,
+    tmp_path: Path, tokenizer: Path, capsys: Any, monkeypatch: Any, words: dict[str, str], expected: str
 ) -> None:
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus" / "a.txt").write_text("text")

@@ -1,5 +1,3 @@
-"""``dtrain experiment``: its list, its mistakes, and what it writes."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""``dtrain formats``: each failure is shown, detected and fixed; the table and picture of a run's sampled steps."""
-
 from __future__ import annotations
 
 import contextlib

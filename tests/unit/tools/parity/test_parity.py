@@ -1,5 +1,3 @@
-"""`dtrain parity`: deviations and limits, the oracle, and real engines that agree, deviate, skip and fail."""
-
 from __future__ import annotations
 
 import json

@@ -1,5 +1,3 @@
-"""Advice from given trials: which format, which rules, and what is said about it."""
-
 from __future__ import annotations
 
 import math

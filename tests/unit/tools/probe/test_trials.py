@@ -1,5 +1,3 @@
-"""Trials of single formats, and the noise that their gaps are compared with."""
-
 from __future__ import annotations
 
 import math

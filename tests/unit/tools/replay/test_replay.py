@@ -1,5 +1,3 @@
-"""``dtrain replay`` without a training: the files of a run, and the comparison."""
-
 from __future__ import annotations
 
 import json

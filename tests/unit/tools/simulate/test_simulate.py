@@ -179,24 +179,13 @@ def test_replicas() -> None:
 
 
 @pytest.mark.usefixtures("one_memory_plan")
-@pytest.mark.parametrize(
-    ("keys", "ranks", "advice", "engine"),
-    [
-        ([STAGE_2], 8, "ms; larger micro-batches or more of them a step reduce this", ""),
-        (
-            ["engine=fsdp2", STAGE_2],
-            64,
-            "ms; larger micro-batches or more of them a step reduce this",
-            "engine=fsdp2 is simulated as native at the same stage; for its reduce-scatters: gradients=",
-        ),
-    ],
-)
-def test_advice_about_transfers_and_other_engines(keys: list[str], ranks: int, advice: str, engine: str) -> None:
-    run, point = point_of(*keys, ranks=ranks)
-    assert advice in " ".join(limits(point))
-    found = [one for one in assumptions(run, [point], ASSUMED) if "simulated as native" in one]
-    assert len(found) == bool(engine)
-    assert all(one.startswith(engine) for one in found)
+def test_advice_about_transfers_and_other_engines() -> None:
+    other = "engine=fsdp2 is simulated as native at the same stage; for its reduce-scatters: gradients="
+    for keys, ranks, expected in (([STAGE_2], 8, []), (["engine=fsdp2", STAGE_2], 64, [other])):
+        run, point = point_of(*keys, ranks=ranks)
+        assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(limits(point))
+        found = [one for one in assumptions(run, [point], ASSUMED) if "simulated as native" in one]
+        assert [one[: len(other)] for one in found] == expected
 
 
 @exhaustive

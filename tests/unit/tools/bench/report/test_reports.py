@@ -1,5 +1,3 @@
-"""The document that `dtrain bench report` writes, and the files of results that it reads."""
-
 from __future__ import annotations
 
 import json
@@ -75,11 +73,8 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("loss", "wrong"), [(2.03, False), (1.97, False), (2.05, True), (1.5, True), (None, True)])
 def test_a_case_with_another_loss_is_marked_wrong(loss: float | None, wrong: bool) -> None:
-    cases = [
-        result("plain", 1, [[1.0]], [2.0], "plain"),
-        result("ddp", 2, [[1.0]], [9.0], "ddp"),
-        result("native", 1, [[1.0]], [loss]),
-    ]
+    cases = [result("plain", 1, [[1.0]], [2.0], "plain"), result("ddp", 2, [[1.0]], [9.0], "ddp")]
+    cases.append(result("native", 1, [[1.0]], [loss]))
     assert [has_wrong_loss(item, cases) for item in cases] == [False, False, wrong]
     table = describe(results_of(cases)).tables[0]
     assert [cells[0] for cells in table.rows if "WRONG" in cells[-1]] == ["native"] * wrong
