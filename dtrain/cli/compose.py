@@ -60,6 +60,8 @@ def register_schema() -> None:
     Plugins.instance()  # registers Hydra's own sources, which the checked ones replace
     SourcesRegistry.instance().types |= {"file": _Files, "pkg": _Packages}
     store = ConfigStore.instance()
+    # Hydra copies its sources, and with them this store, for each run; a node that it takes from the store is a copy
+    vars(store)["__deepcopy__"] = lambda memo: store
     for primary in PRIMARIES:
         root = _writable(OmegaConf.structured(primary.schema))
         # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
