@@ -18,11 +18,7 @@ from dtrain.distributed.setup import connect
 from dtrain.errors import CheckpointError, ConfigError, ContractError, ModelError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 
-# -- of methods --------------------------------------------------------------------------------------------------------
-
 Call = Callable[[Any], Any]
-
-
 LAST = r"engine\.micro_batch\(last=.*\): expected True or False"
 WEIGHT = r"the weight of micro-batch 0 is .*; expected .* such as its token count"
 LOSS = "expected a 0-dim loss tensor.*got one "
@@ -35,10 +31,7 @@ def weight(value: Any) -> Call:
 CALLS: list[tuple[Call, str]] = [
     *((lambda e, last=last: e.micro_batch(last=last).__enter__(), LAST) for last in (1, torch.tensor(True))),
     *(
-        (
-            lambda e, items=items: e.accumulate(items),
-            rf"engine\.accumulate got a {type(items).__name__}; expected a list",
-        )
+        (lambda e, items=items: e.accumulate(items), rf"accumulate got a {type(items).__name__}; expected a list")
         for items in (5, torch.tensor(1.0), {"tokens": X}, "batch")
     ),
     *((weight(value), WEIGHT) for value in ("1", None, torch.ones(2), torch.tensor(1j))),
@@ -55,9 +48,8 @@ CALLS: list[tuple[Call, str]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CALLS)))
-def test_a_wrong_argument_of_a_method(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    call, message = CALLS[number]
+@pytest.mark.parametrize(("call", "message"), CALLS)
+def test_a_wrong_argument_of_a_method(call: Call, message: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.chdir(tmp_path)
     engine, other = start(), start()
     with pytest.raises(UsageError, match=message):
@@ -87,7 +79,6 @@ def test_a_wrong_argument_of_step(option: str, values: list[Any], message: str) 
 
 
 def test_metrics_of_a_save(tmp_path: Path) -> None:
-    """One rank may compute a wrong value; the ranks agree on the failure instead of waiting for that rank."""
     with pytest.raises(CheckpointError, match=r"val_loss.*expected a number or None"):
         start().save(tmp_path, metrics={"val_loss": "x"})
     assert start().save(tmp_path, metrics={"val_loss": torch.tensor(1.0), "train_loss": None}).is_dir()
@@ -101,14 +92,9 @@ def test_loss_that_is_not_fp32_is_refused_with_the_fix() -> None:
     assert train_step(engine).applied
 
 
-# -- what initialize refuses -------------------------------------------------------------------------------------------
-
-
 def overlapping() -> nn.Module:
-    model, both = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)), torch.randn(12, 8)
-    model[0].weight = nn.Parameter(both[:8])
-    model[1].weight = nn.Parameter(both[4:], requires_grad=False)
-    return model
+    both = torch.randn(12, 8)
+    return nn.ParameterList([nn.Parameter(both[:8]), nn.Parameter(both[4:], requires_grad=False)])
 
 
 def expanded(kind: str) -> Callable[[], nn.Module]:
@@ -126,6 +112,9 @@ def expanded(kind: str) -> Callable[[], nn.Module]:
 EXPANDED = r"'mask' is an expanded tensor .* \.contiguous\(\)"
 MODELS: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.Linear(2, 2, device="meta"), "'weight' is on the meta device"),
+    (lambda: nn.LazyLinear(2), "'weight' is a lazy parameter"),
+    *((lambda d=d: nn.Linear(2, 2, dtype=d), f"'weight' is {d}; an FP32") for d in (torch.float64, torch.complex64)),
+    (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient; nothing to train"),
     (nn.ReLU, "nothing to train"),
     (overlapping, "two parameters over one storage"),
     *((expanded(kind), EXPANDED) for kind in ("buffer", "frozen", "trainable")),

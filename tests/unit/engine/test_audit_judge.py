@@ -30,10 +30,6 @@ def replica(*fingerprints: int, is_master: bool = False) -> Copies:
     return Copies(COMPUTE, "w", dict(enumerate(fingerprints)), owner=0, is_master=is_master)
 
 
-def test_nothing_differs() -> None:
-    assert named([RECORDED] * 3, master(1, 1, 1), replica(2, 2, 2)) == []
-
-
 @pytest.mark.parametrize(
     ("findings", "copies", "want"),
     [
@@ -75,6 +71,7 @@ def test_who_is_named(findings: list[RankFindings], copies: Copies, want: list[t
 def test_what_changed_on_all_ranks_was_written() -> None:
     written = RankFindings(constants=(("buffer", "w"),))
     assert named([written, written]) == []
+    assert named([RECORDED] * 3, master(1, 1, 1), replica(2, 2, 2)) == [], "nothing differs"
     assert named([written, CLEAN]) == [((0,), "buffer")]
     assert named([RankFindings(shards=(("frozen", "w"),)), CLEAN]) == [((0,), "frozen")]
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +22,6 @@ from dtrain.errors import ConfigError, UsageError
 from dtrain.models import build_model
 from tests.engines.test_blocks import without_inductor
 
-NONE: Mapping[str, Any] = MappingProxyType({})
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
 
@@ -33,8 +31,9 @@ def language_model(dropout: float = 0.2) -> Any:
     return build_model(config, 64, seed=0)
 
 
-def start(model: nn.Module, precision: str = "fp32", options: Mapping[str, Any] = NONE, **blocks: Any) -> Any:
-    return dtrain.initialize(model, precision=precision, seed=3, audit=0, blocks=dtrain.Blocks(**blocks), **options)
+def start(model: nn.Module, precision: str = "fp32", engine: str = "native", **blocks: Any) -> Any:
+    settings = {"precision": precision, "optimizer": dtrain.SGD(), "seed": 3, "audit": 0}
+    return dtrain.initialize(model, engine=engine, blocks=dtrain.Blocks(**blocks), **settings)
 
 
 def train(engine: Any, steps: int = 2) -> list[float]:
@@ -47,22 +46,23 @@ def train(engine: Any, steps: int = 2) -> list[float]:
     return curve
 
 
-WAYS: list[dict[str, Any]] = [{"recompute": "full"}, {"recompute": "selective"}]
+def train_on(engine: Any, x: Tensor) -> list[float]:
+    curve = []
+    for _ in range(2):
+        engine.backward(engine(x).square().mean())
+        outcome = engine.step()
+        curve += [outcome.loss, outcome.grad_norm]
+    return curve
 
 
 def test_other_blocks_and_inputs_on_the_host_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """With dropout, whose random numbers are drawn again."""
     moved: list[int] = []
     real = recompute.to_host
-
-    def to_host(tensor: Tensor) -> Tensor:
-        moved.append(tensor.numel())
-        return real(tensor)
-
     want = train(start(language_model()))
     for way in ({"recompute_every": 2}, {"blocks": ["blocks.*.attn", "blocks.*.ffn"]}):
         assert train(start(language_model(), recompute="full", **way)) == want, way
-    monkeypatch.setattr(recompute, "to_host", to_host)
+    monkeypatch.setattr(recompute, "to_host", lambda tensor: moved.append(tensor.numel()) or real(tensor))
     assert train(start(language_model(), recompute="full", offload_activations=True)) == want
     assert not moved, "on a CPU they are there already"
     monkeypatch.setattr(recompute, "is_on_gpu", lambda tensor: tensor.dim() > 0)
@@ -114,23 +114,15 @@ class OddNet(nn.Module):
 def test_blocks_of_any_kind(engine: str) -> None:
     """Running statistics are updated once, keywords are arguments, and caches of casts change nothing."""
     x, found = torch.randn(16, 32, generator=torch.Generator().manual_seed(1)), []
-    for way in ({}, *WAYS):
+    for way in ("none", "full", "selective"):
         torch.manual_seed(0)
         model = OddNet()
-        run = start(model, "fp8", {"engine": engine, "optimizer": dtrain.SGD()}, **way)
-        curve = []
-        for _ in range(2):
-            run.backward(run(x).square().mean())
-            outcome = run.step()
-            curve += [outcome.loss, outcome.grad_norm]
-        found.append((curve, [*run.master_state().values(), *(b.clone() for b in model.buffers())]))
+        run = start(model, "fp8", engine, recompute=way)
+        found.append((train_on(run, x), [*run.master_state().values(), *(b.clone() for b in model.buffers())]))
     want, tensors = found.pop(0)
     for curve, others in found:
         assert curve == want
         assert all(torch.equal(*pair) for pair in zip(others, tensors, strict=True))
-
-
-# -- which modules are blocks, and mistakes ----------------------------------------------------------------------------
 
 
 def test_blocks_are_found() -> None:
@@ -174,20 +166,20 @@ def test_blocks_that_are_no_record_or_contain_a_unit_of_sharding() -> None:
 class Net(nn.Module):
     """A layer and a block, called by a function."""
 
-    def __init__(self, run: Callable[[Any, Tensor], Tensor]) -> None:
+    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
         super().__init__()
         self.enter, self.blocks, self.run = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)]), run
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self.run(self, self.enter(x))
 
 
-def reentrant(net: Any, x: Tensor) -> Tensor:
-    return checkpoint(net.blocks[0], x, use_reentrant=True) + checkpoint(net.blocks[0], x, use_reentrant=True)  # type: ignore[no-any-return]
+def reentrant(net: Any, x: Tensor) -> Any:
+    return checkpoint(net.blocks[0], x, use_reentrant=True) + checkpoint(net.blocks[0], x, use_reentrant=True)
 
 
-def changing(net: Any, x: Tensor) -> Tensor:
-    y: Tensor = net.blocks[0](x)
+def changing(net: Any, x: Tensor) -> Any:
+    y = net.blocks[0](x)
     x.mul_(0.5)
     return x + y
 
@@ -216,11 +208,9 @@ def test_a_compiler_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_compile("auto", CPU) == "none", "there is nothing to win"
 
 
-# -- compilation, traced and not compiled, which takes a tenth of the time ---------------------------------------------
-
-
 @pytest.fixture
 def traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are traced and not compiled, which takes a tenth of the time."""
     torch._dynamo.reset()
     monkeypatch.setattr(CompiledBlocks, "_compile", without_inductor)
 
@@ -257,11 +247,10 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
         model = OddNet()
         model.enter.requires_grad_(False)
         model.blocks[0].requires_grad_(False)
-        run = start(model, "fp32", {"engine": engine}, compile="auto")
+        run = start(model, "fp32", engine, compile="auto")
         run.backward(run(torch.randn(16, 32)).square().mean())
         run.step()
         assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1, 2]
-        assert run._compiled is not None
         assert not run._compiled._measures
 
 
@@ -301,16 +290,12 @@ class Regional(nn.Module):
 @pytest.mark.compile
 @pytest.mark.usefixtures("traced")
 def test_a_compiled_block_contains_its_regions() -> None:
-    curves = []
-    x = torch.linspace(-1, 1, 4 * 32).view(4, 32)
+    curves, x = [], torch.linspace(-1, 1, 4 * 32).view(4, 32)
     for mode in ("none", "blocks"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 32), nn.ModuleList([Regional() for _ in range(2)]), nn.Linear(32, 32))
         model.forward = lambda x, model=model: model[2](model[1][1](model[1][0](model[0](x))))  # type: ignore[method-assign]
         engine = start(model, "fp8", compile=mode, blocks=["1.*"])
-        for _ in range(2):
-            engine.backward(engine(x).square().mean())
-            outcome = engine.step()
-            curves += [outcome.loss, outcome.grad_norm]
-    assert curves[4:] == pytest.approx(curves[:4], rel=1e-3), "the gradients of a weight that is used twice are summed"
+        curves.append(train_on(engine, x))
+    assert curves[1] == pytest.approx(curves[0], rel=1e-3), "the gradients of a weight that is used twice are summed"
     assert engine.compiled_graphs == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,11 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtrain
-from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
 from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.errors import ConfigError
-from dtrain.models import build_model
 from tests.helpers.one_rank import start
 
 CPU = torch.device("cpu")
@@ -47,7 +44,7 @@ def test_one_key_gives_one_sequence_and_the_callers_state_is_restored_after_an_e
 
 def masks(seed: int, noise: int = 0) -> list[torch.Tensor]:
     """The dropout masks of two steps with two micro-batches of two forwards each, such as two views of one sample."""
-    engine = start(torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(0.5)), seed=seed)
+    engine = start(nn.Sequential(nn.Linear(1, 1), nn.Dropout(0.5)), seed=seed)
     seen = []
     for _ in range(2):
         for _ in engine.accumulate(range(2)):
@@ -70,13 +67,10 @@ initialize = importlib.import_module("dtrain.engine.initialize")
 
 
 @pytest.fixture(autouse=True)
-def workspace() -> Iterator[None]:
-    """Restores the variable of the process."""
-    workspace = os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    yield
-    os.environ.pop("CUBLAS_WORKSPACE_CONFIG", None)
-    if workspace is not None:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = workspace
+def workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores the variable of the process, also where it was not set."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
 
 
 def test_the_products_that_are_timed_are_deterministic_already(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,28 +84,26 @@ def test_the_products_that_are_timed_are_deterministic_already(monkeypatch: pyte
 
     monkeypatch.setattr(initialize, "decide_float8", decide_float8)
     policy = dtrain.PrecisionPolicy.named("fp8", float8=Float8(choice="all"))
-    model = build_model(ModelConfig(num_layers=1, hidden_dim=32, num_heads=2, max_seq_len=8), 64, seed=0)
-    dtrain.initialize(model, precision=policy, reproducible=True, seed=0)
+    start(nn.Sequential(*(nn.Linear(32, 32) for _ in range(3))), precision=policy, reproducible=True)
     assert seen == [(":4096:8", True)]
 
 
 class _ProductsFail(TorchDispatchMode):
     """Refuses products as torch does on a GPU."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__()
-        self._reason = reason
+    reason = "... you must set an environment variable ...: CUBLAS_WORKSPACE_CONFIG=:4096:8 ..."
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.mm.default:
-            raise RuntimeError(self._reason)
+            raise RuntimeError(self.reason)
         return func(*args, **(kwargs or {}))
 
 
 def test_a_process_whose_cublas_is_not_deterministic_is_refused() -> None:
-    late = _ProductsFail("... you must set an environment variable ...: CUBLAS_WORKSPACE_CONFIG=:4096:8 ...")
-    with late, pytest.raises(ConfigError, match=r"Set it in the environment of the process"):
-        dtrain.initialize(nn.Linear(8, 8), precision="fp32", reproducible=True, seed=0)
+    fail = _ProductsFail()
+    with fail, pytest.raises(ConfigError, match=r"Set it in the environment of the process"):
+        start(reproducible=True)
     assert not torch.are_deterministic_algorithms_enabled(), "a refused engine changed the process"
-    with _ProductsFail("no kernel image"), pytest.raises(RuntimeError, match="no kernel image"):
-        dtrain.initialize(nn.Linear(8, 8), precision="fp32", reproducible=True, seed=0)
+    fail.reason = "no kernel image"
+    with fail, pytest.raises(RuntimeError, match="no kernel image"):
+        start(reproducible=True)

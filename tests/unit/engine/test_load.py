@@ -118,18 +118,13 @@ def test_checkpoint_has_the_hash_of_its_config_without_secrets(tmp_path: Path) -
     assert state["config_hash"] == hashlib.sha256(b'{"api_key":"***","b":1}').hexdigest()
 
 
-def warnings_of_a_load(path: Path, caplog: pytest.LogCaptureFixture, saver: Any, loader: Any) -> str:
-    train_step(saver)
-    loader.load(saver.save(path))
-    return caplog.text
-
-
 def test_load_warns_of_another_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start()
     rule = replace(engine.options.optimizer, compile=True)
     engine.options = replace(engine.options, optimizer=rule)  # what is recorded; the update stays what it is
-    text = warnings_of_a_load(tmp_path, caplog, engine, start())
-    assert "was saved with optim.compile=true, this run has false" in text
+    train_step(engine)
+    start().load(engine.save(tmp_path))
+    assert "was saved with optim.compile=true, this run has false" in caplog.text
 
 
 RULED = PrecisionPolicy.named("fp32", rules={"2": "bf16"})
@@ -149,13 +144,10 @@ def float8(**options: Any) -> PrecisionPolicy:
         (float8(), float8(recipe="rowwise"), "float8 recipe=tensorwise (now rowwise), grad_format=e5m2 (now e4m3): "),
     ],
 )
-def test_load_warns_of_other_formats(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, saved: Any, loads: Any, message: str
-) -> None:
-    saver, loader = (
-        start(nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 4)), precision=policy)
-        for policy in (saved, loads)
-    )
-    text = warnings_of_a_load(tmp_path, caplog, saver, loader)
-    assert message in text
-    assert bool(message) is ("was saved with" in text)
+def test_load_warns_of_other_formats(tmp_path: Path, caplog: Any, saved: Any, loads: Any, message: str) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 16), nn.Linear(16, 16), nn.Linear(16, 4))
+
+    start(model(), precision=loads).load(saved_by(tmp_path, model(), precision=saved))
+    assert message in caplog.text
+    assert bool(message) is ("was saved with" in caplog.text)

@@ -27,8 +27,7 @@ _TINY = ("model=tiny", "model.vocab_size=64", "precision=bf16")
 
 
 def test_a_step_gathers_one_row_of_each_rank() -> None:
-    timeline = Timeline(CPU)
-    ranks = 64
+    timeline, ranks = Timeline(CPU), 64
     with planned_run(ranks, model=_TINY).engine(timeline=timeline) as (engine, batch):
         for _ in range(2):
             timeline.restart()
@@ -85,13 +84,8 @@ def test_wholes_have_the_sums_of_their_parts_and_the_same_own_parts(precision: s
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(96, 160), nn.ReLU(), nn.Linear(160, 32))
     comm = planned_ranks(5, NCCL, CPU, lambda _: None, Timeline(CPU))
-    engine = dtrain.initialize(
-        model,
-        engine=dtrain.Native(zero_stage=stage),
-        optimizer=dtrain.AdamW(compile=False),
-        precision=precision,
-        comm=comm,
-    )
+    options: dict[str, Any] = {"zero_stage": stage, "precision": precision, "comm": comm}
+    engine = dtrain.initialize(model, optimizer=dtrain.AdamW(compile=False), **options)
     parts, wholes = list(engine.compute_shards()), list(engine.whole_compute_shards())
     assert _sums(parts) == _sums(wholes)
     assert list(_own(parts)) == list(_own(wholes))

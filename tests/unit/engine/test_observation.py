@@ -22,13 +22,10 @@ BF16 = torch.bfloat16
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
-def policy(name: str) -> PrecisionPolicy:
-    return PrecisionPolicy.named(name).reducing("auto", reduces_every_micro_batch=True)
-
-
-def ruled(name: str, **rules: str) -> PrecisionPolicy:
-    policy = PrecisionPolicy.named(name, rules={key.strip("_"): value for key, value in rules.items()})
-    return policy.reducing("auto", reduces_every_micro_batch=True)
+def policy(name: str, **rules: str) -> PrecisionPolicy:
+    """``rules`` for children ``_0`` and so on."""
+    named = PrecisionPolicy.named(name, rules={key.strip("_"): value for key, value in rules.items()})
+    return named.reducing("auto", reduces_every_micro_batch=True)
 
 
 FLOAT8 = PrecisionPolicy.named("fp8").on(torch.device("cpu"))
@@ -68,15 +65,12 @@ def num_hooks(model: nn.Module) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
 
 
-# -- what breaks it ----------------------------------------------------------------------------------------------------
-
-
 def low_precision() -> torch.autocast:
     return torch.autocast("cpu", dtype=BF16)
 
 
-def late_cast(module: nn.Module, _: Any) -> None:
-    module.weight.data = module.weight.data.float()
+def with_a_late_cast(model: nn.Sequential) -> None:
+    model[2].register_forward_pre_hook(lambda module, _: setattr(module.weight, "data", module.weight.data.float()))
 
 
 def with_another_recipe(model: nn.Sequential) -> None:
@@ -94,15 +88,21 @@ def in_low_precision(model: nn.Sequential) -> None:
 
 # the model, its policy, what an engine then changes in it, what replaces autocast, and the error
 BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, Any, str]] = [
-    (mlp, "bf16", lambda m: m[2].register_forward_pre_hook(late_cast), None, "'2.weight' is torch.float32; .* torch.b"),
+    (mlp, "bf16", with_a_late_cast, None, "'2.weight' is torch.float32; .* torch.bfloat16"),
     (mlp, "bf16", in_low_precision, low_precision, r"module '1' \(LayerNorm\) computed torch.bfloat16"),
     (mlp, IN_FP32, None, nullcontext, r"module '0' \(Linear\) computed torch.float32; the contract says torch.bf"),
     (mlp, "fp32", None, low_precision, r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"),
-    (mlp, ruled("bf16", _1="bf16"), lambda m: delattr(m[1], "forward"), None, "'1' .* is called with another forward"),
+    (mlp, policy("bf16", _1="bf16"), lambda m: delattr(m[1], "forward"), None, "'1' .* is called with another forward"),
     (wide, FLOAT8, lambda m: setattr(m[1], "__class__", nn.Linear), None, "'1' is called as Linear; the contract says"),
     (wide, FLOAT8, with_another_recipe, None, r"module '1' multiplies by Recipe\(rowwise=True.* the contract"),
     (wide, FLOAT8, with_a_cast_in_its_forward, None, r"'1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16"),
-    (wide, ruled("fp32", **RULES), lambda m: delattr(m[0], "forward"), None, r"'0' .* called with another .* torch.fl"),
+    (
+        wide,
+        policy("fp32", **RULES),
+        lambda m: delattr(m[0], "forward"),
+        None,
+        r"'0' .* called with another .* torch.fl",
+    ),
 ]
 
 
@@ -118,9 +118,6 @@ def test_a_breach_is_an_error(build: Any, precision: Any, change: Any, instead: 
     assert num_hooks(model) == hooks
 
 
-# the model, its policy, what an engine then changes in it (or a context that replaces autocast), and the error
-
-
 def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> None:
     model, contract, autocast = prepared(mlp())
     model[0].weight.grad_dtype = torch.float32
@@ -130,9 +127,6 @@ def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> N
     with autocast():
         later = model(X)
     later.float().sum().backward()
-
-
-# -- what does not break it --------------------------------------------------------------------------------------------
 
 
 def test_what_a_user_adds_is_not_checked() -> None:
@@ -170,13 +164,10 @@ def test_modules_of_other_formats_keep_the_contract() -> None:
     assert contract.float8_modules == ("1",)
     run(model, contract, autocast).float().sum().backward()
     assert model[1]._parameters["weight"].grad.dtype == BF16
-    model, contract, autocast = prepared(wide(), ruled("bf16", **RULES))
+    model, contract, autocast = prepared(wide(), policy("bf16", **RULES))
     run(model, contract, autocast).float().sum().backward()
     model[0].register_forward_hook(lambda module, args, output: output.to(torch.float64).float())
     run(model, contract, autocast)  # a user's own hook runs after the check
-
-
-# -- reductions --------------------------------------------------------------------------------------------------------
 
 
 def test_reduce_dtype_check_by_label_and_of_fp32_sums() -> None:
@@ -199,8 +190,6 @@ def test_reduce_dtype_check_by_label_and_of_fp32_sums() -> None:
         check.record("bucket 1", torch.zeros(1, dtype=BF16))
 
 
-# -- FP32 modules over low-precision weights, as DeepSpeed holds them --------------------------------------------------
-
 SEQUENCES = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -220,42 +209,28 @@ class Inside(nn.Module):
         return states
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inside = Inside()
-        self.norm = nn.LayerNorm(8)
-        self.outside = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        states = self.inside(x)
-        return states, self.outside(self.norm(states))
-
-
 def test_fp32_modules_compute_in_fp32_over_low_precision_weights() -> None:
+    """As DeepSpeed holds them."""
     torch.manual_seed(0)
-    low_precision = Model()
-    contract = resolve(PrecisionPolicy.named("bf16", rules={"inside": "fp32"}), low_precision, "compute")
-    assert set(contract.replica_dtypes.values()) == {torch.bfloat16}
-    low_precision.bfloat16()
-    full = copy.deepcopy(low_precision).float()  # the same values
-    autocast = Autocast(contract, low_precision, torch.device("cpu"))
+    low = nn.Sequential(Inside(), nn.LayerNorm(8), nn.Linear(8, 8))
+    contract = resolve(PrecisionPolicy.named("bf16", rules={"0": "fp32"}), low, "compute")
+    assert set(contract.replica_dtypes.values()) == {BF16}
+    low.bfloat16()
+    full = copy.deepcopy(low[0]).float()  # the same values
+    autocast = Autocast(contract, low, torch.device("cpu"))
     with autocast():
-        states, output = low_precision(SEQUENCES)
-    assert (states.dtype, output.dtype) == (torch.float32, torch.bfloat16)
-    want, _ = full(SEQUENCES)
+        states = low[0](SEQUENCES)
+        assert (states.dtype, low[1:](states).dtype) == (torch.float32, BF16)
+    want = full(SEQUENCES)
     torch.testing.assert_close(states, want, rtol=0, atol=0)
     states.square().sum().backward()
     want.square().sum().backward()
-    for (name, parameter), reference in zip(low_precision.named_parameters(), full.parameters(), strict=True):
-        if name.startswith("inside"):
-            assert parameter.grad is not None
-            assert reference.grad is not None
-            assert parameter.grad.dtype == torch.bfloat16
-            torch.testing.assert_close(parameter.grad.float(), reference.grad, rtol=1e-2, atol=1e-2)
+    for parameter, reference in zip(low[0].parameters(), full.parameters(), strict=True):
+        assert parameter.grad.dtype == BF16
+        torch.testing.assert_close(parameter.grad.float(), reference.grad, rtol=1e-2, atol=1e-2)
     # the weights are as they were, also after a forward that fails
-    assert all(weight.dtype == torch.bfloat16 for weight in low_precision.inside.gru._flat_weights)
+    assert all(weight.dtype == BF16 for weight in low[0].gru._flat_weights)
     with pytest.raises(RuntimeError), autocast():
-        low_precision(torch.randn(2, 5, 3))
-    assert {p.dtype for p in low_precision.parameters()} == {torch.bfloat16}
-    assert {type(module._parameters) for module in low_precision.modules()} == {dict}
+        low(torch.randn(2, 5, 3))
+    assert {p.dtype for p in low.parameters()} == {BF16}
+    assert {type(module._parameters) for module in low.modules()} == {dict}

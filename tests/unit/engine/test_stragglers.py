@@ -20,9 +20,7 @@ class Ranks:
     """A communicator whose gathers return what the test gives."""
 
     def __init__(self, world_size: int, device: str = "cpu", rank: int = 0) -> None:
-        self.world_size = world_size
-        self.rank = rank
-        self.device = torch.device(device)
+        self.world_size, self.rank, self.device = world_size, rank, torch.device(device)
         self.schedule = CollectiveSchedule()
         self.rows: list[list[float]] = []
         self.gathers = 0
@@ -63,10 +61,7 @@ def test_the_window_has_the_time_without_waits_evaluations_and_saves(clock: list
     for step in range(10):
         run_step(ranks, clock, {**times, Phase.EVALUATION: 100.0, Phase.SAVE: 50.0}, wait=7.0)
         assert busy.end_step(step) == (50.0 if step in (4, 9) else 0.0)
-
-
-def test_a_single_rank_and_no_window_compare_nothing(clock: list[float]) -> None:
-    for ranks, every in ((Ranks(1), 5), (Ranks(2), 0)):
+    for ranks, every in ((Ranks(1), 5), (Ranks(2), 0)):  # a single rank and no window compare nothing
         busy = meter(ranks, every)
         run_step(ranks, clock, {Phase.FORWARD: 1.0}, wait=0.0)
         assert [busy.end_step(step) for step in range(10)] == [0.0] * 10
@@ -87,7 +82,6 @@ def test_a_rank_above_the_limit_is_named_with_its_phase(
     ranks.rows = [[0.0, 3.0 + total - seconds, 7.0, 0.0] for total in totals]
     with caplog.at_level(logging.WARNING):
         busy.compare(4, totals)
-    assert busy.latest is not None
     assert busy.latest.median_ms == pytest.approx(2000)
     assert busy.latest.slowest_ms == pytest.approx(2000 * ratio)
     assert busy.latest.spread_ms == pytest.approx(2000 * (ratio - 1))
@@ -95,9 +89,8 @@ def test_a_rank_above_the_limit_is_named_with_its_phase(
     assert ranks.gathers == is_slow
     assert busy.latest.phase == (Phase.FORWARD if is_slow else None)
     assert (f"slow rank: rank {slow} was busy" in caplog.text) == is_slow
-    if is_slow:
-        assert busy.latest.slowest_rank == slow
-        assert "most of the difference in forward" in caplog.text
+    assert ("most of the difference in forward" in caplog.text) == is_slow
+    assert not is_slow or busy.latest.slowest_rank == slow
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -113,7 +106,6 @@ def test_rank_0_names_a_slow_rank_once(clock: list[float], caplog: pytest.LogCap
     for seconds in ([1.0, 2.0], [1.0, 2.0], [1.0, 1.1], [1.0, 2.0]):
         busy.compare(4, seconds)
     assert caplog.text.count("slow rank") == (2 if rank == 0 else 0)
-    assert busy.latest is not None
     assert busy.latest.slowest_rank == 1
 
 
@@ -121,9 +113,8 @@ class Device:
     """A GPU on which each step of :func:`gpu_step` is busy for 15 ms; what the host launches happens later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 0.0  # ms
+        self.now, self.finished = 0.0, 0.0  # ms; until the second the device has come
         self.events = 0
-        self.finished = 0.0  # until here the device has come
         device = self
 
         class Event:
@@ -171,7 +162,6 @@ def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.Monkey
         assert is_recorded == (step % 5 == 2 and (step + 1) % every != 0)
         if seconds:
             busy.compare(step, [seconds, seconds])
-            assert busy.latest is not None
             assert busy.latest.median_ms == pytest.approx(15)
     assert (busy.latest is None) == (every == 1)
 

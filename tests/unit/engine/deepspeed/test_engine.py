@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +103,9 @@ def require_channels_last(stage: int) -> None:
     assert all((got[key] - want[key]).norm() <= 1e-4 * want[key].norm() for key in want)
 
 
-class Norms(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.linear(x)).float().square().mean()
-
-
 def compiled(part: str, in_place: bool, stage: int) -> str:
     """The result of a BF16 step with one module compiled: "applied", or the error."""
-    model = Norms()
+    model = nn.Sequential(OrderedDict(linear=nn.Linear(4, 4), norm=nn.LayerNorm(4)))
     if in_place:
         getattr(model, part).compile(backend="eager")
     else:
@@ -122,7 +114,7 @@ def compiled(part: str, in_place: bool, stage: int) -> str:
         engine = start(model, zero_stage=stage, precision="bf16")
     except ModelError as error:
         return str(error)
-    engine.backward(engine(torch.ones(2, 4)))
+    engine.backward(engine(torch.ones(2, 4)).float().square().mean())
     return "applied" if engine.step().applied else "skipped"
 
 
@@ -130,24 +122,12 @@ def test_one_rank(tmp_path: Path) -> None:
     run_ranks(1, one_rank, str(tmp_path / "extensions"), timeout=280)
 
 
-def require_the_reduce_dtype() -> None:
-    """The keys that make DeepSpeed reduce in FP32 are left out: it then reduces in BF16 silently."""
-    real, own = deepspeed_config.generate, ("communication_data_type", "data_types")
-    deepspeed_config.generate = lambda request: {k: v for k, v in real(request).items() if k not in own}
-    with pytest.raises(ContractError, match=r"torch.bfloat16; the contract says torch.float32"):
-        step(start(zero_stage=2, precision="bf16"), "mlp", [0])
-
-
-class Either(nn.Module):
-    """Two layers of one size, used in the order that the caller gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+class Either(nn.Sequential):
+    """Its layers run in the order that the caller gives."""
 
     def forward(self, x: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
         for number in order:
-            x = torch.tanh(self.layers[number](x))
+            x = torch.tanh(self[number](x))
         return x.square().mean()
 
 
@@ -181,9 +161,7 @@ def require_no_stale_gradients(stage: int, offload: str, precision: str) -> None
     step(engine, "sometimes_used", [0])
     for indices, taken in (([1, 0], 2), ([1], 1), ([0, 1], 2), ([0, 1, 0], 2), ([1, 0], 2)):
         model = entry.build(0)
-        with torch.no_grad():
-            for name, master in engine.full_state("master"):
-                model.get_parameter(name).copy_(master)
+        model.load_state_dict({name: master.clone() for name, master in engine.full_state("master")})
         for _, index in zip(range(taken), engine.accumulate(indices), strict=False):
             engine.backward(entry.loss(engine, entry.batch(index)))
             entry.loss(model, entry.batch(index)).backward()
@@ -211,7 +189,6 @@ def ranks_that_differ(rank: int, world: int, folder: str) -> None:
         engine.finish_gradients()
         for name, got in engine.full_state("main_grad"):
             want = model.get_parameter(name).grad
-            assert want is not None
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
         assert engine.step().applied
     for stage, offload in ((1, "cpu"), (2, "none"), (3, "cpu")):
@@ -219,8 +196,13 @@ def ranks_that_differ(rank: int, world: int, folder: str) -> None:
     for stage, offload in ((2, "cpu"), (3, "none")):
         require_no_stale_gradients(stage, offload, "bf16")
     require_loaded_weights(folder)
-    require_the_reduce_dtype()
-    engine = start(Either(), zero_stage=2)  # last, because its failure ends the connections
+    # without the keys that make DeepSpeed reduce in FP32 it reduces in BF16 silently
+    real, own = deepspeed_config.generate, ("communication_data_type", "data_types")
+    deepspeed_config.generate = lambda request: {k: v for k, v in real(request).items() if k not in own}
+    with pytest.raises(ContractError, match=r"torch.bfloat16; the contract says torch.float32"):
+        step(start(zero_stage=2, precision="bf16"), "mlp", [0])
+    # last, because its failure ends the connections
+    engine = start(Either(nn.Linear(4, 4), nn.Linear(4, 4)), zero_stage=2)
     engine.backward(engine(torch.ones(2, 4), order=(rank, 1 - rank)))
     with pytest.raises(DivergenceError, match=r"of this step is backward\(4 gradients, their order"):
         engine.step()

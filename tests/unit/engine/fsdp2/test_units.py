@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.engine.fsdp2 import units as fsdp2_units
 from dtrain.engine.fsdp2.units import UnitPlan, plan_units
@@ -46,21 +46,12 @@ def test_what_is_replicated() -> None:
     assert sorted(plan(make("odd_sizes").build(0), "fp32").replicated) == ["empty", "scale"]
 
 
-class Shared(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)) for _ in range(2))
-        self.blocks[1][0].weight = self.blocks[0][0].weight
-        self.blocks[1][1].weight = self.embedding.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.embedding(x))
-
-
 def test_shared_parameters() -> None:
     """Those that units share are replicated, those of the model itself are sharded with it."""
-    found = plan(Shared())
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 5)) for _ in range(2))
+    model = nn.ModuleDict({"embedding": nn.Embedding(5, 4), "blocks": blocks})
+    blocks[1][0].weight, blocks[1][1].weight = blocks[0][0].weight, model["embedding"].weight
+    found = plan(model)
     assert list(found.replicated) == ["blocks.0.0.weight"]
     assert "embedding.weight" in names(found)[""]
     assert "blocks.1.0.bias" in names(found)["blocks.1"]
