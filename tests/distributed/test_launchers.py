@@ -50,7 +50,13 @@ def listening(job: Job) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and line[9] in inodes}
 
 
-@pytest.mark.parametrize("launcher", [launch.torchrun, launch.deepspeed_sh, launch.sbatch])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        launch.torchrun,
+        *(pytest.param(each, marks=pytest.mark.exhaustive) for each in (launch.deepspeed_sh, launch.sbatch)),
+    ],
+)
 def test_ranks_train_as_forked_ones(tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job]) -> None:
     run_dir = tmp_path / "run"
     with launcher(tmp_path, *SMALL, data, *SHORT, f"run_dir={run_dir}") as job:
@@ -70,9 +76,9 @@ def test_ranks_train_as_forked_ones(tmp_path: Path, data: str, forked: Record, l
     assert summary(run_dir)["world_size"] == 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("launcher", "number"),
-    [(launch.started, signal.SIGUSR1), pytest.param(launch.deepspeed_sh, signal.SIGTERM, marks=pytest.mark.exhaustive)],
+    ("launcher", "number"), [(launch.started, signal.SIGUSR1), (launch.deepspeed_sh, signal.SIGTERM)]
 )
 def test_a_sweep_is_stopped_after_a_save(
     tmp_path: Path, data: str, forked: Record, launcher: Callable[..., Job], number: signal.Signals
