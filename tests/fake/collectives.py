@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,8 +28,7 @@ class MissingWait(AssertionError):
     """A buffer of a collective in flight was used, or the collective was never waited for."""
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(NamedTuple):
     """One entry of the schedule: as ``CollectiveSchedule.record`` got it."""
 
     op: str
@@ -39,8 +37,7 @@ class Collective:
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Range:
+class _Range(NamedTuple):
     """Bytes ``start`` to ``stop`` that a tensor lies in."""
 
     start: int
@@ -123,14 +120,13 @@ class Collectives:
 
     Attributes:
         issued: those that the communicator recorded, in their order.
-        sent: (function, elements of its output) of those that reached the backend.
+        sent: functions of those that reached the backend.
         in_flight: asynchronous ones that were not waited for.
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.world_size = world_size
+    def __init__(self) -> None:
         self.issued: list[Collective] = []
-        self.sent: list[tuple[str, int]] = []
+        self.sent: list[str] = []
         self.in_flight: list[_Work] = []
 
     def clear(self) -> None:
@@ -142,13 +138,10 @@ class Collectives:
         if self.in_flight:
             raise MissingWait(f"not waited for before the vote: {', '.join(work.name for work in self.in_flight)}")
 
-    def require_idle(self, name: str, tensor: Tensor) -> None:
-        """Raises ``MissingWait`` if a collective in flight writes ``tensor``, which kernel ``name`` uses."""
-        _require_idle(self.in_flight, name, _Range.of(tensor), False)
-
-    def require_idle_address(self, name: str, address: int) -> None:
-        """As :meth:`require_idle`, for the first byte at ``address``."""
-        _require_idle(self.in_flight, name, _Range(address, address + 1), False)
+    def require_idle(self, name: str, used: Tensor | int) -> None:
+        """Raises ``MissingWait`` if a collective in flight writes the tensor or address that kernel ``name`` uses."""
+        place = _Range(used, used + 1) if isinstance(used, int) else _Range.of(used)
+        _require_idle(self.in_flight, name, place, False)
 
     def replaced(self, name: str, function: Callable[..., Any], scale: tuple[int, int]) -> Callable[..., Any]:
         """Returns ``function``, recorded; its output and input have sizes in the ratio ``scale``: 0 is the ranks."""
@@ -167,7 +160,7 @@ class Collectives:
                 assert sizes[0] == sizes[1], f"{name}: {source.shape} to {output.shape}"
             if output is not source and name != "all_gather":  # whose input may lie in its own place
                 assert not _Range.of(output).overlaps(_Range.of(source)) or name == "reduce_scatter"
-            self.sent.append((name, output.numel()))
+            self.sent.append(name)
             function(output, *inputs, async_op=False, **kwargs)  # torch's own checks
             return _Work(name, output, source, self.in_flight) if async_op else None
 
@@ -197,7 +190,7 @@ class FakeRanks(ProcessGroup):
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[tuple[Communicator, Collectives]]:
     """Inside, this process is one rank of ``world_size``; to be entered inside :func:`tests.fake.device.fake_cuda`."""
-    found = Collectives(world_size)
+    found = Collectives()
     shards, whole = 1, 0
     replaced = [
         (process_group, "all_gather_single", "all_gather", (whole, shards)),

@@ -19,12 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensor,
-    FakeTensorMode,
-)
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -38,10 +33,8 @@ class HostWait(AssertionError):
     """A copy between host and device that makes the host wait."""
 
 
-HOST_READS = (DataDependentOutputException, DynamicOutputShapeException, HostWait)
+HOST_READS = (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException, HostWait)
 """Errors that a read of a fake tensor's values by the host raises."""
-
-# -- torch.cuda --------------------------------------------------------------------------------------------------------
 
 
 class _Event:
@@ -111,9 +104,6 @@ _TORCH_CUDA: dict[str, Any] = {
     "Event": _Event,
 }
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
 LOWEST_ADDRESS = 1 << 40
 """Lowest address of fake memory; above every size and count."""
 
@@ -129,8 +119,8 @@ class FakeDevice:
         self.pinned: set[int] = set()
         self._found: dict[int, int] = {}  # by what identifies a storage in C++
         self._starts: list[int] = []
-        # they keep the identity of a dead storage from being given to a new one
-        self._storages: list[tuple[StorageWeakRef, int, str]] = []  # with bytes and device type
+        # with bytes and device type; they keep the identity of a dead storage from being given to a new one
+        self._storages: list[tuple[StorageWeakRef, int, str]] = []
         self._next = LOWEST_ADDRESS
 
     def address_of_storage(self, storage: torch.UntypedStorage, kind: str = "cuda") -> int:
@@ -153,10 +143,8 @@ class FakeDevice:
 
     def live_bytes(self, kind: str = "") -> int:
         """Returns the bytes of all memory that belongs to a tensor: on ``cpu`` or ``cuda``, or on both."""
-        live: list[int] = [
-            nbytes for storage, nbytes, own in self._storages if not storage.expired() and own.startswith(kind)
-        ]
-        return sum(live)
+        own = [one for one in self._storages if one[2].startswith(kind)]
+        return sum(nbytes for storage, nbytes, _ in own if not storage.expired())
 
     def no_waits(self) -> TorchDispatchMode:
         """Returns a mode in which copies between host and device must be asynchronous."""
@@ -206,8 +194,6 @@ class _NoWaits(QuickMode):
         return result
 
 
-# -- fake tensors ------------------------------------------------------------------------------------------------------
-
 _own_new = FakeTensor.__new__
 _own_dispatch = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
 
@@ -245,17 +231,9 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float = 0.0, is_causal: bool, enable_gqa: bool = False
 ) -> Tensor:
-    """Stands in for the choice of a kernel in C++: flash attention, and for FP32 the memory-efficient one."""
-    assert attn_mask is None, "the fake device has no kernel for masks"
+    """Stands in for the choice of a kernel in C++ where there is no mask: flash, and for FP32 memory-efficient."""
     if enable_gqa:
         key, value = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
     if query.dtype == torch.float32:

@@ -43,8 +43,7 @@ class FakeRank:
 
     def forward(self) -> Tensor:
         tokens = torch.zeros(2, TOKENS, dtype=torch.int64, device=DEVICE)
-        loss: Tensor = self.engine(tokens, tokens).loss
-        return loss
+        return self.engine(tokens, tokens).loss  # type: ignore[no-any-return]
 
     def step(self, num_micro_batches: int = 2, forward: Callable[[], Tensor] | None = None) -> dtrain.StepOutcome:
         """Runs one step, in which the host may not wait for the device."""
@@ -53,6 +52,10 @@ class FakeRank:
                 self.engine.backward((forward or self.forward)(), weight=3.0)
             outcome: dtrain.StepOutcome = self.engine.step()
             return outcome
+
+    def two_steps(self) -> None:
+        self.step(1)
+        self.step(1)
 
 
 def on_fake_device(model: nn.Module) -> nn.Module:
@@ -80,9 +83,8 @@ def fake_engine(
     """Yields rank 0 of ``world_size`` with an engine of ``options``; by default of a language model of two blocks."""
     with torch.device("meta"):
         built = model() if model is not None else build_model(config, VOCAB, seed=0)
-    policy = PrecisionPolicy.named(precision)
     # the default times products on the device
-    policy = replace(policy, float8=Float8(choice="all", compile=HAS_TRITON))
+    policy = replace(PrecisionPolicy.named(precision), float8=Float8(choice="all", compile=HAS_TRITON))
     settings = {"optimizer": dtrain.AdamW(compile="auto" if HAS_TRITON else False), "seed": 0, **options}
     with ExitStack() as stack:
         device = stack.enter_context(fake_cuda())

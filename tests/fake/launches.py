@@ -25,7 +25,6 @@ from tests.fake.device import DEVICE, LOWEST_ADDRESS, FakeDevice
 HAS_TRITON = find_spec("triton") is not None and find_spec("dtrain.kernels") is not None
 """Whether Triton is installed; and dtrain has kernels, for counts of a checkout that has none."""
 
-
 _TYPES = {
     torch.float64: "*fp64", torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16",
     torch.float8_e4m3fn: "*fp8e4nv", torch.float8_e5m2: "*fp8e5",
@@ -51,21 +50,13 @@ class Argument:
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch.
-
-    Attributes:
-        kernel: name of the function.
-        programs: size of the grid.
-        arguments: what it is compiled for.
-        options: of the compiler, such as ``num_warps``.
-        function: the ``@triton.jit`` function.
-    """
+    """One launch."""
 
     kernel: str
-    programs: int
-    arguments: tuple[Argument, ...] = ()
-    options: tuple[tuple[str, Any], ...] = ()
-    function: Any = field(default=None, compare=False)
+    programs: int  # size of the grid
+    arguments: tuple[Argument, ...] = ()  # what it is compiled for
+    options: tuple[tuple[str, Any], ...] = ()  # of the compiler, such as ``num_warps``
+    function: Any = field(default=None, compare=False)  # that is ``@triton.jit``
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -73,7 +64,7 @@ class Launch:
         return self.kernel, self.arguments, self.options
 
 
-def _argument(name: str, value: Any, *, is_constant: bool, is_specialized: bool) -> Argument:
+def _argument(name: str, value: Any, is_constant: bool, is_specialized: bool) -> Argument:
     is_one = type(value) is int and value == 1 and is_specialized
     if is_constant or value is None or is_one:
         return Argument(name, "constexpr", value)
@@ -92,16 +83,9 @@ def _launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, A
     given = {**dict(zip(parameters, args, strict=False)), **meta}
     # Triton's interpreter, which other tests may have switched on, keeps the options in a dict
     is_interpreted = not hasattr(kernel, "params")
-    plain = kernel.kwargs.get("do_not_specialize") if is_interpreted else kernel.do_not_specialize
-    arguments = tuple(
-        _argument(
-            name,
-            given[name],
-            is_constant="constexpr" in str(parameter.annotation),
-            is_specialized=name not in (plain or ()),
-        )
-        for name, parameter in parameters.items()
-    )
+    plain = (kernel.kwargs.get("do_not_specialize") if is_interpreted else kernel.do_not_specialize) or ()
+    constants = {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
+    arguments = tuple(_argument(name, given[name], name in constants, name not in plain) for name in parameters)
     options = tuple(sorted((name, value) for name, value in meta.items() if name not in parameters))
     return Launch(kernel.fn.__name__, programs, arguments, options, kernel)
 
@@ -140,12 +124,12 @@ def recorded_launches(device: FakeDevice, collectives: Collectives) -> Iterator[
             collectives.require_idle(name, argument)
             if (table := getattr(argument, "table", None)) is not None:
                 rows, owners = table
-                first, count = args[position + 2], args[position + 3]
+                first, count = args[position + 2 : position + 4]
                 for row in set(owners[first : first + count]):
                     for address in (value for value in rows[row] if value >= LOWEST_ADDRESS):
                         if not device.is_live(address):
                             raise DanglingAddress(f"{name}: row {row} of its table holds the address of freed memory")
-                        collectives.require_idle_address(name, address)
+                        collectives.require_idle(name, address)
 
     def at(kernel: Any, grid: Any) -> Callable[..., None]:
         def launch(*args: Any, **meta: Any) -> None:

@@ -12,16 +12,6 @@ from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from tests.fake.device import DEVICE, fake_cuda
 
 
-@pytest.fixture(autouse=True)
-def _products_to_fp32() -> None:
-    with fake_cuda():
-        out, operand = torch.empty(16, 16, device=DEVICE), torch.empty(16, 16, device=DEVICE, dtype=torch.bfloat16)
-        try:
-            torch.addmm(out, operand, operand, out_dtype=torch.float32, out=out)
-        except TypeError:
-            pytest.skip(f"torch {torch.__version__} takes out_dtype for beta in addmm of fake tensors, not on a GPU")
-
-
 class Products(TorchDispatchMode):
     """Counts the products that add to FP32 sums of 16-bit operands."""
 
@@ -39,6 +29,11 @@ class Products(TorchDispatchMode):
 def test_sums_over_chunks_are_fp32() -> None:
     dtype = torch.float16
     with fake_cuda() as device:
+        out, operand = torch.empty(16, 16, device=DEVICE), torch.empty(16, 16, device=DEVICE, dtype=dtype)
+        try:
+            torch.addmm(out, operand, operand, out_dtype=torch.float32, out=out)
+        except TypeError:
+            pytest.skip(f"torch {torch.__version__} takes out_dtype for beta in addmm of fake tensors, not on a GPU")
         hidden = torch.empty(256, 64, device=DEVICE, dtype=dtype, requires_grad=True)
         weight = torch.empty(512, 64, device=DEVICE, dtype=dtype, requires_grad=True)
         targets = torch.zeros(256, dtype=torch.int64, device=DEVICE)

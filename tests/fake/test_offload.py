@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -39,12 +38,12 @@ class _Event(device._Event):
     def synchronize(self) -> None: ...
 
 
-@dataclass(frozen=True)
 class Copies:
     """Names of the copies that were started, and of those for which the host has waited."""
 
-    started: list[str] = field(default_factory=list)
-    waits: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.waits: list[str] = []
 
 
 class _Copy:
@@ -102,17 +101,15 @@ def test_a_step_of_one_rank_among_many(world_size: int, stage: int) -> None:
         rank.collectives.require_waited()
         buffers = engine.sharded.buffers
         # each of the main grads, then divisor and flag of the decision, then each staging buffer as it is used again
-        assert [wait.partition(" of")[0] for wait in copies.waits] == ["copy to the host"] * (len(buffers) + 1) + [
-            "copy to the device"
-        ] * len(buffers)
+        expected = ["copy to the host"] * (len(buffers) + 1) + ["copy to the device"] * len(buffers)
+        assert [wait.partition(" of")[0] for wait in copies.waits] == expected
         for buffer in buffers:
             on_host = (buffer.master, buffer.gradient.main_grad, *(held.values for held in buffer.states.values()))
             assert {tensor.device.type for tensor in on_host} == {"cpu"}
             assert {tensor.device.type for tensor in buffer.replica.local} == {"cuda"}
         memory, formula = engine.memory(), engine.memory_formula()
         own = -(-engine.num_parameters // world_size)
-        per_parameter = {"main_grad": 4, "master": 4, "moments": 8}
-        assert {kind: formula[kind] for kind in per_parameter} == {k: n * own for k, n in per_parameter.items()}
+        assert [formula[kind] for kind in ("main_grad", "master", "moments")] == [4 * own, 4 * own, 8 * own]
         on_device = {kind: nbytes for kind, nbytes in memory.items() if kind not in engine.host_kinds}
         assert sum(on_device.values()) == memory["compute"] + memory["unreduced_grad"] + memory["transfer"]
         gc.collect()
@@ -147,12 +144,8 @@ FAULTS: dict[str, Callable[[], Any]] = {
 
 @pytest.mark.parametrize("used", FAULTS)
 def test_a_missing_wait_is_found(used: str) -> None:
-    def two_steps() -> None:
-        rank.step(1)
-        rank.step(1)
-
     with offloaded(1, 2) as (rank, _), FAULTS[used](), pytest.raises(MissingWait):
-        two_steps()
+        rank.two_steps()
 
 
 def test_gradients_leave_the_device_while_backward_runs() -> None:

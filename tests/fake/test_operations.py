@@ -40,13 +40,6 @@ def test_a_received_gradient_is_summed_in_one_launch() -> None:
     assert step["stack"] == 0, "the weights are a row already"
 
 
-def test_the_host_waits_in_no_step_of_an_uncompiled_optimizer() -> None:
-    one_block = replace(CONFIG, num_layers=1)
-    with fake_engine(config=one_block, optimizer=dtrain.AdamWBF16(compile=False), ema_decay=0.9) as rank:
-        for _ in range(2):  # the first step too
-            rank.step(1)
-
-
 def test_no_kernel_is_compiled_after_the_first_step() -> None:
     """Triton compiles again for other dtypes and alignments, and for the numbers 1 and multiples of 16."""
     options: dict[str, Any] = {"master": "remainder", "grad_dtype": "bf16", "max_grad_norm": 1.0}

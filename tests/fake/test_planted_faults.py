@@ -17,7 +17,7 @@ from dtrain.sharding.group import HeldRange
 from dtrain.sharding.replicas import Replica
 from tests.fake.collectives import MissingWait
 from tests.fake.device import DEVICE, HOST_READS
-from tests.fake.harness import FakeRank, fake_engine
+from tests.fake.harness import fake_engine
 from tests.fake.launches import HAS_TRITON, DanglingAddress
 
 
@@ -92,13 +92,8 @@ FORGETFUL = {
 @pytest.mark.parametrize("what", sorted(FORGETFUL))
 def test_a_missing_wait_is_found(what: str) -> None:
     stage, forget = FORGETFUL[what]
-
-    def two_steps() -> None:  # what follows the update is used in the next step
-        rank.step(1)
-        rank.step(1)
-
     with fake_engine(8, zero_stage=stage) as rank, forget(), pytest.raises(MissingWait):
-        two_steps()
+        rank.two_steps()  # what follows the update is used in the next one
 
 
 def test_a_collective_that_nobody_needs_must_end_before_the_vote() -> None:
@@ -117,16 +112,12 @@ def test_a_gather_into_a_buffer_of_another_size_is_found() -> None:
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_the_address_of_freed_memory_is_found() -> None:
     """The optimizer's table of addresses outlives one of its tensors."""
-
-    def freed(rank: FakeRank) -> None:
+    with fake_engine(8, zero_stage=2) as rank:
+        rank.step(1)
         (kernel,) = rank.engine._optimizer._kernels
         kernel._slices.clear()
         for buffer in rank.engine.sharded.buffers:
-            held = buffer.states["exp_avg"]
-            buffer.states["exp_avg"] = HeldRange(held.start, torch.empty_like(held.values))
-
-    with fake_engine(8, zero_stage=2) as rank:
-        rank.step(1)
-        freed(rank)
+            start = buffer.states["exp_avg"].start
+            buffer.states["exp_avg"] = HeldRange(start, torch.empty_like(buffer.states["exp_avg"].values))
         with pytest.raises(DanglingAddress, match="adamw"):
             rank.step(1)

@@ -33,7 +33,7 @@ def test_failing_heartbeats_are_logged_and_the_lease_stays(
     """The lease stays held until another process takes it: saves work, and heartbeats resume when they can."""
     failures = threading.Semaphore(0)
 
-    def act(index: int, call: Call) -> None:
+    def act(call: Call) -> None:
         if call[0] == function and threading.current_thread().name == "lease":
             failures.release()
             raise OSError(errno.EROFS, READ_ONLY)
@@ -81,7 +81,7 @@ def test_heartbeats_end_when_the_lease_is_lost(tmp_path: Path, faults: FaultCoun
 def test_lease_that_cannot_be_removed(tmp_path: Path, faults: FaultCounts, caplog: pytest.LogCaptureFixture) -> None:
     """The save succeeds, and the next save of this process does not wait for the lease file left behind."""
 
-    def act(index: int, call: Call) -> None:
+    def act(call: Call) -> None:
         if call[0] == "remove_file" and call[1][0].suffix == ".json":
             raise OSError(errno.EROFS, READ_ONLY)
 
@@ -104,7 +104,7 @@ def test_run_that_cannot_have_the_lease_does_not_start(
 ) -> None:
     config = RunConfig(run_dir=str(tmp_path / "run"))
 
-    def act(index: int, call: Call) -> None:
+    def act(call: Call) -> None:
         if seam.is_at(call, function, what):
             raise OSError(errno.EROFS, READ_ONLY)
 

@@ -9,6 +9,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -33,14 +35,9 @@ def stale(token: int) -> bytes:
     return replace(Holder.this_process(token), host="elsewhere", boot_id="other").encode()
 
 
-# -- many at once ------------------------------------------------------------------------------------------------------
-
-
 def _hold_repeatedly(directory: Path, log: int, rounds: int, seed: int) -> None:
     """Takes the lease ``rounds`` times and logs it; is sometimes killed while it holds the lease."""
-    dice = random.Random(seed)
-    pid = os.getpid()
-    done = 0
+    dice, pid, done = random.Random(seed), os.getpid(), 0
     while done < rounds:
         try:
             with hold(directory, LeaseTiming(0.01, 30.0, 0.001)) as held:
@@ -55,7 +52,6 @@ def _hold_repeatedly(directory: Path, log: int, rounds: int, seed: int) -> None:
         except CheckpointError as error:
             if "in use by process" not in str(error):
                 raise
-    os.write(log, f"{pid} is done\n".encode())
 
 
 @FEW_AND_MANY
@@ -75,12 +71,10 @@ def test_one_holder_among_many_processes(tmp_path: Path, many: bool, faults: Fau
         for pid in pids:
             os.waitpid(pid, 0)
         os.close(log)
-        events = [line.split(maxsplit=1) for line in (folder / "log").read_text().splitlines()]
-        holdings = [(int(pid), event) for pid, event in events if event != "is done"]
-        assert {pid for pid, _ in holdings} == set(pids)
+        holdings = [line.split() for line in (folder / "log").read_text().splitlines()]
+        assert {int(pid) for pid, _ in holdings} == set(pids)
         for (one, taken), (other, left) in zip(holdings[::2], holdings[1::2], strict=True):
-            assert (taken, left) == ("acquired", "released")
-            assert one == other
+            assert (one, taken, left) == (other, "acquired", "released")
         state = read_lease(folder / "checkpoints")
         assert state is None or (state.holder is not None and state.holder.has_ended())
         num_holdings += len(holdings) // 2
@@ -88,24 +82,28 @@ def test_one_holder_among_many_processes(tmp_path: Path, many: bool, faults: Fau
     faults.passed("F13", num_holdings)
 
 
-# -- the check at the commit -------------------------------------------------------------------------------------------
-
-
-def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None:
-    """Another job has just taken over and has not cleaned up yet: only the check prevents the commit."""
-    save_good(tmp_path, 100, 1)
+@contextmanager
+def taken_over(directory: Path, after: str) -> Iterator[None]:
+    """Inside, another job has the lease, and has not cleaned up yet, once a directory of that name is durable."""
     real = storage.sync_directory
 
     def take_over(path: Path) -> None:
         real(path)
-        if ".tmp-" in path.name:
-            path_of(tmp_path, 2).write_bytes(stale(2))
-            path_of(tmp_path, 1).unlink()
+        if after in path.name:
+            path_of(directory, 2).write_bytes(stale(2))
+            path_of(directory, 1).unlink(missing_ok=True)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(storage, "sync_directory", take_over)
-        with pytest.raises(CheckpointError, match=r"taken over from this process, .*, by process \d+ on elsewhere"):
-            save(tmp_path, Snapshot(200, shards_of(make_tensors(200), 0, 1), {}), ALONE)
+        yield
+
+
+def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None:
+    """Only the check before the commit prevents it."""
+    save_good(tmp_path, 100, 1)
+    lost = r"taken over from this process, .*, by process \d+ on elsewhere"
+    with taken_over(tmp_path, after=".tmp-"), pytest.raises(CheckpointError, match=lost):
+        save(tmp_path, Snapshot(200, shards_of(make_tensors(200), 0, 1), {}), ALONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lease-00000002.json", "step-00000100"]
     assert_holds(open_newest(tmp_path, ALONE), make_tensors(100))
 
@@ -113,15 +111,7 @@ def test_a_save_that_has_lost_the_lease_is_not_committed(tmp_path: Path) -> None
 def test_old_checkpoints_are_not_removed_without_the_lease(tmp_path: Path) -> None:
     for step in (100, 200):
         save_good(tmp_path, step, 1)
-    real = storage.sync_directory
-
-    def take_over(path: Path) -> None:
-        real(path)
-        if path == tmp_path:
-            path_of(tmp_path, 2).write_bytes(stale(2))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(storage, "sync_directory", take_over)
+    with taken_over(tmp_path, after=tmp_path.name):  # the commit
         save_good(tmp_path, 300, 1)
     steps = [path.name for path in sorted(tmp_path.iterdir()) if path.name.startswith("step-")]
     assert steps == ["step-00000100", "step-00000200", "step-00000300"]

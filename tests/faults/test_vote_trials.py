@@ -7,14 +7,16 @@ expected result is derived here from the faults alone, in plain Python.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import operator
 import random
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -78,19 +80,11 @@ class Model:
 
 @functools.cache
 def model(world: int, dtype: torch.dtype) -> Model:
-    def weights(group: str) -> list[ParamSpec]:
-        return [
-            ParamSpec(f"{group}.weight", (30, 50), dtype, 0),
-            ParamSpec(f"{group}.gate", (70,), dtype, 0),
-            ParamSpec(f"{group}.bias", (30,), dtype, 1),
-        ]
-
-    root = [
-        ParamSpec("embedding", (13, 100), dtype, 0),
-        ParamSpec("norm", (9,), torch.float32, 1),
-        ParamSpec("scale", (), torch.float32, 1),
-    ]
-    groups = {"": root, "blocks.0": weights("blocks.0"), "blocks.1": weights("blocks.1")}
+    norms = [ParamSpec("norm", (9,), torch.float32, 1), ParamSpec("scale", (), torch.float32, 1)]
+    groups = {"": [ParamSpec("embedding", (13, 100), dtype, 0), *norms]}
+    of_block = [("weight", (30, 50), 0), ("gate", (70,), 0), ("bias", (30,), 1)]
+    for block in ("blocks.0", "blocks.1"):
+        groups[block] = [ParamSpec(f"{block}.{name}", shape, dtype, number) for name, shape, number in of_block]
     layouts = [layout for name, specs in groups.items() for layout in flat_layouts(name, specs, world)]
     generator = torch.Generator().manual_seed(world)
     gradients = []
@@ -106,8 +100,7 @@ def model(world: int, dtype: torch.dtype) -> Model:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class BadElement:
+class BadElement(NamedTuple):
     """One element of one parameter's gradient from one micro-batch of one rank."""
 
     micro_batch: int
@@ -143,17 +136,11 @@ class Trial:
     @staticmethod
     def clean(rng: random.Random) -> Trial:
         world, number = rng.randint(1, 4), rng.randint(1, MAX_MICRO_BATCHES)
-        return Trial(
-            world,
-            number,
-            rng.choice([torch.bfloat16, torch.float16, torch.float32]),
-            rng.random() < 0.7,
-            rng.random() < 0.3,
-            [[rng.uniform(1, 4) for _ in range(number)] for _ in range(world)],
-            [[float(rng.randint(1, 5)) for _ in range(number)] for _ in range(world)],
-            stop=rng.randrange(world) if rng.random() < 0.1 else None,
-            failed_save=rng.randrange(world) if rng.random() < 0.1 else None,
-        )
+        kind = rng.choice([torch.bfloat16, torch.float16, torch.float32]), rng.random() < 0.7, rng.random() < 0.3
+        losses = [[rng.uniform(1, 4) for _ in range(number)] for _ in range(world)]
+        weights = [[float(rng.randint(1, 5)) for _ in range(number)] for _ in range(world)]
+        stop, failed_save = (rng.randrange(world) if rng.random() < 0.1 else None for _ in range(2))
+        return Trial(world, number, *kind, losses, weights, stop=stop, failed_save=failed_save)
 
     @property
     def model(self) -> Model:
@@ -162,10 +149,9 @@ class Trial:
     @property
     def effective_bad_elements(self) -> list[BadElement]:
         """Bad elements that no later one overwrites."""
-        return list({(p.micro_batch, p.rank, p.flat, p.slot, p.element): p for p in self.bad_elements}.values())
+        return list({bad[:-1]: bad for bad in self.bad_elements}.values())
 
     def micro_batch_and_rank(self, rng: random.Random) -> tuple[int, int]:
-        """Returns a random (micro-batch, rank)."""
         return rng.randrange(self.num_micro_batches), rng.randrange(self.world)
 
     def element(self, rng: random.Random) -> tuple[int, int, int]:
@@ -209,8 +195,7 @@ def bad_weights(trial: Trial, rng: random.Random) -> None:
 
 
 def no_weights(trial: Trial, rng: random.Random) -> None:
-    for rank in range(trial.world):
-        trial.weights[rank] = [0.0] * trial.num_micro_batches
+    trial.weights = [[0.0] * trial.num_micro_batches for _ in range(trial.world)]
 
 
 def idle_rank(trial: Trial, rng: random.Random) -> None:
@@ -240,14 +225,8 @@ def trials(number: int, seed: int) -> Iterator[Trial]:
 # -- expected results -----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Expected:
-    reason: str | None
-    message: str = ""  # of the error
-    culprit: Culprit | None = None
-
-
-def expect(trial: Trial) -> Expected:
+def expect(trial: Trial) -> tuple[str | None, str, Culprit | None]:
+    """Returns (reason, message of the error, culprit)."""
     sources = [(m, r) for m in range(trial.num_micro_batches) for r in range(trial.world)]  # earliest first
     host = host_record(trial, 0)
     if trial.differs:
@@ -259,30 +238,30 @@ def expect(trial: Trial) -> Expected:
             "written_weights": f"'head.weight' was written to on {odd} and not on rank 0",
         }
         other = f"{name} is {getattr(host, name)} on rank 0 and {value} on {odd}"
-        return Expected("diverged", messages.get(name, other))
+        return "diverged", messages.get(name, other), None
     weights = {(m, r): trial.weights[r][m] for m, r in sources}
     bad = [source for source in sources if not 0 <= weights[source] < math.inf]
     if bad:
-        return Expected("bad_weight", f"micro-batch {bad[0][0]} of step {host.step} on rank {bad[0][1]} ")
+        which = f"the weight of micro-batch {bad[0][0]} of step {host.step} on rank {bad[0][1]}"
+        return "bad_weight", f"{which} is negative or not finite", None
     losses = {(m, r): trial.losses[r][m] for m, r in sources}
     bad = [source for source in sources if not math.isfinite(losses[source])]
     if bad:
         infinite = int(math.isinf(losses[bad[0]]))
         counts = {"num_inf": infinite, "num_nan": 1 - infinite, "num_bad_losses": len(bad)}
-        culprit = Culprit(bad[0][1], host.step, "forward loss", bad[0][0], **counts)
-        return Expected("nonfinite_loss", culprit=culprit)
+        return "nonfinite_loss", "", Culprit(bad[0][1], host.step, "forward loss", bad[0][0], **counts)
     sums = reduced(trial)
     if any(not math.isfinite(total) for total in sums.values()):
-        return Expected("overflow", culprit=expect_gradient(trial, sums))
-    return Expected(None if sum(weights.values()) > 0 else "empty")
+        return "overflow", "", expect_gradient(trial, sums)
+    return None if sum(weights.values()) > 0 else "empty", "", None
 
 
 def reduced(trial: Trial) -> dict[tuple[int, int, int], float]:
     """Returns the bad elements of the main grads: (flat, slot, element) -> value."""
     sums: dict[tuple[int, int, int], float] = {}
-    for bad_element in trial.effective_bad_elements:
-        key = (bad_element.flat, bad_element.slot, bad_element.element)
-        total = sums.get(key, 0.0) + trial.weights[bad_element.rank][bad_element.micro_batch] * bad_element.value
+    for bad in trial.effective_bad_elements:
+        key = bad.flat, bad.slot, bad.element
+        total = sums.get(key, 0.0) + trial.weights[bad.rank][bad.micro_batch] * bad.value
         sums[key] = total if abs(total) <= FP32_MAX else total * math.inf
     return sums
 
@@ -290,9 +269,9 @@ def reduced(trial: Trial) -> dict[tuple[int, int, int], float]:
 def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Culprit:
     order = trial.model.backward_slots
     totals: dict[tuple[int, int, int], float] = {}
-    for bad_element in trial.effective_bad_elements:
-        gradient = (bad_element.micro_batch, order.index((bad_element.flat, bad_element.slot)), bad_element.rank)
-        totals[gradient] = totals.get(gradient, 0.0) + bad_element.value
+    for one in trial.effective_bad_elements:
+        gradient = (one.micro_batch, order.index((one.flat, one.slot)), one.rank)
+        totals[gradient] = totals.get(gradient, 0.0) + one.value
     bad = [key for key, total in sums.items() if not math.isfinite(total)]
     # the sum over a finite gradient may overflow too: each rank reports its first, which the main grad may clear
     flagged = sorted(gradient for gradient, total in totals.items() if not abs(total) <= FP32_MAX)
@@ -302,8 +281,8 @@ def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Cu
         first = (0, -1, 0)
     wanted = [order[first[1]], *order] if first and first[1] >= 0 else order
     flat, slot = next((key for key in wanted if any(other[:2] == key for other in bad)), (None, None))
-    phase = "local gradient" if first else "reduced gradient"
-    where = {"step": host_record(trial, 0).step, "phase": phase, "micro_batch": first[0] if first else None}
+    phase, micro_batch = ("local gradient", first[0]) if first else ("reduced gradient", None)
+    where: dict[str, Any] = {"step": host_record(trial, 0).step, "phase": phase, "micro_batch": micro_batch}
     if flat is None or slot is None:
         return Culprit(rank=first[2] if first else -1, **where)
     elements = [key[2] for key in bad if key[:2] == (flat, slot)]
@@ -311,15 +290,9 @@ def expect_gradient(trial: Trial, sums: dict[tuple[int, int, int], float]) -> Cu
     layout = trial.model.layouts[flat]
     owner = min((layout.slots[slot].start + element) // layout.shard_numel for element in elements)
     infinite = sum(map(math.isinf, values))
-    return Culprit(
-        rank=first[2] if first else owner,
-        tensor=layout.slots[slot].spec.name,
-        start=min(elements),
-        stop=max(elements) + 1,
-        num_inf=infinite,
-        num_nan=len(values) - infinite,
-        **where,
-    )
+    where |= {"tensor": layout.slots[slot].spec.name, "start": min(elements), "stop": max(elements) + 1}
+    where |= {"num_inf": infinite, "num_nan": len(values) - infinite}
+    return Culprit(rank=first[2] if first else owner, **where)
 
 
 # -- the ranks ---------------------------------------------------------------------------------------------------------
@@ -368,24 +341,20 @@ class Rank:
     explain_skips = False
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
-        self.rank, self.trial, self.device = rank, trial, CPU
-        self.state_device = CPU
+        self.rank, self.trial, self.device, self.state_device = rank, trial, CPU, CPU
         self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
         self.mesh = Mesh.of(self.comm, None)
-        self._losses = LossAccumulator(torch.device("cpu"))
+        self._losses = LossAccumulator(CPU)
         self.monitor = GradientMonitor(len(trial.model.backward_slots))
         placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
         self.segments = [placement.segment(layout, rank) for layout in self.layouts]
         self.main_grads = [segment.of(full) for segment, full in zip(self.segments, main_grads, strict=True)]
         self.host, self.vote = host_record(trial, rank), VoteTensors()
+        scale = LossScaleState.of(LossScale("calibrated", init=SCALE, calibration_steps=2))
+        config = CONFIG.replace("1", "2") if "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG
         self.finalizer = StepFinalizer(
-            self.comm,
-            LossScaleState.of(LossScale("calibrated", init=SCALE, calibration_steps=2)),
-            SkipCounter(limit=2),
-            self._locate_culprit,
-            CONFIG.replace("1", "2") if rank and "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG,
-            is_synchronous=False,
+            self.comm, scale, SkipCounter(limit=2), self._locate_culprit, config, is_synchronous=False
         )
 
     def backward(self, gradients: dict[str, Tensor]) -> None:
@@ -447,11 +416,11 @@ class Rank:
 def faulty_gradients(trial: Trial) -> Iterator[None]:
     """Writes the bad elements into the model's gradients while the block runs."""
     clean = []
-    for bad_element in trial.effective_bad_elements:
-        index = trial.model.layouts[bad_element.flat].slots[bad_element.slot].start + bad_element.element
-        element = trial.model.gradients[bad_element.flat][bad_element.micro_batch, bad_element.rank, index]
+    for bad in trial.effective_bad_elements:
+        index = trial.model.layouts[bad.flat].slots[bad.slot].start + bad.element
+        element = trial.model.gradients[bad.flat][bad.micro_batch, bad.rank, index]
         clean.append((element, element.clone()))
-        element.fill_(bad_element.value)
+        element.fill_(bad.value)
     yield
     for element, value in clean:
         element.copy_(value)
@@ -463,22 +432,19 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[tuple[float, flo
     Returns:
         The scaled norm of the summed gradient and its largest element, if recorded; the ranks; what each ends with.
     """
-    gradients = {
-        layout.name: gradient for layout, gradient in zip(trial.model.layouts, trial.model.gradients, strict=True)
-    }
+    names = [layout.name for layout in trial.model.layouts]
+    gradients = dict(zip(names, trial.model.gradients, strict=True))
     factors = torch.tensor(trial.weights).T.unsqueeze(-1)
     with faulty_gradients(trial):
-        main_grads = [
-            (gradient[: trial.num_micro_batches].float() * factors).sum((0, 1)) for gradient in gradients.values()
-        ]
+        used = [gradient[: trial.num_micro_batches] for gradient in gradients.values()]
+        main_grads = [(gradient.float() * factors).sum((0, 1)) for gradient in used]
         ranks = [Rank(rank, trial, main_grads) for rank in range(trial.world)]
         for rank in ranks:
             rank.backward(gradients)
-        largest = max(gradient[0].abs().max().item() for gradient in gradients.values()) if trial.measures else 0.0
+        largest = max(gradient.abs().max().item() for gradient in used) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares(each=True) for rank in ranks])
-    rows = torch.stack(
-        [rank.vote.record(rank.host, rank._losses, rank.monitor, own) for rank, own in zip(ranks, squares, strict=True)]
-    )
+    pairs = zip(ranks, squares, strict=True)
+    rows = torch.stack([rank.vote.record(rank.host, rank._losses, rank.monitor, own) for rank, own in pairs])
     if ignored is not None:
         rows[:, COLUMNS[ignored]] = rows[0, COLUMNS[ignored]]
     for rank in ranks:
@@ -494,39 +460,36 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[tuple[float, flo
 
 def check(trial: Trial, ignored: str | None = None) -> str | None:
     """Asserts that one step ends as expected; returns the reason."""
-    expected = expect(trial)
+    reason, message, culprit = expect(trial)
     (norm, largest), ranks, results = run_step(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
     assert len({repr((rank.finalizer.scale, rank.finalizer.applied_steps)) for rank in ranks}) == 1
     assert [rank.finalizer.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
     first, finalizer, result = ranks[0], ranks[0].finalizer, results[0]
-    code = 0 if expected.reason is None else 1 + REASONS.index(expected.reason)
+    code = 0 if reason is None else 1 + REASONS.index(reason)
     assert [rank.decision.code.item() for rank in ranks] == [code] * trial.world
-    if expected.message:
-        assert result[0] is (UsageError if expected.reason == "bad_weight" else DivergenceError)
-        assert expected.message in result[1]
+    if message:
+        assert result[0] is (UsageError if reason == "bad_weight" else DivergenceError)
+        assert message in result[1]
         assert finalizer.applied_steps == 0
-        return expected.reason
+        return reason
     assert isinstance(result, StepOutcome), result
-    assert (result.reason, result.applied) == (expected.reason, expected.reason is None)
-    assert result.culprit == expected.culprit
+    assert (result.reason, result.applied, result.culprit) == (reason, reason is None, culprit)
     assert (result.loss_scale, result.lr) == (SCALE, first.host.lr)
     assert result.stop_requested == (trial.stop is not None)
     assert finalizer.applied_steps == int(result.applied)
-    assert finalizer.scale.scale == (SCALE / 2 if expected.reason == "overflow" else SCALE)
+    assert finalizer.scale.scale == (SCALE / 2 if reason == "overflow" else SCALE)
     assert finalizer.scale.clean_steps == finalizer.scale.num_measured == int(result.applied)
     if result.applied:
         assert finalizer.scale.max_abs_grad == largest / SCALE
-        pairs = [
-            (w, x) for ws, xs in zip(trial.weights, trial.losses, strict=True) for w, x in zip(ws, xs, strict=True)
-        ]
-        total = sum(w for w, _ in pairs)
+        weights, losses = (list(itertools.chain(*table)) for table in (trial.weights, trial.losses))
+        total = sum(weights)
         norm /= SCALE * total
-        assert result.loss == pytest.approx(sum(w * x for w, x in pairs) / total, rel=1e-6)
+        assert result.loss == pytest.approx(sum(map(operator.mul, weights, losses)) / total, rel=1e-6)
         assert result.grad_norm == pytest.approx(norm, rel=1e-5)
         divisor = SCALE * total / min(1.0, MAX_GRAD_NORM / (norm + 1e-6))
         assert first.decision.grad_divisor.item() == pytest.approx(divisor, rel=1e-5)
-    return expected.reason
+    return reason
 
 
 @pytest.mark.parametrize("share", [0, *(pytest.param(share, marks=pytest.mark.exhaustive) for share in range(1, 4))])
