@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import itertools
 import mmap
 import os
 import random
@@ -128,9 +129,7 @@ def test_longer_messages_are_refused(kind: type[Connections]) -> None:
 
 @both
 @pytest.mark.parametrize("has_sent", [True, False])
-def test_a_rank_that_has_ended_is_named_after_what_it_sent_was_received(
-    kind: type[Connections], has_sent: bool
-) -> None:
+def test_an_ended_rank_is_named_after_what_it_sent_was_received(kind: type[Connections], has_sent: bool) -> None:
     first, second, third = open_ranks(kind, 3)
     messages = [first.send(ROW, b"first"), third.send(ROW, b"third")]
     if has_sent:
@@ -155,9 +154,7 @@ def test_a_rank_that_has_ended_is_named_after_what_it_sent_was_received(
         (ROW, 0, "row (number 1, order 11, 4 B)", "row (number 1, order 11, 0 B)"),
     ],
 )
-def test_other_messages_are_an_error_before_more_bytes_are_waited_for(
-    what: Collective, size: int, first_at: str, second_at: str
-) -> None:
+def test_other_messages_fail_before_more_bytes_come(what: Collective, size: int, first_at: str, second_at: str) -> None:
     first, second = open_ranks(Pipes, 2)
     message = first.send(ROW, b"1234")
     other = second.send(what, bytes(size))
@@ -223,12 +220,12 @@ def test_waits_have_a_time_out() -> None:
 
 
 def descriptors() -> set[str]:
+    gc.collect()
     return set(os.listdir("/proc/self/fd"))
 
 
 @both
 def test_descriptors_are_closed(kind: type[Connections]) -> None:
-    gc.collect()
     before = descriptors()
     ranks = open_ranks(kind, 3)
     ends = {end for rank in ranks for end in (*rank._readers.values(), *rank._writers.values())}
@@ -240,39 +237,28 @@ def test_descriptors_are_closed(kind: type[Connections]) -> None:
         ranks[0].send(ROW, b"2")
     assert len(descriptors() - before) == (8 if kind is Pipes else 4)
     ranks.clear()
-    gc.collect()
     assert descriptors() == before
 
 
-def fails(number: int, real: Callable[..., Any]) -> mock.Mock:
-    """Returns what fails from its call ``number`` on, once if that is the third."""
-    calls: list[Any] = []
+@pytest.mark.parametrize(
+    ("kind", "module", "name"),
+    [
+        (Pipes, os, "pipe2"),  # the third fails
+        (Pipes, pipes, "open_descriptor"),
+        (Sockets, socket, "create_server"),  # all fail
+        (Sockets, socket, "create_connection"),
+    ],
+)
+def test_a_failure_is_a_reason_on_every_rank_and_leaves_no_descriptor(kind: Any, module: Any, name: str) -> None:
+    real, calls = getattr(module, name), itertools.count(1)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == number or number == 1:
+    def failing_call(*args: Any, **kwargs: Any) -> Any:
+        if kind is Sockets or next(calls) == 3:
             raise OSError(24, "injected")
         return real(*args, **kwargs)
 
-    return mock.Mock(side_effect=call)
-
-
-@pytest.mark.parametrize(
-    ("kind", "module", "name", "number"),
-    [
-        (Pipes, os, "pipe2", 3),
-        (Pipes, pipes, "open_descriptor", 3),
-        (Sockets, socket, "create_server", 1),
-        (Sockets, socket, "create_connection", 1),
-    ],
-)
-def test_a_failure_is_a_reason_on_every_rank_and_leaves_no_descriptor(
-    kind: type[Connections], module: Any, name: str, number: int
-) -> None:
-    gc.collect()
     before = descriptors()
-    failing = mock.patch.object(module, name, fails(number, getattr(module, name)))
-    with failing, mock.patch.object(sockets, "_OPEN_S", 0.2):
+    with mock.patch.object(module, name, failing_call), mock.patch.object(sockets, "_OPEN_S", 0.2):
         ranks = open_ranks(kind, 3)
     (reason,) = {rank.unsupported_reason for rank in ranks}
     assert "injected" in reason or "timed out" in reason

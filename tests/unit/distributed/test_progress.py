@@ -94,12 +94,9 @@ def test_busy_time_is_without_the_waits() -> None:
 
 
 def test_a_wait_that_fails_has_ended() -> None:
-    schedule = CollectiveSchedule()
-    memory = memoryview(bytearray(RECORD_BYTES))
+    schedule, memory = CollectiveSchedule(), memoryview(bytearray(RECORD_BYTES))
     schedule.progress.move_to(memory)
-    with (
-        pytest.raises(CommunicationError, match=r"rank 3: vote failed: another rank .*connection reset"),
-        schedule.waiting(3, Collective(5, "vote")),
-    ):
+    message = r"rank 3: vote failed: another rank .*connection reset"
+    with pytest.raises(CommunicationError, match=message), schedule.waiting(3, Collective(5, "vote")):
         raise RuntimeError("connection reset\nand more")
     assert not ProgressRecord.read(memory).is_waiting

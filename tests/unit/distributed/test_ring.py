@@ -6,6 +6,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.distributed.communicator import GradientHandle, GradientSend
-from dtrain.distributed.ring import RingSchedule, RingSlot
+from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import CollectiveSchedule
 
@@ -220,17 +221,11 @@ def test_nothing_is_overwritten_before_all_have_read_it(
 @pytest.mark.parametrize("broken", ["slots are free at once", "a rank runs ahead of its window"])
 def test_a_broken_rule_is_found(broken: str) -> None:
     """Control: without either half of the rule, some simulation reads an overwritten gradient."""
-    original = RingSchedule.slot
-
-    def free_at_once(self: RingSchedule, number: int) -> RingSlot:
-        slot = original(self, number)
-        return RingSlot(slot.start, slot.stop, -1)
-
-    finish_first = RingSchedule.finish_first
+    slot, finish_first = RingSchedule.slot, RingSchedule.finish_first
     if broken == "slots are free at once":
-        patch = mock.patch.object(RingSchedule, "slot", free_at_once)
+        patch = mock.patch.object(RingSchedule, "slot", lambda *args: replace(slot(*args), free_after=-1))
     else:
-        patch = mock.patch.object(RingSchedule, "finish_first", lambda self, number: finish_first(self, number) - 2)
+        patch = mock.patch.object(RingSchedule, "finish_first", lambda *args: finish_first(*args) - 2)
 
     def search() -> None:
         for seed in range(40):
@@ -240,18 +235,13 @@ def test_a_broken_rule_is_found(broken: str) -> None:
         search()
 
 
-def exchange_of_two() -> RingExchange:
+def test_a_send_or_a_release_that_breaks_the_rule_is_refused() -> None:
     sends = [GradientSend(name, 16, torch.float32, ((0, 16),)) for name in "ab"]
     schedule = RingSchedule([send.nbytes for send in sends], 0, 1)
     comm: Any = Ranks(0, 1, Interleaving(0), [])
     comm.interleaving.pause = lambda *_: None
     exchange = RingExchange(comm, sends, torch.zeros(schedule.capacity, dtype=torch.uint8), schedule)
     exchange.begin(torch.ones(()))
-    return exchange
-
-
-def test_a_send_or_a_release_that_breaks_the_rule_is_refused() -> None:
-    exchange = exchange_of_two()
     handles = []
     for number in range(2):
         exchange.open(number)

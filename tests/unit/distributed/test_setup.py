@@ -7,8 +7,10 @@ import resource
 import socket
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -36,8 +38,6 @@ def set_environment(monkeypatch: pytest.MonkeyPatch, words: str) -> None:
     for word in words.split():
         monkeypatch.setenv(*word.split("="))
 
-
-# -- the environment of a launcher -------------------------------------------------------------------------------------
 
 SRUN = "SLURM_STEP_NUM_TASKS=7 SLURM_STEP_TASKS_PER_NODE=2(x3),1 SLURM_PROCID=6"
 
@@ -96,7 +96,7 @@ TWO_RANKS = "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2"
 
 
 @pytest.mark.parametrize(
-    ("words", "num_processes", "device", "num_gpus", "expected"),
+    ("words", "asked", "device", "num_gpus", "expected"),
     [
         ("", None, "auto", 8, 1),
         ("", 3, "cpu", 0, 3),
@@ -113,24 +113,16 @@ TWO_RANKS = "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2"
     ],
 )
 def test_number_of_ranks_that_a_command_starts(
-    words: str,
-    num_processes: int | str | None,
-    device: str,
-    num_gpus: int,
-    expected: int | str,
-    monkeypatch: pytest.MonkeyPatch,
+    words: str, asked: Any, device: str, num_gpus: int, expected: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_environment(monkeypatch, words)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     if isinstance(expected, int):
-        assert processes_to_start(num_processes, device) == expected
+        assert processes_to_start(asked, device) == expected
     else:
         with pytest.raises(ConfigError, match=expected):
-            processes_to_start(num_processes, device)
-
-
-# -- a rank ends with its launcher, also if that has ended before it could ask the kernel for a signal -----------------
+            processes_to_start(asked, device)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals the death of a parent")
@@ -155,6 +147,7 @@ def test_number_of_ranks_that_a_command_starts(
 def test_a_rank_ends_with_its_launcher(
     variable: str, parent: int, first: str | OSError, num_calls: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also if that has ended before it could ask the kernel for a signal."""
     calls: list[tuple[int, ...]] = []
     prctl = SimpleNamespace(prctl=lambda *call: calls.append(call))  # the process of the tests must not make it
     monkeypatch.setattr(launch_env.ctypes, "CDLL", lambda _: prctl)
@@ -162,16 +155,10 @@ def test_a_rank_ends_with_its_launcher(
     monkeypatch.setattr(os, "readlink", mock.Mock(side_effect=[first]))
     if variable:
         monkeypatch.setenv(variable, "1")
-    if ends:
-        with pytest.raises(SystemExit):
-            launch_env.follow_launcher()
-    else:
+    with pytest.raises(SystemExit) if ends else nullcontext():
         launch_env.follow_launcher()
     assert calls == [(1, 15)] * num_calls, "PR_SET_PDEATHSIG, SIGTERM"
     assert launch_env.LAUNCHER_PID not in os.environ
-
-
-# -- the device --------------------------------------------------------------------------------------------------------
 
 
 def test_a_rank_makes_its_gpu_the_current_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -253,9 +240,7 @@ def test_the_store_listens_where_master_addr_says(monkeypatch: pytest.MonkeyPatc
         ("cpu:gloo,cuda:gloo", True, "destroyed"),
     ],
 )
-def test_a_failed_rank_waits_for_no_collective_of_nccl(
-    backends: str, failed: bool, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_rank_waits_for_no_collective_of_nccl(backends: str, failed: bool, end: str, monkeypatch: Any) -> None:
     """``destroy_process_group`` waits for the kernels in flight, which other ranks may never join."""
     ends = []
 
@@ -270,9 +255,6 @@ def test_a_failed_rank_waits_for_no_collective_of_nccl(
     monkeypatch.setattr(setup, "_failed", False)  # restored, so that the tests end without a wait
     disconnect(failed=failed)
     assert ends == [end]
-
-
-# -- open files --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,19 +25,13 @@ RULE = AdamW(lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, compile=Tru
 def moved(parts: list[UpdateSlice], device: torch.device) -> list[UpdateSlice]:
     """Returns the slices over copies on ``device``."""
 
-    def copy(tensor: Tensor) -> Tensor:
-        return tensor.to(device, copy=True)
-
-    return [
-        replace(
-            part,
-            master=copy(part.master),
-            main_grad=copy(part.main_grad),
-            states=tuple(map(copy, part.states)),
-            replica=None if part.replica is None else copy(part.replica),
+    found = []
+    for part in parts:
+        master, main_grad, replica, *own = (
+            tensor.to(device, copy=True) for tensor in (part.master, part.main_grad, part.replica, *part.states)
         )
-        for part in parts
-    ]
+        found.append(replace(part, master=master, main_grad=main_grad, states=tuple(own), replica=replica))
+    return found
 
 
 def scalars(step: int, lr: float, divisor: float, device: torch.device, code: float = 0.0) -> UpdateScalars:
@@ -46,9 +41,7 @@ def scalars(step: int, lr: float, divisor: float, device: torch.device, code: fl
 
 def states(parts: list[UpdateSlice]) -> dict[str, Tensor]:
     replicas = [part.replica if isinstance(part.master, Tensor) else part.master.weight for part in parts]
-    rows = [
-        (read(part.master), *part.states, own) for part, own in zip(parts, replicas, strict=True) if own is not None
-    ]
+    rows = [(read(part.master), *part.states, own) for part, own in zip(parts, replicas, strict=True)]
     columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
     return dict(zip(("master", "exp_avg", "exp_avg_sq", "replica"), columns, strict=True))
 
@@ -68,9 +61,7 @@ def train(parts: list[UpdateSlice], device: torch.device, segments: list[list[in
 
 @pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.999)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_follows_adamw_in_double_precision(
-    betas: tuple[float, float], dtype: torch.dtype, device: torch.device
-) -> None:
+def test_follows_adamw_in_double_precision(betas: Any, dtype: torch.dtype, device: torch.device) -> None:
     rule = replace(RULE, betas=betas)
     arena = Arena(rule, [DECAYED, SLOWER, DECAYED, PLAIN, SLOWER], dtype=dtype)
     reference = Reference(arena, rule)
@@ -94,13 +85,12 @@ def test_masters_that_are_pairs_move_as_full_ones(device: torch.device) -> None:
     want, got = train(full, device, [[0, 1]]), train(pairs, device, [[0, 1]])
     assert same_bits(got, {name: want[name] for name in ("master", "exp_avg", "exp_avg_sq")})
     assert torch.equal(got["replica"].view(torch.int16), split(want["master"])[0])
+    optimizer = tiled.TiledAdamW(RULE, [pairs])
     for part in pairs:
-        part.main_grad.fill_(math.inf)
-    tiled.TiledAdamW(RULE, [pairs]).update([0], scalars(4, 0.01, math.nan, device, code=2.0))
+        part.main_grad.fill_(math.nan)
+    optimizer.update([0], scalars(4, 0.01, math.nan, device, code=2.0))
     assert same_bits(states(pairs), got)
-    for part in pairs:
-        part.main_grad.fill_(math.nan)  # an update that should have been skipped
-    tiled.TiledAdamW(RULE, [pairs]).update([0], scalars(4, 0.01, 1.0, device))
+    optimizer.update([0], scalars(4, 0.01, 1.0, device))  # which should have been skipped
     assert all(bool(part.master.weight.isnan().all() and read(part.master).isnan().all()) for part in pairs)
 
 

@@ -44,9 +44,7 @@ def test_one_wrong_element_is_named(monkeypatch: pytest.MonkeyPatch, number: int
     assert f"differs from tensor code in 1 of {1 if name == 'scale' else 64 * 48} {name}" in found
 
 
-def test_a_wrong_kernel_is_replaced_by_tensor_code_and_named_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_kernel_is_replaced_by_tensor_code_and_named_once(monkeypatch: Any, caplog: Any) -> None:
     """As on a GPU: the proof runs, fails, and the kernel is not used."""
     monkeypatch.setattr(proof, "_found", {})
     monkeypatch.setattr(cast, "uses_kernels", lambda device, *, compiled: compiled)

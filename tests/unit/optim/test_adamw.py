@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -61,13 +62,10 @@ def test_one_graph_for_any_classes_and_one_for_the_coefficients(caplog: pytest.L
 
 
 def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> None:
-        raise RuntimeError("no working C++ compiler\nand a long story")
-
+    fail = mock.Mock(side_effect=RuntimeError("no working C++ compiler\nand a long story"))
     monkeypatch.setattr(compiled, "_compiled", lambda formula: (fail, fail))
-    with pytest.raises(
-        ConfigError, match=r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\).*Lion\(compile"
-    ):
+    message = r"cannot be compiled on cpu \(RuntimeError: no working C\+\+ compiler\).*Lion\(compile"
+    with pytest.raises(ConfigError, match=message):
         Arena(Lion(compile=True), [DECAYED]).optimizer()
 
 

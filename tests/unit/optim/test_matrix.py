@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator, Handle
+from dtrain.distributed.communicator import Handle
 from dtrain.distributed.single_rank import Completed
 from dtrain.optim import matrix
 from dtrain.optim.matrix import MatrixShard, MatrixUpdate
@@ -100,14 +100,7 @@ class Ranks(ThreadCommunicator):
         return values
 
     def all_to_all(
-        self,
-        output: Tensor,
-        input: Tensor,
-        output_sizes: Sequence[int],
-        input_sizes: Sequence[int],
-        *,
-        total: int,
-        label: str,
+        self, output: Tensor, input: Tensor, output_sizes: Any, input_sizes: Any, *, total: int, label: str
     ) -> Handle:
         values = self._swap((input.clone(), list(input_sizes), total))
         assert total == values[0][2] == sum(sum(sizes) for _, sizes, _ in values)
@@ -165,11 +158,8 @@ class Weight:
         return torch.randint(100, (self.shape[0] * self.shape[1],), generator=generator).float()  # exact in BF16
 
     def expected(self, lr: float) -> Tensor:
-        parts = [
-            ((part.flip(0, 1) + part.size(0)) * lr + part.size(1)).flatten()
-            for part in self.grad().view(self.shape).split(self.sizes)
-        ]
-        return torch.cat(parts)
+        parts = self.grad().view(self.shape).split(self.sizes)
+        return torch.cat([((part.flip(0, 1) + part.size(0)) * lr + part.size(1)).flatten() for part in parts])
 
     def intervals(self, rank: int) -> list[tuple[int, int]]:
         if self.held is None:
@@ -192,9 +182,8 @@ def weights(draw: st.DrawFn, world: int) -> list[Weight]:
     return found
 
 
-def run(comm: Communicator, chosen: list[Weight], lr_factor: float) -> tuple[int, int]:
+def run(comm: Any, chosen: list[Weight], lr_factor: float) -> tuple[int, int]:
     """Checks two updates; returns the elements received in one, and those of the buffers."""
-    assert isinstance(comm, ThreadCommunicator)
     try:
         return checked_updates(comm, chosen, lr_factor)
     except BaseException:
@@ -208,14 +197,9 @@ def checked_updates(comm: ThreadCommunicator, chosen: list[Weight], lr_factor: f
     for weight in chosen:
         for low, high in weight.intervals(comm.rank):
             numel = high - low
-            part = UpdateSlice(
-                UpdateClass(0, 0.0, lr_factor),
-                (0, 0),
-                torch.zeros(numel),
-                torch.full((numel,), math.nan),
-                (torch.zeros(numel),),
-                torch.empty(numel, dtype=torch.bfloat16),
-            )
+            master, state = torch.zeros(2, numel)
+            grad, replica = torch.full((numel,), math.nan), torch.empty(numel, dtype=torch.bfloat16)
+            part = UpdateSlice(UpdateClass(0, 0.0, lr_factor), (0, 0), master, grad, (state,), replica)
             shards.append(MatrixShard(weight.name, weight.shape, low, part))
             wanted.append((weight.grad()[low:high], weight.expected(0.5 * lr_factor)[low:high]))
     rule = Turned({weight.name: weight.sizes for weight in chosen})
@@ -224,15 +208,12 @@ def checked_updates(comm: ThreadCommunicator, chosen: list[Weight], lr_factor: f
         ranks.num_received = 0
         update.begin(SCALARS, [grad.clone() for grad, _ in wanted])
         update.update([1], SCALARS)
-        assert all(
-            bool((shard.part.master == (count - 1) * move).all())
-            for shard, (_, move) in zip(shards[:1], wanted[:1], strict=True)
-        )
+        for shard, (_, move) in zip(shards[:1], wanted[:1], strict=True):
+            assert torch.equal(shard.part.master, (count - 1) * move)
         update.update([0], SCALARS)
         for shard, (grad, move) in zip(shards, wanted, strict=True):
             assert torch.equal(shard.part.master, count * move)
             assert torch.equal(shard.part.states[0], count * grad)
-            assert shard.part.replica is not None
             assert torch.equal(shard.part.replica, shard.part.master.bfloat16())
     return ranks.num_received, sum(buffer.numel() for buffer in update.buffers)
 

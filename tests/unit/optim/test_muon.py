@@ -35,16 +35,10 @@ class Trained:
     def __init__(self, record: Muon, splits: dict[str, tuple[int, ...]] | None = None, lr_factor: float = 1.0) -> None:
         self.masters = [normal(*shape, seed=n) for n, shape in enumerate(SHAPES)]
         self.momenta = [torch.zeros(shape) for shape in SHAPES]
-        update_class = UpdateClass(0, record.weight_decay, lr_factor)
-        shards = [
-            MatrixShard(
-                f"w{n}",
-                SHAPES[n],
-                0,
-                UpdateSlice(update_class, (n, 0), master.view(-1), torch.empty(0), (momentum.view(-1),), None),
-            )
-            for n, (master, momentum) in enumerate(zip(self.masters, self.momenta, strict=True))
-        ]
+        update_class, shards = UpdateClass(0, record.weight_decay, lr_factor), []
+        for n, (master, momentum) in enumerate(zip(self.masters, self.momenta, strict=True)):
+            part = UpdateSlice(update_class, (n, 0), master.view(-1), torch.empty(0), (momentum.view(-1),), None)
+            shards.append(MatrixShard(f"w{n}", SHAPES[n], 0, part))
         self.update = MatrixUpdate(MuonRule(record, splits or {}), [shards], SingleRank(torch.device("cpu")))
         self.lr = record.lr
 
@@ -67,15 +61,9 @@ def test_three_steps_have_the_bits_of_torchs(options: dict[str, Any], block: int
     record = Muon(lr=3e-3, **options)
     trained = Trained(record, lr_factor=0.5)
     parameters = [nn.Parameter(normal(*shape, seed=n)) for n, shape in enumerate(SHAPES)]
-    torchs = torch.optim.Muon(
-        parameters,
-        lr=1.5e-3,
-        weight_decay=record.weight_decay,
-        momentum=record.momentum,
-        nesterov=record.nesterov,
-        ns_steps=record.ns_steps,
-        adjust_lr_fn=record.adjust_lr,
-    )
+    names = ("weight_decay", "momentum", "nesterov", "ns_steps")
+    given = {name: getattr(record, name) for name in names}
+    torchs = torch.optim.Muon(parameters, lr=1.5e-3, adjust_lr_fn=record.adjust_lr, **given)
     for number in range(3):
         trained.step(number, divisor=8.0)
         for parameter, grad in zip(parameters, grads_of(number), strict=True):

@@ -30,8 +30,6 @@ EXACT = {
 }
 """The optimizers whose states are FP32."""
 EVERY = {**EXACT, "adamw-bf16": AdamWBF16(compile=False)}
-
-
 every = pytest.mark.parametrize("record", EVERY.values(), ids=EVERY)
 
 
@@ -224,8 +222,7 @@ def test_tensors_of_any_shape_and_stride_are_updated_as_flat_ones(record: Any) -
     for step in (1, 2):
         grad = strided(shaped.new_gradient())
         shaped.rule.apply(group, [grad], scalars(step, 0.01 / step, 7.0))
-    got = {"master": master, **dict(zip(shaped.states, states, strict=True))}
-    for name, tensor in got.items():
+    for name, tensor in zip(("master", *shaped.states), (master, *states), strict=True):
         assert torch.equal(tensor.contiguous().view(-1), want[name]), name
 
 

@@ -35,24 +35,33 @@ TAKEN: list[tuple[type[Optimizer], dict[str, Any], list[str]]] = [
 ]
 
 
-class Averaged(Optimizer):
-    """Keeps FP64 counts, a state that starts from the masters, and puts each result into a new tensor."""
+class Updating(Optimizer):
+    """Base of the classes below: an update of one parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
+        self.built_lr = lr
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
-                state = self.state[p]
-                if not state:
-                    state.update(num_updates=0, Weight_Sum=1.0)
-                    state["Slow"] = p.clone()
-                state["num_updates"] += 1
-                state["Weight_Sum"] = state["Weight_Sum"] * 0.9 + 1.0
-                state["Slow"] = state["Slow"] + (p - state["Slow"]) / state["Weight_Sum"]
-                p.data = p - group["lr"] * (p.grad + group["weight_decay"] * p + 0.1 * (p - state["Slow"]))
+                self.move(group, p, self.state[p])
+
+    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Averaged(Updating):
+    """Keeps FP64 counts, a state that starts from the masters, and puts each result into a new tensor."""
+
+    def move(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        if not state:
+            state.update(num_updates=0, Weight_Sum=1.0, Slow=p.clone())
+        state["num_updates"] += 1
+        state["Weight_Sum"] = state["Weight_Sum"] * 0.9 + 1.0
+        state["Slow"] = state["Slow"] + (p - state["Slow"]) / state["Weight_Sum"]
+        p.data = p - group["lr"] * (p.grad + group["weight_decay"] * p + 0.1 * (p - state["Slow"]))
 
 
 class Training:
@@ -97,10 +106,7 @@ def rate(number: int) -> float:
     return 0.01 / number
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "options", "names"),
-    [*TAKEN, (Averaged, {"weight_decay": 0.1}, ["slow"])],
-)
+@pytest.mark.parametrize(("optimizer", "options", "names"), [*TAKEN, (Averaged, {"weight_decay": 0.1}, ["slow"])])
 def test_blocks_have_the_bits_of_the_class_itself(optimizer: Any, options: dict[str, Any], names: list[str]) -> None:
     training = Training(TorchOptimizer(optimizer, lr=0.01, **options))
     assert [spec.name for spec in training.rule.states] == names
@@ -110,10 +116,8 @@ def test_blocks_have_the_bits_of_the_class_itself(optimizer: Any, options: dict[
     for name, state in zip(names, training.states, strict=True):
         assert torch.equal(state, expected["Slow" if name == "slow" else name]), name
     numbers = {name: expected[name] for name in ("mu_product", "Weight_Sum") if name in expected}
-    saved = training.rule.state_dict()
-    assert saved == (
-        {"applied_steps": STEPS, **{key: float(value) for key, value in numbers.items()}} if numbers else {}
-    )
+    values = {key: float(value) for key, value in numbers.items()}
+    assert training.rule.state_dict() == ({"applied_steps": STEPS, **values} if numbers else {})
 
 
 def test_states_have_their_values_before_the_first_update() -> None:
@@ -185,23 +189,6 @@ def test_several_masters_in_a_call_and_tensors_at_other_addresses() -> None:
     assert len(training.rule._earlier) <= 1, "instances of tensors that are gone are dropped"
 
 
-class Updating(Optimizer):
-    """Base of the classes below: an update of one parameter."""
-
-    def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
-        self.built_lr = lr
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.move(group, p, self.state[p])
-
-    def move(self, group: dict[str, Any], p: Tensor, state: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
 Move = Callable[[Any, dict[str, Any], Any, dict[str, Any]], Any]
 
 
@@ -246,11 +233,8 @@ def shuffle(self: Updating, group: dict[str, Any], p: Any, state: dict[str, Any]
 
 
 Lamb, Lars, Counting = updating("Lamb", lamb), updating("Lars", lars), updating("Counting", count)
-Distance, Centered, Shuffled = (
-    updating("Distance", estimate),
-    updating("Centered", center),
-    updating("Shuffled", shuffle),
-)
+Distance, Centered = updating("Distance", estimate), updating("Centered", center)
+Shuffled = updating("Shuffled", shuffle)
 FixedRate = updating("FixedRate", lambda self, group, p, state: p.sub_(self.built_lr * p.grad))
 Noisy = updating("Noisy", lambda self, group, p, state: p.sub_(group["lr"] * (p.grad + torch.randn_like(p))))
 

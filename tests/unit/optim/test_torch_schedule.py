@@ -27,17 +27,14 @@ ONE_CYCLE: dict[str, Any] = {"max_lr": 0.02, "total_steps": 20, "cycle_momentum"
 
 
 def warm_then_cosine(optimizer: Optimizer) -> LRScheduler:
-    parts: list[LRScheduler] = [
-        LinearLR(optimizer, 0.1, total_iters=4),
-        lr_scheduler.CosineAnnealingLR(optimizer, 8, eta_min=1e-5),
-    ]
-    return lr_scheduler.SequentialLR(optimizer, parts, milestones=[4])
+    warm_up: LRScheduler = LinearLR(optimizer, 0.1, total_iters=4)
+    cosine: LRScheduler = lr_scheduler.CosineAnnealingLR(optimizer, 8, eta_min=1e-5)
+    return lr_scheduler.SequentialLR(optimizer, [warm_up, cosine], milestones=[4])
 
 
 def chained(optimizer: Optimizer) -> LRScheduler:
-    return lr_scheduler.ChainedScheduler(
-        [LinearLR(optimizer, 0.5, total_iters=3), ExponentialLR(optimizer, 0.9)], optimizer
-    )
+    parts = [LinearLR(optimizer, 0.5, total_iters=3), ExponentialLR(optimizer, 0.9)]
+    return lr_scheduler.ChainedScheduler(parts, optimizer)
 
 
 SCHEDULERS: list[tuple[Callable[..., LRScheduler], dict[str, Any]]] = [
@@ -131,11 +128,7 @@ class DecayScheduler(LRScheduler):
 @pytest.mark.parametrize(
     ("scheduler", "options", "message"),
     [
-        (
-            ReduceLROnPlateau,
-            {},
-            r"step of ReduceLROnPlateau needs metrics.*if outcome\.applied: scheduler\.step",
-        ),
+        (ReduceLROnPlateau, {}, r"step of ReduceLROnPlateau needs metrics.*if outcome\.applied: scheduler\.step"),
         (OneCycleLR, {"max_lr": 0.1, "total_steps": 9}, "OneCycleLR also changes betas.*give cycle_momentum=False"),
         (DecayScheduler, {}, "DecayScheduler also changes weight_decay"),
         (OneCycleLR, {"max_lr": 0.1}, "OneCycleLR cannot be built: ValueError"),

@@ -96,20 +96,13 @@ def test_auto_groups_of_the_zoo(model: str, units: list[str], of_root: list[str]
     assert all(name.startswith(f"{unit}.") for unit in units for name in found[unit])
 
 
-def test_auto_without_containers_is_one_group() -> None:
-    assert list(names(make("gru").build(0))) == [""]
-
-
 def test_patterns() -> None:
     model = make("transformer").build(0)
     assert list(names(model, "blocks.*")) == ["", "blocks.0", "blocks.1"], "what matches inside a unit joins it"
     assert list(names(model, ["head", "blocks.1", "blocks.0.ffn"])) == ["", "blocks.0.ffn", "blocks.1", "head"]
     assert names(model, ["blocks"])["blocks"][0] == "blocks.0.attention_norm.weight"
     assert list(names(model, "*")) == ["embedding", "blocks", "norm", "head"]
-
-
-def test_a_pattern_without_a_match_names_the_nearest_module() -> None:
-    model = make("transformer").build(0)
+    assert list(names(make("gru").build(0))) == [""], "without containers"
     with pytest.raises(ConfigError, match=r"'embeding' matches no module; did you mean 'embedding'\?"):
         find_groups(model, ["blocks.*", "embeding"])
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -62,14 +64,12 @@ def test_is_the_balanced_tree(number: int, seed: int, dtype: torch.dtype) -> Non
 def test_any_world_size_gives_the_same_bits(per_rank: int, world: int, seed: int) -> None:
     """Micro-batch i of rank r has index i x world + r; the owner gets a row of every rank for each i."""
     grads = random_grads(per_rank * world, seed)
-    single = summed(TreeSum, grads)
     output = torch.full((16,), math.nan)
     owner = TreeSum(output)
-    for micro_batch in range(per_rank):
-        rows = torch.stack([grads[micro_batch * world + rank] for rank in range(world)])
-        owner.push(rows.unbind(), [ONE] * world)
+    for first in range(0, len(grads), world):
+        owner.push(grads[first : first + world], [ONE] * world)
     owner.finish()
-    assert torch.equal(output, single)
+    assert torch.equal(output, summed(TreeSum, grads))
 
 
 def test_the_order_would_show() -> None:
@@ -83,10 +83,7 @@ def test_the_order_would_show() -> None:
 @given(st.integers(1, 20), seeds, dtypes)
 def test_a_running_sum_adds_from_left_to_right(number: int, seed: int, dtype: torch.dtype) -> None:
     grads = random_grads(number, seed, dtype)
-    want = grads[0].float()
-    for grad in grads[1:]:
-        want = want + grad.float()
-    assert torch.equal(summed(RunningSum, grads), want)
+    assert torch.equal(summed(RunningSum, grads), functools.reduce(torch.add, [grad.float() for grad in grads]))
 
 
 @few
@@ -101,9 +98,8 @@ def test_several_gradients_at_once_are_added_one_by_one(world: int, rounds: int,
     for grad, weight in zip(all_grads, weights, strict=True):
         first.push([grad], [weight])
     with mock.patch.object(accumulate, "_CPU_BLOCK", 128):
-        for number in range(rounds):
-            rows = slice(number * world, (number + 1) * world)
-            second.push(all_grads[rows], weights[rows])
+        for start in range(0, len(all_grads), world):
+            second.push(all_grads[start : start + world], weights[start : start + world])
     assert torch.equal(together, one_by_one)
 
 
@@ -162,14 +158,10 @@ def test_norms_are_taken_with_the_last_gradients_of_a_step(ranks: int) -> None:
             total.push(grads, [ONE] * ranks, is_last=micro_batch == 1)
             assert (total.norms is None) == (micro_batch == 0)
         total.finish()
-        assert total.norms is not None
         assert torch.equal(total.norms, main_grad.view(-1, CHUNK).norm(dim=1))
     total.finish()  # a step without gradients
     assert total.norms is None
     assert not main_grad.any()
-
-
-# -- sums over replicas: along the tree of all ranks, and parts of a shard without elements ----------------------------
 
 
 NUMEL = 120
@@ -183,19 +175,16 @@ class FakeReplicas:
         self._sent = sent
         self._number = 0
 
-    def all_to_all(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> FakeReplicas._Handle:
-        self._sent[self._number][self.rank] = input
+    def all_to_all(self, output: Tensor, input: Tensor, *_: Any, **__: Any) -> Any:
+        sent = self._sent[self._number]
+        sent[self.rank] = input
         self._number += 1
-        return self._Handle(self, output, self._sent[self._number - 1])
 
-    class _Handle:
-        def __init__(self, comm: FakeReplicas, output: Tensor, sent: dict[int, Tensor]) -> None:
-            self._comm, self._output, self._sent = comm, output, sent
+        def wait() -> None:
+            for rank, row in enumerate(output.view(self.world_size, -1)):
+                row.copy_(sent[rank].view(self.world_size, -1)[self.rank])
 
-        def wait(self) -> None:
-            size = self._comm.world_size
-            for rank, row in enumerate(self._output.view(size, -1)):
-                row.copy_(self._sent[rank].view(size, -1)[self._comm.rank])
+        return SimpleNamespace(wait=wait)
 
 
 @pytest.mark.parametrize(

@@ -10,15 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.sharding.layout import (
-    ALIGNMENT,
-    CHUNK,
-    ArenaSegment,
-    FlatLayout,
-    ParameterSlot,
-    ParamSpec,
-    flat_layouts,
-)
+from dtrain.sharding.layout import ALIGNMENT, CHUNK, ArenaSegment, FlatLayout, ParameterSlot, ParamSpec, flat_layouts
 from dtrain.sharding.placement import STAGES, Placement, memory_formula
 
 REDUCED = torch.bfloat16
@@ -33,16 +25,6 @@ many_specs = st.lists(st.tuples(shapes, dtypes, st.integers(0, 2)), max_size=8).
     lambda rows: [ParamSpec(f"p{i}", shape, dtype, number) for i, (shape, dtype, number) in enumerate(rows)]
 )
 few = settings(max_examples=50)
-
-
-def tiles(intervals: list[tuple[int, int]], numel: int) -> bool:
-    """Whether the half-open ``intervals``, sorted, cover 0 to ``numel`` without gap or overlap."""
-    cursor = 0
-    for start, stop in sorted(intervals):
-        if start != cursor or stop <= start:
-            return False
-        cursor = stop
-    return cursor == numel
 
 
 @few
@@ -113,7 +95,7 @@ def test_intervals_of_any_range_map_each_element_to_its_parameter(
 @given(many_specs, worlds)
 def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: int) -> None:
     for layout in flat_layouts("g", specs, world):
-        held: dict[str, list[tuple[int, int]]] = {slot.spec.name: [] for slot in layout.slots}
+        held: dict[str, list[int]] = {slot.spec.name: [] for slot in layout.slots}
         starts = {slot.spec.name: slot.start for slot in layout.slots}
         flat = torch.arange(layout.numel)
         for rank in range(world):
@@ -124,7 +106,8 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
             assert local.tolist() == list(range(segment.start, segment.stop))
             assert torch.equal(segment.shard_of(local, rank), local)
             for interval in segment.intervals():
-                held[interval.spec.name].append((interval.start, interval.stop))
+                assert interval.start < interval.stop
+                held[interval.spec.name] += range(interval.start, interval.stop)
                 assert int(local[interval.offset]) == starts[interval.spec.name] + interval.start
             covered = sum(high - low for _, low, high in segment.class_ranges())
             real = min(max(layout.real_numel - segment.start, 0), segment.numel)
@@ -137,7 +120,7 @@ def test_segments_of_all_ranks_tile_and_map_back(specs: list[ParamSpec], world: 
                     slot.spec.update_class
                 }
         for slot in layout.slots:
-            assert tiles(held[slot.spec.name], slot.spec.numel)
+            assert sorted(held[slot.spec.name]) == list(range(slot.spec.numel)), "no gap and no overlap"
 
 
 @few
@@ -180,14 +163,14 @@ def test_layout_by_hand() -> None:
 def test_an_inconsistent_layout_is_refused() -> None:
     spec = ParamSpec("w", (100,), REDUCED, 0)
     chunk = ((True, 0, CHUNK),)
-    with pytest.raises(ValueError, match="slot 'w' starts at 3"):
-        FlatLayout("g", REDUCED, (ParameterSlot(spec, 3),), chunk, 1)
-    with pytest.raises(ValueError, match="slot 'w' starts at 64"):
-        FlatLayout("g", REDUCED, (ParameterSlot(spec, 0), ParameterSlot(spec, 64)), chunk, 1)
-    with pytest.raises(ValueError, match="do not cover whole chunks"):
-        FlatLayout("g", REDUCED, (ParameterSlot(spec, 0),), ((True, 0, 100),), 1)
-    with pytest.raises(ValueError, match="do not cover whole chunks"):
-        FlatLayout("g", REDUCED, (ParameterSlot(spec, CHUNK),), chunk, 1)
+    for starts, classes, message in (
+        ([3], chunk, "slot 'w' starts at 3"),
+        ([0, 64], chunk, "slot 'w' starts at 64"),
+        ([0], ((True, 0, 100),), "do not cover whole chunks"),
+        ([CHUNK], chunk, "do not cover whole chunks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            FlatLayout("g", REDUCED, tuple(ParameterSlot(spec, start) for start in starts), classes, 1)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3, 6, 16, 128])
@@ -202,9 +185,6 @@ def test_replicas_have_equal_parts_of_a_shard(num_replicas: int) -> None:
         assert layout.shard_numel == plain.shard_numel
 
 
-# -- the table of stages, and the ZeRO formula against numbers computed by hand ----------------------------------------
-
-
 R, S = Placement.REPLICATE, Placement.SHARD
 
 
@@ -213,7 +193,6 @@ def test_the_table_is_that_of_the_design() -> None:
     assert rows == {0: (R, R, R), 1: (R, R, S), 2: (R, S, S), 3: (S, S, S)}
 
 
-Sizes = dict[str, float]
 # 7.5 billion parameters on 64 ranks, the example of the ZeRO paper (figure 1), here with FP32 main grads: 18 bytes a
 # parameter unsharded (2 + 4 + 4 + 8). In units of 10^9 bytes.
 ZERO = {"numel": 7.5, "state_bytes": 60.0, "replica_bytes": 15.0, "fp32_numel": 0.0, "frozen_bytes": 6.4}
@@ -226,27 +205,25 @@ ONE = {"numel": 1, "state_bytes": 8, "replica_bytes": 0, "fp32_numel": 1, "froze
 
 
 @pytest.mark.parametrize(
-    ("sizes", "ranks", "stage", "compute", "main_grad", "master", "moments", "frozen"),
+    ("sizes", "ranks", "stage", "want"),
     [
-        (ZERO, 64, 0, 15.0, 30.0, 30.0, 60.0, 6.4),
-        (ZERO, 64, 1, 15.0, 30.0, 0.46875, 0.9375, 6.4),
-        (ZERO, 64, 2, 15.0, 0.46875, 0.46875, 0.9375, 6.4),
-        (ZERO, 64, 3, 0.234375, 0.46875, 0.46875, 0.9375, 0.1),
-        (FP32, 2, 0, 2000, 4040, 4040, 8080, 0),
-        (FP32, 2, 1, 2020, 4040, 2020, 4040, 0),
-        (FP32, 2, 2, 2020, 2020, 2020, 4040, 0),
-        (FP32, 2, 3, 1000, 2020, 2020, 4040, 0),
-        (FP32, 1, 2, 2000, 4040, 4040, 8080, 0),
-        (THREE_DTYPES, 4, 2, 2 * 100 + 2 * 1000 + 4 * 10 - 10, 1110, 1110, 1665, 8),
-        (THREE_DTYPES, 4, 3, 550, 1110, 1110, 1665, 2),
-        (ONE, 3, 2, 4 - 2, 2, 2, 3, 5),
-        (ONE, 3, 3, 0, 2, 2, 3, 2),
+        (ZERO, 64, 0, (15.0, 30.0, 30.0, 60.0, 6.4)),
+        (ZERO, 64, 1, (15.0, 30.0, 0.46875, 0.9375, 6.4)),
+        (ZERO, 64, 2, (15.0, 0.46875, 0.46875, 0.9375, 6.4)),
+        (ZERO, 64, 3, (0.234375, 0.46875, 0.46875, 0.9375, 0.1)),
+        (FP32, 2, 0, (2000, 4040, 4040, 8080, 0)),
+        (FP32, 2, 1, (2020, 4040, 2020, 4040, 0)),
+        (FP32, 2, 2, (2020, 2020, 2020, 4040, 0)),
+        (FP32, 2, 3, (1000, 2020, 2020, 4040, 0)),
+        (FP32, 1, 2, (2000, 4040, 4040, 8080, 0)),
+        (THREE_DTYPES, 4, 2, (2 * 100 + 2 * 1000 + 4 * 10 - 10, 1110, 1110, 1665, 8)),
+        (THREE_DTYPES, 4, 3, (550, 1110, 1110, 1665, 2)),
+        (ONE, 3, 2, (4 - 2, 2, 2, 3, 5)),
+        (ONE, 3, 3, (0, 2, 2, 3, 2)),
     ],
 )
-def test_memory_formula_by_hand(
-    sizes: Sizes, ranks: int, stage: int, compute: float, main_grad: float, master: float, moments: float, frozen: float
-) -> None:
+def test_memory_formula_by_hand(sizes: dict[str, float], ranks: int, stage: int, want: tuple[float, ...]) -> None:
     unit = 1e9 if sizes is ZERO else 1
     got = memory_formula(STAGES[stage], **{name: round(size * unit) for name, size in sizes.items()}, num_ranks=ranks)
-    want = {"compute": compute, "main_grad": main_grad, "master": master, "moments": moments, "frozen": frozen}
-    assert got == {kind: round(size * unit) for kind, size in want.items()}
+    kinds = ("compute", "main_grad", "master", "moments", "frozen")
+    assert got == {kind: round(size * unit) for kind, size in zip(kinds, want, strict=True)}

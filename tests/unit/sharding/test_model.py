@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,13 +36,6 @@ class Fake:
         return call
 
 
-def fake_buffer(name: str, events: list[str], dtype: torch.dtype, numel: int, is_gathered: bool) -> Any:
-    views = Fake(name, events)
-    replica = Fake(name, events, views=views, is_gathered=is_gathered, local=[])
-    layout, segment = Fake(name, events, dtype=dtype), Fake(name, events, numel=numel)
-    return Fake(name, events, layout=layout, segment=segment, replica=replica)
-
-
 def make_model(
     numels: Sequence[int], *, float8: Sequence[int] = (), device: torch.device = CPU, is_gathered: bool = True
 ) -> tuple[Any, list[str]]:
@@ -49,9 +43,11 @@ def make_model(
     events: list[str] = []
     groups = []
     for number, numel in enumerate(numels):
-        dtype = E4M3 if number in float8 else torch.bfloat16
-        buffer = fake_buffer(str(number), events, dtype, numel, is_gathered)
-        groups.append(Fake(str(number), events, buffers=[buffer], replicas=[buffer.replica]))
+        fake = functools.partial(Fake, str(number), events)
+        replica = fake(views=fake(), is_gathered=is_gathered, local=[])
+        layout = fake(dtype=E4M3 if number in float8 else torch.bfloat16)
+        buffer = fake(layout=layout, segment=fake(numel=numel), replica=replica)
+        groups.append(fake(buffers=[buffer], replicas=[replica]))
     parts: list[Any] = [Fake(name, events) for name in ("reducer", "scales", "scheduler")]
     comm: Any = Fake("comm", events, device=device)
     model = ShardedModel(groups, *parts, Mesh(comm, comm, comm))  # type: ignore[arg-type]

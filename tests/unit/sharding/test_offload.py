@@ -121,9 +121,7 @@ CASES: list[tuple[dict[str, Any], Sequence[float]]] = [
 
 
 @pytest.mark.parametrize(("options", "weights"), CASES, ids=range(len(CASES)))
-def test_training_has_the_bits_of_an_update_where_the_replicas_are(
-    options: dict[str, Any], weights: Sequence[float]
-) -> None:
+def test_training_has_the_bits_of_an_update_where_the_replicas_are(options: Any, weights: Sequence[float]) -> None:
     """The FP16 case skips steps until its loss scale is small enough."""
     plain, offloaded = make(is_offloaded=False, **options), make(is_offloaded=True, **options)
     assert offloaded.host_kinds
@@ -190,10 +188,8 @@ def train_stages(rank: int, world: int) -> list[str]:
     """Returns the stages whose bits differ, or whose states lie elsewhere than expected."""
     wrong = []
     for stage in (1, 2, 3):
-        plain, here = (
-            make(is_offloaded=False, zero_stage=stage),
-            make(is_offloaded=False, zero_stage=stage, offload="cpu"),
-        )
+        plain = make(is_offloaded=False, zero_stage=stage)
+        here = make(is_offloaded=False, zero_stage=stage, offload="cpu")
         # one micro-batch: of several, each one's gradients are summed over the ranks before they leave the device
         apart = make(is_offloaded=True, zero_stage=stage)
         outcomes = [train(engine, 2, weights=[1.0 + rank], seed=rank) for engine in (plain, here, apart)]
@@ -208,24 +204,20 @@ def test_two_ranks_train_the_same_bits() -> None:
     assert not any(run_ranks(2, train_stages))
 
 
-def early_release() -> Any:
+ARRIVAL = offload._Arrival
+
+
+def early_release(*args: Any) -> Any:
     """The exchange gets a buffer back while it is copied."""
-    own = offload._Arrival
-
-    def arrival(*args: Any) -> Any:
-        *rest, (_, handle) = args
-        handle.release()
-        return own(*rest, None)
-
-    return mock.patch.object(offload, "_Arrival", arrival)
+    *rest, (_, handle) = args
+    handle.release()
+    return ARRIVAL(*rest, None)
 
 
-FAULTS: dict[str, Callable[[], Any]] = {
-    "a staging buffer is written while it is copied": lambda: mock.patch.object(
-        ReplicaStaging, "begin", return_value=None
-    ),
-    "a gradient is read before it has arrived": lambda: mock.patch.object(Late, "wait", return_value=None),
-    "a gradient's buffer is written while it is copied": early_release,
+FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "a staging buffer is written while it is copied": (ReplicaStaging, "begin", lambda *_: None),
+    "a gradient is read before it has arrived": (Late, "wait", lambda *_: None),
+    "a gradient's buffer is written while it is copied": (offload, "_Arrival", early_release),
 }
 
 
@@ -234,7 +226,8 @@ def test_a_missing_wait_changes_bits(fault: str) -> None:
     plain = make(is_offloaded=False)
     train(plain)
     # one send in flight, as of large groups
-    with mock.patch.object(PrivateExchange, "finish_first", lambda self: self.num_started - 2), FAULTS[fault]():
+    one_send = mock.patch.object(PrivateExchange, "finish_first", lambda self: self.num_started - 2)
+    with one_send, mock.patch.object(*FAULTS[fault]):
         offloaded = make(is_offloaded=True)
         train(offloaded)
     assert not is_equal(plain, offloaded)

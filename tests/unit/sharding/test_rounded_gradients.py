@@ -27,13 +27,11 @@ def rounded(
     noise.begin(step)
     main_grad = torch.full((part.stop - part.start,), math.nan, dtype=torch.bfloat16)
     total = RoundedSum(main_grad, ("blocks.0", part.start), noise)
-    for number, grads in enumerate(pushes):
-        is_last = number == len(pushes) - 1
-        total.push([grad[part] for grad in grads], [weight] * len(grads), is_last=is_last)
+    for left, grads in zip(reversed(range(len(pushes))), pushes, strict=True):
+        total.push([grad[part] for grad in grads], [weight] * len(grads), is_last=left == 0)
     norms = total.norms
     total.finish()
     if pushes:
-        assert norms is not None
         expected = torch.linalg.vector_norm(main_grad.view(-1, CHUNK).float(), dim=1)
         torch.testing.assert_close(norms, expected, rtol=1e-6, atol=0.0, equal_nan=True)
     return main_grad
