@@ -96,22 +96,15 @@ def autocast(device: str, dtype: torch.dtype = BF16) -> Iterator[None]:
         torch.set_autocast_enabled(device, False)
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_reductions_linalg_norms_and_losses_are_fp32(device: str) -> None:
-    with FakeTensorMode() if device == "cuda" else nullcontext():
-        x = 3 * torch.eye(4, dtype=BF16, device=device) + 0.3
-        with autocast(device), autocast_ops.enabled(device):
-            left_out = NOT_FAKE | CUDA_DIFFERS if device == "cuda" else set()
-            outputs = {name: function(x) for name, function in FP32_FUNCTIONS.items() if name not in left_out}
-    wrong = {
-        name: [part.dtype for part in output]
-        for name, output in ((n, o if isinstance(o, tuple) else (o,)) for n, o in outputs.items())
-        if {part.dtype for part in output} != {FP32}
-    }
-    assert not wrong
+def test_reductions_linalg_norms_and_losses_are_fp32_on_cuda() -> None:
+    with FakeTensorMode(), autocast("cuda"), autocast_ops.enabled("cuda"):
+        x = 3 * torch.eye(4, dtype=BF16, device="cuda") + 0.3
+        for name in FP32_FUNCTIONS.keys() - NOT_FAKE - CUDA_DIFFERS:
+            output = FP32_FUNCTIONS[name](x)
+            assert {part.dtype for part in (output if isinstance(output, tuple) else (output,))} == {FP32}, name
 
 
-def test_they_compute_on_fp32_and_not_only_return_it() -> None:
+def test_on_a_cpu_they_compute_on_fp32_and_return_it() -> None:
     torch.manual_seed(0)
     root = torch.randn(4, 4)
     x = (root @ root.t() + torch.eye(4)).to(BF16)
@@ -165,7 +158,6 @@ def test_gradients_come_back_in_the_dtype_of_the_input_and_errors_leave_autocast
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         loss = x.mean() + linalg.det(x)
     loss.backward()
-    assert x.grad is not None
     assert x.grad.dtype == BF16
     assert torch.equal(x.grad.float(), torch.full((4, 4), 1 / 16) + 8 * torch.eye(4))
 

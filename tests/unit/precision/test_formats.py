@@ -74,6 +74,8 @@ def test_what_only_a_formula_gives() -> None:
     assert f"{FP32.decimal_digits:.1f}" == "7.2"
     info = torch.finfo(torch.float32)
     assert (FP32.bits, FP32.max, FP32.min_normal, FP32.epsilon) == (32, info.max, info.smallest_normal, info.eps)
+    assert (gamma(0, 0.5), gamma(10, 2.0**-24)) == (0, pytest.approx(10 * 2.0**-24, rel=1e-5))
+    assert gamma(256, 2.0**-8) == math.inf, "the bound proves nothing"
 
 
 @pytest.mark.parametrize("floats", LOW, ids=names[1:])
@@ -98,26 +100,28 @@ def test_fp8_between_all_neighbors(floats: FloatFormat) -> None:
         assert floats.rounded(number).value == expected, number
 
 
-fp32_bits = st.integers(0, 2**32 - 1).map(lambda bits: struct.unpack("<f", struct.pack("<I", bits))[0])
+def float_of(bits: int) -> float:
+    """The FP32 number with these bits."""
+    return float(struct.unpack("<f", struct.pack("<I", bits))[0])
+
+
+any_bits = st.integers(0, 2**32 - 1)
 
 
 @settings(max_examples=150)
-@given(number=st.one_of(fp32_bits, st.floats(width=32, min_value=-7e4, max_value=7e4)))
+@given(number=st.one_of(any_bits.map(float_of), st.floats(width=32, min_value=-7e4, max_value=7e4)))
 def test_rounding_is_pytorchs_cast(number: float) -> None:
     for floats in DTYPES:
         assert same(floats.rounded(number).value, cast(number, floats)), floats.name
 
 
 @settings(max_examples=150)
-@given(bits=st.integers(0, 2**32 - 1))
+@given(bits=any_bits)
 def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
     """Nearest even by integer arithmetic: a half and the last bit that stays are added, the rest is masked."""
-    number = struct.unpack("<f", struct.pack("<I", bits))[0]
-    if math.isnan(number):
-        assert math.isnan(TF32.rounded(number).value)
-        return
-    rounded_bits = (bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000
-    assert TF32.rounded(number).value == struct.unpack("<f", struct.pack("<I", rounded_bits))[0]
+    number = float_of(bits)
+    want = math.nan if math.isnan(number) else float_of((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000)
+    assert same(TF32.rounded(number).value, want)
 
 
 @pytest.mark.parametrize(
@@ -136,25 +140,14 @@ def test_tf32_is_fp32_without_its_last_13_bits(bits: int) -> None:
         (FP8_E5M2, math.nan, math.nan, formats.NAN),
         (FP32, Fraction(1, 3), float(torch.tensor(1 / 3)), formats.ROUNDED),
         (FP32, Fraction(2) ** 200, math.inf, formats.INF),
+        # just above a midpoint; rounded to FP32 first it would be a tie, and round to even
+        (FP16, 1 + Fraction(1, 2**11) + Fraction(1, 2**40), 1 + 2.0**-10, formats.ROUNDED),
     ],
 )
 def test_what_happens_is_named(floats: FloatFormat, number: Fraction | float, value: float, event: str) -> None:
     rounded = floats.rounded(number)
     assert same(rounded.value, value)
     assert rounded.event == event
-
-
-def test_a_number_is_rounded_once() -> None:
-    """A number just above a midpoint of FP16 rounds up; rounded to FP32 first it becomes a tie and rounds to even."""
-    number = 1 + Fraction(1, 2**11) + Fraction(1, 2**40)
-    assert FP16.rounded(number).value == 1 + 2.0**-10
-    assert FP16.rounded(FP32.rounded(number).value).value == 1.0
-
-
-def test_gamma_is_inf_if_the_bound_proves_nothing() -> None:
-    assert gamma(0, 0.5) == 0
-    assert gamma(10, 2.0**-24) == pytest.approx(10 * 2.0**-24, rel=1e-5)
-    assert gamma(256, 2.0**-8) == math.inf
 
 
 def test_rates_are_found_by_torchs_names() -> None:

@@ -52,7 +52,7 @@ def test_loss_counts_underflow_saturation_and_noise() -> None:
     assert saturated.saturated == 1
 
 
-FORMATS = (FP16, FP8_E4M3, FP8_E5M2)
+DTYPES = {FP16: torch.float16, FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}
 numbers = st.floats(width=32, allow_nan=True, allow_infinity=True)
 
 
@@ -78,26 +78,19 @@ def test_every_element_is_in_one_bin(values: list[float]) -> None:
     assert histogram.top_exponent == expected
 
 
-@pytest.mark.parametrize("floats", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize("floats", DTYPES, ids=lambda f: f.name)
 @pytest.mark.parametrize("power", [-3, 0, 5, 16])
-def test_flushed_equals_the_count_of_a_real_cast(floats: FloatFormat, power: int) -> None:
+def test_flushed_subnormal_and_overflowing_equal_direct_counts(floats: FloatFormat, power: int) -> None:
     scale = 2.0**power
-    dtype = {FP16: torch.float16, FP8_E4M3: torch.float8_e4m3fn, FP8_E5M2: torch.float8_e5m2}[floats]
     x = torch.cat((ordinary(power), torch.tensor(around_limits(floats, scale), dtype=torch.float32)))
-    direct = int((((x * scale).clamp(-floats.max, floats.max).to(dtype).float() == 0) & (x != 0)).sum())
+    histogram, magnitude = Histogram.of(x), (x * scale).abs()
+    direct = int(((magnitude.clamp(max=floats.max).to(DTYPES[floats]).float() == 0) & (x != 0)).sum())
     assert direct > 2
-    assert Histogram.of(x).flushed(floats, scale) == direct
+    assert histogram.flushed(floats, scale) == direct
+    assert histogram.subnormal(floats, scale) == int(((magnitude < floats.min_normal) & (magnitude > 0)).sum())
+    assert histogram.overflowing(floats, scale) == int((magnitude >= 2.0 ** (floats.max_exponent + 1)).sum())
     with pytest.raises(ValueError, match="power of two"):
-        Histogram.of(x).flushed(floats, 3.0)
-
-
-@pytest.mark.parametrize("floats", FORMATS, ids=lambda f: f.name)
-def test_subnormal_and_overflowing_equal_direct_counts(floats: FloatFormat) -> None:
-    x = torch.cat((ordinary(7), torch.tensor(around_limits(floats, 4.0), dtype=torch.float32)))
-    magnitude = (x * 4).abs()
-    histogram = Histogram.of(x)
-    assert histogram.subnormal(floats, 4.0) == int(((magnitude < floats.min_normal) & (magnitude > 0)).sum())
-    assert histogram.overflowing(floats, 4.0) == int((magnitude >= 2.0 ** (floats.max_exponent + 1)).sum())
+        histogram.flushed(floats, 3.0)
 
 
 def test_histograms_add_up_and_survive_json() -> None:

@@ -252,9 +252,7 @@ def test_of_takes_a_record_a_mode_or_a_number() -> None:
         ("bf16", "none", False),
     ],
 )
-def test_fp16_without_loss_scale_is_warned_of(
-    precision: Any, loss_scale: Any, is_said: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fp16_without_loss_scale_is_warned_of(precision: Any, loss_scale: Any, is_said: bool, caplog: Any) -> None:
     start(precision=precision, loss_scale=loss_scale)
     said = [message for message in caplog.messages if "gradients are FP16: those below 6e-8 vanish" in message]
     assert len(said) == is_said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -91,20 +92,12 @@ def record(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModuleRecorder,
 def test_records_are_in_the_order_of_time_and_name_the_caller() -> None:
     x, scale = torch.randn(2, 3), torch.tensor(2.0)
     recorder, _ = record(Model(), x, scale=scale)
-    assert [(r.module, r.caller, r.is_output, r.name) for r in recorder.records] == [
-        ("", None, False, "0"),
-        ("", None, False, "scale"),
-        ("a", "", False, "0"),
-        ("a", "", True, "output"),
-        ("b", "", False, "0"),
-        ("b", "", True, "output"),
-        ("side", "", False, "0"),
-        ("side", "", True, "output"),
-        ("", None, True, "output"),
-    ]
-    assert {name: [key for key, _ in own] for name, own in recorder.weights.items() if own} == {
-        name: ["weight", "bias"] for name in ("a", "b", "side")
-    }
+    linears = [row for name in ("a", "b", "side") for row in ((name, "", False, "0"), (name, "", True, "output"))]
+    given = [("", None, False, "0"), ("", None, False, "scale")]
+    found = [(r.module, r.caller, r.is_output, r.name) for r in recorder.records]
+    assert found == [*given, *linears, ("", None, True, "output")]
+    weights = {name: [key for key, _ in own] for name, own in recorder.weights.items() if own}
+    assert weights == {name: ["weight", "bias"] for name in ("a", "b", "side")}
     assert not recorder.failures
 
 
@@ -117,7 +110,6 @@ def test_hooks_are_gone_afterwards_and_change_no_bit() -> None:
     recorder, loss = record(model, x, scale=scale)
     loss.backward()
     for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
         assert torch.equal(parameter.grad, want[name])
     count = len(recorder.records)
     model(x, scale=scale)
@@ -136,10 +128,7 @@ def test_a_backward_reaches_every_tensor_and_no_parameter() -> None:
 
 
 def test_an_error_in_a_hook_is_noted_and_the_forward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(x: Tensor) -> Measured:
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(Measured, "of", staticmethod(fail))
+    monkeypatch.setattr(Measured, "of", mock.Mock(side_effect=RuntimeError("no memory")))
     recorder, loss = record(Model(), torch.randn(2, 3), scale=torch.tensor(2.0))
     assert loss.isfinite()
     assert "'': RuntimeError: no memory" in recorder.failures

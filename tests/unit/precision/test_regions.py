@@ -54,12 +54,10 @@ def test_without_autocast_it_does_nothing() -> None:
 )
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_modules_of_other_kinds(module: nn.Module, dtype: torch.dtype) -> None:
-    module = module.to(BF16)
-    x = torch.randn(3, 2, 4, dtype=dtype)
-    num_inputs = {nn.MultiheadAttention: 3, nn.Bilinear: 2}.get(type(module), 1)
+    inputs = [torch.randn(3, 2, 4, dtype=dtype)] * {nn.MultiheadAttention: 3, nn.Bilinear: 2}.get(type(module), 1)
     with torch.autocast("cpu", dtype=BF16), autocast_ops.enabled("cpu"), dtrain.full_precision():
-        output = module(*[x] * num_inputs)
-        output = output[0] if isinstance(output, tuple) else output
+        output = module.to(BF16)(*inputs)
+    output = output[0] if isinstance(output, tuple) else output
     assert output.dtype == FP32
     output.sum().backward()
     assert all(p.grad is not None and p.grad.dtype == BF16 for p in module.parameters())

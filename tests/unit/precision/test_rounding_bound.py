@@ -6,6 +6,8 @@ rounded with v. The exact products are those of FP64, whose own error is far bel
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,10 +20,6 @@ from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FP32, TF32,
 LENGTHS = (1, 17, 300)
 NUM_OUT = 16
 ENGINES = {"fp32": (FP32, FP32), "bf16": (BF16, BF16), "fp16": (FP16, FP16)}
-
-seeds = st.integers(0, 2**32 - 1)
-lengths = st.sampled_from(LENGTHS)
-one_sided = st.booleans()
 
 
 def numbers(*shape: int, seed: int, one_sided: bool = False) -> Tensor:
@@ -42,28 +40,24 @@ def share_of_bound(got: Tensor, x: Tensor, y: Tensor, bound: float) -> float:
 @pytest.fixture(scope="module")
 def engines() -> dict[tuple[str, int], dtrain.Engine]:
     built = {}
-    for name in ENGINES:
-        for length in LENGTHS:
-            model = nn.Linear(length, NUM_OUT, bias=False)
-            model.weight.data = numbers(NUM_OUT, length, seed=length)
-            built[name, length] = dtrain.initialize(model, precision=name, seed=0)
+    for name, length in itertools.product(ENGINES, LENGTHS):
+        model = nn.Linear(length, NUM_OUT, bias=False)
+        model.weight.data = numbers(NUM_OUT, length, seed=length)
+        built[name, length] = dtrain.initialize(model, precision=name, seed=0)
     return built
 
 
+CASES = st.tuples(st.sampled_from(sorted(ENGINES)), st.sampled_from(LENGTHS))
+
+
 @settings(max_examples=60)
-@given(
-    length=lengths,
-    rows=st.sampled_from((1, 16)),
-    seed=seeds,
-    one_sided=one_sided,
-    name=st.sampled_from(sorted(ENGINES)),
-)
+@given(CASES, st.sampled_from((1, 16)), st.integers(0, 2**32 - 1), st.booleans())
 def test_a_linear_under_an_engine(
-    engines: dict[tuple[str, int], dtrain.Engine], length: int, rows: int, seed: int, one_sided: bool, name: str
+    engines: dict[tuple[str, int], dtrain.Engine], case: tuple[str, int], rows: int, seed: int, one_sided: bool
 ) -> None:
+    engine, (name, length) = engines[case], case
     operands, output = ENGINES[name]
     x = numbers(rows, length, seed=seed, one_sided=one_sided)
-    engine = engines[name, length]
     with engine.eval(), torch.no_grad():
         y = engine(x)
     weight = numbers(NUM_OUT, length, seed=length)
@@ -73,13 +67,11 @@ def test_a_linear_under_an_engine(
 def test_products_are_summed_in_fp32_on_a_gpu_too() -> None:
     """By default PyTorch lets cuBLAS add the partial sums of a split matmul in 16 bits."""
     matmul = torch.backends.cuda.matmul
-    matmul.allow_bf16_reduced_precision_reduction = True
-    matmul.allow_fp16_reduced_precision_reduction = True
-    matmul.allow_fp16_accumulation = True
+    reductions = [f"allow_{dtype}_reduced_precision_reduction" for dtype in ("bf16", "fp16")]
+    for name in (*reductions, "allow_fp16_accumulation"):
+        setattr(matmul, name, True)
     dtrain.initialize(nn.Linear(1, 1), precision="bf16", seed=0)
-    assert not matmul.allow_bf16_reduced_precision_reduction
-    assert not matmul.allow_fp16_reduced_precision_reduction
-    assert not matmul.allow_fp16_accumulation
+    assert not any(getattr(matmul, name) for name in (*reductions, "allow_fp16_accumulation"))
 
 
 @pytest.mark.parametrize("floats", [BF16, FP16, TF32, FP8_E4M3, FP8_E5M2], ids=lambda floats: floats.name)

@@ -97,51 +97,39 @@ PLAIN = "bf16: only a plain nn.Linear has FP8 products"
 NORM = "fp32: norm"
 
 
-def block(number: int, norm: str, up: str, down: str | None = None) -> dict[str, str]:
-    prefix = f"blocks.{number}"
-    return {f"{prefix}.norm": norm, f"{prefix}.up": up, f"{prefix}.down": up if down is None else down}
+def net(*blocks: tuple[str, ...], embed: str, head: str) -> dict[str, str]:
+    """The table of Net; of each block the formats of ``norm``, ``up`` and ``down``."""
+    parts = [zip(("norm", "up", "down"), formats, strict=True) for formats in blocks]
+    inside = {f"blocks.{number}.{name}": found for number, rows in enumerate(parts) for name, found in rows}
+    return {"embed": embed, **inside, "norm": NORM, "head": head}
 
 
+DOWN, BOTH = "fp8: rule 'blocks.*.down'", "fp32: rule 'blocks.[01]'"
 TABLES = [
-    (
-        Net,
-        "fp8",
-        {},
-        {
-            "embed": PLAIN,
-            **block(0, NORM, "fp8"),
-            **block(1, NORM, "fp8"),
-            **block(2, NORM, "fp8"),
-            "norm": NORM,
-            "head": "bf16: last product",
-        },
-    ),
+    (Net, "fp8", {}, net(*[(NORM, "fp8", "fp8")] * 3, embed=PLAIN, head="bf16: last product")),
     (
         Net,
         "bf16",
         {"blocks.0": "fp32", "blocks.*.down": "fp8", "blocks.2.*": "fp16", "blocks.1.norm": "bf16", "head": "fp8"},
-        {
-            "embed": "bf16",
-            **block(0, "fp32: rule 'blocks.0'", "fp32: rule 'blocks.0'", "fp8: rule 'blocks.*.down'"),
-            **block(1, "bf16: rule 'blocks.1.norm'", "bf16", "fp8: rule 'blocks.*.down'"),
-            **block(2, NORM, "fp16: rule 'blocks.2.*'"),
-            "norm": NORM,
-            "head": "fp8: rule 'head'",
-        },
+        net(
+            ("fp32: rule 'blocks.0'", "fp32: rule 'blocks.0'", DOWN),
+            ("bf16: rule 'blocks.1.norm'", "bf16", DOWN),
+            (NORM, "fp16: rule 'blocks.2.*'", "fp16: rule 'blocks.2.*'"),
+            embed="bf16",
+            head="fp8: rule 'head'",
+        ),
     ),
     (
         lambda: Net(tied=True),
         "fp8",
         {"*": "fp8", "blocks.[01]": "fp32", "blocks.1": "bf16"},
-        {
-            "embed": PLAIN,
-            **block(0, "fp32: rule 'blocks.[01]'", "fp32: rule 'blocks.[01]'"),
-            # of a container's name, as of a pattern: norms are not meant
-            **block(1, "fp32: rule 'blocks.[01]'", "bf16: rule 'blocks.1'"),
-            **block(2, NORM, "fp8: rule '*'"),
-            "norm": NORM,
-            "head": "bf16: weight tied to 'embed.weight'",
-        },
+        net(
+            (BOTH, BOTH, BOTH),
+            (BOTH, "bf16: rule 'blocks.1'", "bf16: rule 'blocks.1'"),  # of a container's name: norms are not meant
+            (NORM, "fp8: rule '*'", "fp8: rule '*'"),
+            embed=PLAIN,
+            head="bf16: weight tied to 'embed.weight'",
+        ),
     ),
     (
         Vision,
@@ -282,14 +270,10 @@ def test_a_rule_for_a_part_of_attention_alone_is_refused() -> None:
 def test_candidates_are_the_linears_that_no_rule_covers() -> None:
     policy = PrecisionPolicy.named("fp8", rules={"blocks.0": "bf16", "blocks.1": "fp8"}).on(CPU)
     model = Net()
-    assert float8_candidates(policy, model) == [
-        Float8Candidate("blocks.2.up", 64, 32),
-        Float8Candidate("blocks.2.down", 32, 64),
-    ]
-    decisions = (
-        Float8Decision("blocks.2.up", False, "timed 1.2 of BF16"),
-        Float8Decision("blocks.2.down", True, "timed 0.8"),
-    )
+    up, down = Float8Candidate("blocks.2.up", 64, 32), Float8Candidate("blocks.2.down", 32, 64)
+    assert float8_candidates(policy, model) == [up, down]
+    slow = Float8Decision("blocks.2.up", False, "timed 1.2 of BF16")
+    decisions = (slow, Float8Decision("blocks.2.down", True, "timed 0.8"))
     found = table(resolve(policy, model, "quantized", decisions))
     assert found["blocks.2.up"] == "bf16: timed 1.2 of BF16"
     assert found["blocks.2.down"] == "fp8: timed 0.8"
@@ -306,10 +290,9 @@ def test_a_resumed_run_keeps_its_decisions() -> None:
     assert earlier_decisions({}, policy) == ()
     removed = saved | {"float8": saved["float8"] | {"weight_scale": "current"}}
     assert earlier_decisions(removed, policy) == decisions, "an option that is gone"
-    old = [
-        {key: value for key, value in item.items() if key != "bf16_ms"} | {"low_ms": 1.0} for item in saved["decisions"]
-    ]
-    assert earlier_decisions(saved | {"decisions": old}, policy) == decisions, "the key of earlier versions"
+    for item in saved["decisions"]:
+        item["low_ms"] = item.pop("bf16_ms")
+    assert earlier_decisions(saved, policy) == decisions, "the key of earlier versions"
     assert earlier_decisions(resolve(PrecisionPolicy.named("bf16"), Net()).to_dict(), policy) == ()
 
 
@@ -323,12 +306,8 @@ def prepared(model: nn.Module, name: str, rules: dict[str, str], weights: str = 
 def test_regions_of_other_16_bit_formats() -> None:
     model = Net()
     autocast, contract = prepared(model, "bf16", {"blocks.0.up": "fp16", "blocks.1": "fp32", "blocks.1.up": "bf16"})
-    assert {name: dtype for name, dtype in contract.regions.items() if "norm" not in name} == {
-        "blocks.0.up": FP16,
-        "blocks.1": FP32,
-        "blocks.1.up": BF16,
-        "blocks.1.down": FP32,
-    }
+    regions = {name: dtype for name, dtype in contract.regions.items() if "norm" not in name}
+    assert regions == {"blocks.0.up": FP16, "blocks.1": FP32, "blocks.1.up": BF16, "blocks.1.down": FP32}
     inner = torch.randn(2, 3, 32, dtype=BF16)
     with autocast():
         half = model.blocks[0].up(inner)
@@ -363,9 +342,7 @@ class Heads(nn.Module):
 
 @pytest.mark.parametrize("weights", ["quantized", "policy", "fp32"])
 @pytest.mark.parametrize(("name", "rule_format"), [("bf16", "bf16"), ("bf16", "fp16"), ("fp32", "bf16")])
-def test_a_rule_with_its_own_name_computes_what_autocast_keeps_in_fp32(
-    name: str, rule_format: str, weights: str
-) -> None:
+def test_a_rule_by_name_computes_what_autocast_keeps_in_fp32(name: str, rule_format: str, weights: str) -> None:
     model = Heads()
     rules = dict.fromkeys(("norm", "batch", "soft", "loss"), rule_format)
     autocast, contract = prepared(model, name, rules, weights)
@@ -403,7 +380,5 @@ def test_float8_modules_are_made_and_named() -> None:
     output.float().sum().backward()
     contract.check_parameters(model)
     model.blocks[1].up = nn.Linear(32, 64).to(BF16)
-    with pytest.raises(
-        ContractError, match=r"module 'blocks\.1\.up' is a Linear, the contract says that its products are"
-    ):
+    with pytest.raises(ContractError, match=r"'blocks\.1\.up' is a Linear, the contract says that its products are"):
         contract.check_parameters(model)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,9 +85,7 @@ def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float
 
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("casts_each_time", [False, True])
-def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(
-    monkeypatch: pytest.MonkeyPatch, casts_each_time: bool
-) -> None:
+def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(monkeypatch: Any, casts_each_time: bool) -> None:
     cast: list[tuple[int, ...]] = []
     quantize = weights.quantize
     monkeypatch.setattr(weights, "quantize", lambda x, *a, **how: cast.append(tuple(x.shape)) or quantize(x, *a, **how))
@@ -96,19 +96,14 @@ def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(
 
 
 def test_out_of_memory_in_timing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> tuple[float, float]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(choice, "_times", too_large)
+    monkeypatch.setattr(choice, "_times", mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory")))
     with pytest.raises(ConfigError, match=r"no memory to time 8192 rows of 'a' \[64, 64\] on cpu; set float8 num_rows"):
         decide_float8([Float8Candidate("a", 64, 64)], resolve_float8(Float8(choice="timed"), CPU), CPU)
 
 
-@pytest.mark.parametrize(("capability", "emulate"), [((8, 6), True), ((8, 9), False), ((9, 0), False)])
-def test_a_gpu_without_fp8_emulates(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], emulate: bool
-) -> None:
-    pretend_gpu(monkeypatch, *capability)
+@pytest.mark.parametrize(("minor", "emulate"), [(6, True), (9, False)])
+def test_a_gpu_without_fp8_emulates(monkeypatch: pytest.MonkeyPatch, minor: int, emulate: bool) -> None:
+    pretend_gpu(monkeypatch, 8, minor)
     on = resolve_float8(Float8(), GPU)
     assert (on.emulate, on.choice) == (emulate, "all" if emulate else "timed")
     assert resolve_float8(Float8(emulate=True), GPU).emulate is True
@@ -137,6 +132,7 @@ def test_a_cpu_without_row_scales_refuses_them(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("there", [False, True])
 def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     pretend_gpu(monkeypatch, 9, 0)
+    assert resolve_float8(Float8(), GPU).emulate is False
     monkeypatch.setattr(options, "has_compiler", lambda device: there)
     assert resolve_float8(Float8(), GPU).compile is there
     assert resolve_float8(Float8(compile=False), GPU).compile is False
@@ -152,9 +148,7 @@ def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyP
 
 
 def test_recipe_follows_the_options() -> None:
-    of = {"emulate": False, "fast_accumulation": True, "compile": False}
-    assert Recipe.of(resolve_float8(Float8(**of), CPU), torch.bfloat16) == Recipe(
-        False, E5M2, torch.bfloat16, False, True
-    )
+    options = resolve_float8(Float8(emulate=False, fast_accumulation=True, compile=False), CPU)
+    assert Recipe.of(options, torch.bfloat16) == Recipe(False, E5M2, torch.bfloat16, False, True)
     rowwise = Recipe.of(resolve_float8(Float8(recipe="rowwise"), CPU), torch.float32)
     assert rowwise == Recipe(True, E4M3, torch.float32, True)

@@ -19,26 +19,24 @@ def matrix(rows: int, columns: int, dtype: torch.dtype, *, rowwise: bool, seed: 
     return quantize(torch.randn(rows, columns, generator=generator).ldexp(powers), dtype, rowwise=rowwise)
 
 
+sizes = st.tuples(st.integers(12, 70), st.integers(1, 70), st.integers(1, 300))  # torch sums fewer rows otherwise
+power = st.integers(-50, 50)  # where FP32 overflows the order would matter
+
+
 @settings(max_examples=40)
 @given(
-    sizes=st.tuples(st.integers(12, 70), st.integers(1, 70), st.integers(1, 300)),  # torch sums fewer rows otherwise
-    dtype=st.sampled_from([E4M3, E5M2]),
-    rowwise=st.sampled_from([False, True][: 1 + has_row_scales_on_cpu()]),
-    out_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
-    powers=st.tuples(st.integers(-50, 50), st.integers(-50, 50)),  # where FP32 overflows the order would matter
-    seed=st.integers(0, 2**31),
+    sizes,
+    st.sampled_from([E4M3, E5M2]),
+    st.sampled_from([False, True][: 1 + has_row_scales_on_cpu()]),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.tuples(power, power, st.integers(0, 2**31)),
 )
 def test_an_emulated_product_has_the_bits_of_torch(
-    sizes: tuple[int, int, int],
-    dtype: torch.dtype,
-    rowwise: bool,
-    out_dtype: torch.dtype,
-    powers: tuple[int, int],
-    seed: int,
+    sizes: tuple[int, int, int], dtype: torch.dtype, rowwise: bool, out_dtype: torch.dtype, drawn: tuple[int, int, int]
 ) -> None:
-    num_rows, num_columns, inner = sizes
-    left = matrix(num_rows, inner, dtype, rowwise=rowwise, seed=seed, power=powers[0])
-    right = matrix(num_columns, inner, E4M3, rowwise=rowwise, seed=seed + 1, power=powers[1])
+    (num_rows, num_columns, inner), (power, other, seed) = sizes, drawn
+    left = matrix(num_rows, inner, dtype, rowwise=rowwise, seed=seed, power=power)
+    right = matrix(num_columns, inner, E4M3, rowwise=rowwise, seed=seed + 1, power=other)
     emulated, real = (multiply(left, right, out_dtype, emulate=emulate) for emulate in (True, False))
     assert emulated.dtype == out_dtype
     assert emulated.shape == (num_rows, num_columns)
