@@ -23,7 +23,6 @@ from dtrain.distributed.setup import make_communicator
 from dtrain.engine.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.float8.cast import E4M3, quantize
-from dtrain.precision.float8.linear import Float8Linear
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.engines.helpers import state_digests
@@ -167,9 +166,8 @@ def replicas_are_the_masters(rank: int, world: int) -> None:
                 assert_is_cast_of(engine.module.get_submodule(name), masters[f"{name}.weight"], recipe)
 
 
-def assert_is_cast_of(module: nn.Module, master: Tensor, recipe: str) -> None:
-    assert isinstance(module, Float8Linear)
-    found = module.quantized_weight.copies(module._parameters["weight"])  # type: ignore[arg-type]
+def assert_is_cast_of(module: Any, master: Tensor, recipe: str) -> None:
+    found = module.quantized_weight.copies(module._parameters["weight"])
     rows = quantize(master, E4M3, rowwise=recipe == "rowwise")
     want = [(rows.values, rows.scale)]
     if recipe == "rowwise":

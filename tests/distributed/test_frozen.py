@@ -57,7 +57,7 @@ def bits(
     """Losses, masters and what the rank holds of the frozen weights."""
     found = []
     for stage, reproducible, recomputes, options in settings:
-        engine = start(stage, precision, recomputes=recomputes, reproducible=reproducible, **options)
+        engine: Any = start(stage, precision, recomputes=recomputes, reproducible=reproducible, **options)
         assert set(engine.contract.float8_modules) == (set(LINEARS) if precision.startswith("fp8") else set())
         before, frozen = engine.master_state(), held(engine)
         losses, masters = train(engine, range(2)), engine.master_state()
@@ -65,7 +65,6 @@ def bits(
         assert same(joined([held(engine)]), joined([frozen]))
         assert engine.memory()["unsharded"] == 0
         if stage == 3 and options.get("reshard_after_forward", True):
-            assert engine.sharded.scheduler is not None
             assert engine.sharded.scheduler.peak <= 1 + options.get("prefetch", 1), "groups unsharded at a time"
         found.append((losses, masters, frozen))
     return found

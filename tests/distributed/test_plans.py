@@ -9,6 +9,7 @@ import gc
 from dataclasses import replace
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -142,20 +143,12 @@ def third_step(rank: int, world: int, keys: list[str]) -> list[tuple[str, str, i
     config = config_of(world, keys)
     comm = connect(torch.device("cpu"), shared_memory=False)
     engine, batch, count = build(config, comm)
-    found: list[tuple[str, str, int]] = []
-    record = comm.schedule.record
-
-    def recorded(op: str, label: str, tensor: torch.Tensor) -> Any:
-        found.append((op, label, tensor.nbytes))
-        return record(op, label, tensor)
-
-    comm.schedule.record = recorded  # type: ignore[method-assign]
     for _ in range(3):
-        found.clear()
-        for micro in engine.accumulate([batch] * count):
-            engine.backward(engine(**micro))
-        engine.step()
-    return found
+        with mock.patch.object(comm.schedule, "record", wraps=comm.schedule.record) as record:
+            for micro in engine.accumulate([batch] * count):
+                engine.backward(engine(**micro))
+            engine.step()
+    return [(op, label, tensor.nbytes) for op, label, tensor in (call.args for call in record.call_args_list)]
 
 
 @cache

@@ -185,8 +185,7 @@ def _run(rank: int, world: int, name: str, case: Case, folder: Path, saved: Any,
     import tests.engines.checks  # noqa: F401 - registers them, in a resident process too
 
     check = CHECKS[name]
-    run = check.source if is_source else check.run
-    assert run is not None
+    run: Any = check.source if is_source else check.run
     return run(Trial(case, rank, folder, check.variants[case.variant], saved))
 
 

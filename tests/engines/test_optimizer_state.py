@@ -31,7 +31,7 @@ def start_with(record: Any) -> Any:
         return start(optimizer=record)
 
 
-def test_a_state_has_the_dtype_and_first_value_of_its_optimizer(tmp_path: Path) -> None:
+def test_a_state_has_the_dtype_and_first_value_of_its_optimizer_if_it_has_one(tmp_path: Path) -> None:
     engine = start_with(BF16_STATE)
     assert all((state == 0.25).all() for _, state in engine.full_state("momentum"))
     assert train_small(engine).applied
@@ -42,12 +42,9 @@ def test_a_state_has_the_dtype_and_first_value_of_its_optimizer(tmp_path: Path) 
     engine.save(tmp_path)
     dtypes = {tensor.kind: tensor.dtype for tensor in open_newest(tmp_path, ALONE).tensors}
     assert dtypes == {"master": torch.float32, "momentum": torch.bfloat16}
-
-
-def test_sgd_without_momentum_keeps_no_state() -> None:
-    engine = start(optimizer=dtrain.SGD(momentum=0.0))
-    assert train_small(engine).applied
-    assert engine.memory()["moments"] == 0
+    stateless = start(optimizer=dtrain.SGD(momentum=0.0))
+    assert train_small(stateless).applied
+    assert stateless.memory()["moments"] == 0
 
 
 def assert_refused(engine: Any, path: Path, message: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import dtrain
 from dtrain.engine.interface import Engine
 from dtrain.precision.histogram import count_magnitudes
-from dtrain.precision.report import PrecisionReport
 from tests.gpu.device import DEVICE, capability, no_waits
 from tests.gpu.test_engine import CONFIG, VOCAB, make_engine
 
@@ -39,8 +40,7 @@ def test_a_measured_step_keeps_its_bits(precision: str) -> None:
     step(measured)  # what is used again is allocated
     with measured.measure_precision(["blocks.*"]) as measurement, no_waits():  # only the report waits
         step(measured)
-    report = measurement.report()
-    assert isinstance(report, PrecisionReport)
+    report: Any = measurement.report()
     before, after = plain.master_state(), measured.master_state()
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert {own.name: own.gradient.total for own in report.parameters} == {n: 2 * p.numel() for n, p in before.items()}
@@ -54,8 +54,6 @@ def test_a_skip_names_its_module() -> None:
     engine.explain_skips = True
     with engine.modify_weights("blocks.1.ffn.down"):
         engine.module.get_submodule("blocks.1.ffn.down").weight[3, 5] = torch.inf
-    outcome = step(engine)
+    outcome: Any = step(engine)
     assert outcome.reason == "nonfinite_loss"
-    assert outcome.culprit is not None
-    assert outcome.culprit.origin is not None
     assert (outcome.culprit.origin.module, outcome.culprit.origin.place) == ("blocks.1.ffn.down", "output")
