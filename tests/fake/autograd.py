@@ -108,9 +108,7 @@ def _apply(node: Any, slots: dict[int, Tensor]) -> Sequence[Tensor | None]:
             hook(node.variable)
         return ()
     inputs = [slots.get(number) for number in range(len(node._input_metadata))]
-    is_python: Any = isinstance(node, torch.autograd.function.BackwardCFunction)
-    if is_python:
-        # C++ fills these in for a Function written in Python
+    if isinstance(node, torch.autograd.function.BackwardCFunction):  # for which C++ fills these in
         filled = [
             torch.zeros(data.shape, dtype=data.dtype, device=data.device) if grad is None else grad
             for grad, data in zip(inputs, node._input_metadata, strict=True)

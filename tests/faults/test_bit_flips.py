@@ -139,8 +139,7 @@ def try_flip(engine: StepEngine, flip: Flip, folder: Path, good: Path, micro_bat
         assert found_by(lambda: engine.save(folder)) == found
     engine.load(good)
     engine.comm.barrier()
-    was_saved = committed_checkpoints(folder) != before
-    return Seen(flip, planted, found, was_saved)
+    return Seen(flip, planted, found, was_saved=committed_checkpoints(folder) != before)
 
 
 def run(rank: int, world: int, folder: Path, cases: Sequence[Case], count: int) -> list[Any]:

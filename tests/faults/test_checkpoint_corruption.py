@@ -62,8 +62,6 @@ def exchanged_inside(data: bytearray, rng: random.Random) -> None:
     data[one : one + size], data[other : other + size] = data[other : other + size], data[one : one + size]
 
 
-# -- a JSON value ------------------------------------------------------------------------------------------------------
-
 JUNK: list[Any] = [
     None, True, False, -1, -0.5, 2**63, 2**64, 10**30, -(10**300), 1 << 4000, "", "x", "NaN", "1", "../../etc/passwd",
     "\ud800\x1b[2J", [], {}, [1], {"a": 1}, [[]], [None] * 3, {"": {"": []}}, "9" * 4000,
@@ -124,9 +122,6 @@ def nudged(manifest: Fields, rng: random.Random) -> None:
 
 
 EDITS = (replaced, dropped, added, exchanged, nudged)
-
-
-# -- the kinds ---------------------------------------------------------------------------------------------------------
 
 
 def of_any_file(edit: Callable[[bytearray, random.Random], Any]) -> Kind:

@@ -55,13 +55,9 @@ def out_of_the_directory(manifest: dict[str, Any]) -> None:
             chunk["file"] = chunk["file"].replace(R0, f"../{R0}")
 
 
-def hash_of(manifest: dict[str, Any]) -> str:
-    return next(name for name in ("blake3", "sha256") if name in manifest["files"][1])
-
-
 def of_file(edit: Callable[[dict[str, Any], str], Any]) -> Damage:
     """Edits the manifest's entry of the second file, given the name of its hash."""
-    return sealed(lambda manifest: edit(manifest["files"][1], hash_of(manifest)))
+    return sealed(lambda m: edit(file := m["files"][1], "blake3" if "blake3" in file else "sha256"))
 
 
 def of_tensor(kind: str = "master", name: str = "weight", **values: Any) -> Damage:

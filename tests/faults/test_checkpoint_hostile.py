@@ -282,10 +282,8 @@ def try_all(rank: int, world: int, folder: Path, many: bool) -> dict[str, str]:
 
     for check in (is_refused, can_be_saved_in):  # so that all lazy imports are done
         watch_one(folder, at_newest(file(R0, b"")), check)
-    refused = REFUSED | (
-        {name: damage for name, (damage, *_) in CASES.items() if "link as" not in name} if many else {}
-    )
-    found = {name: watch_one(folder, at_newest(damage), is_refused) for name, damage in refused.items()}
+    more = {name: damage for name, (damage, *_) in CASES.items() if many and "link as" not in name}
+    found = {name: watch_one(folder, at_newest(damage), is_refused) for name, damage in (REFUSED | more).items()}
     found |= {name: watch_one(folder, at_newest(damage), is_used) for name, damage in IGNORED.items()}
     found |= {name: watch_one(folder, damage, can_be_saved_in) for name, damage in LEASES.items()}
     return found

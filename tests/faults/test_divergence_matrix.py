@@ -23,25 +23,20 @@ from tests.helpers.zoo import make
 pytestmark = pytest.mark.processes
 
 RUN = Run("transformer", accumulation=2, options={"precision": "bf16", "ema_decay": 0.9})
+ENTRY = make(RUN.model)
 LIMIT_S = 2.0
 
 
-def micro_batches(engine: Any, number: int) -> None:
-    entry = make(RUN.model)
-    for _ in engine.accumulate(range(number)):
-        engine.backward(entry.loss(engine, entry.batch(0)))
+def step(engine: Any, num_micro_batches: int = 2) -> None:
+    for _ in engine.accumulate(range(num_micro_batches)):
+        engine.backward(ENTRY.loss(engine, ENTRY.batch(0)))
+    engine.step()
 
 
 def validate(engine: Any) -> None:
-    entry = make(RUN.model)
     with engine.eval(), torch.no_grad():
-        loss = entry.loss(engine, entry.batch(0))
+        loss = ENTRY.loss(engine, ENTRY.batch(0))
     engine.comm.gather_rows(loss.reshape(1), label="validation loss")
-
-
-def step(engine: Any, number: int = 2) -> None:
-    micro_batches(engine, number)
-    engine.step()
 
 
 def average(engine: Any) -> None:
@@ -63,14 +58,11 @@ METHODS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-def diverge(
-    rank: int, world: int, options: dict[str, Any], methods: list[str], folder: str
-) -> tuple[str, str, float, bool]:
+def diverge(rank: int, world: int, options: dict[str, Any], methods: list[str], path: Path) -> tuple[Any, ...]:
     """Calls one method on this rank; returns class, text and time of its error, and whether later calls repeat it."""
     if not options["shared_memory"]:  # several hosts, as far as the ranks know
         processes.host_identity = lambda: ["host", str(rank)]
     engine = start(RUN.with_options(engine=options["engine"], zero_stage=options["zero_stage"]))
-    path = Path(folder)
     step(engine)
     if "load" in methods:
         engine.save(path / "old")
@@ -103,7 +95,7 @@ def diverge(
 def check(options: dict[str, Any], methods: list[str], folder: Path) -> float:
     """Runs one case; returns the seconds from the first error to the last."""
     folder.mkdir()
-    results = run_ranks(len(methods), diverge, options, methods, str(folder), grace=10.0)
+    results = run_ranks(len(methods), diverge, options, methods, folder, grace=10.0)
     case = f"{options}, {methods}: {results}"
     assert all(kind and repeats for kind, _, _, repeats in results), case
     assert any(kind == "DivergenceError" for kind, *_ in results), case

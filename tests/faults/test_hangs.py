@@ -44,9 +44,6 @@ def test_a_hang_of_forked_ranks_is_named_and_ended(tmp_path: Path, data: str, fa
     faults.passed("F4", 1, named=1, slowest_ms=round(1000 * taken))
 
 
-# -- restarts ----------------------------------------------------------------------------------------------------------
-
-
 @WORLDS
 def test_a_run_that_crashes_in_its_first_step_is_started_four_times(
     tmp_path: Path, data: str, faults: FaultCounts, world: int
@@ -67,9 +64,6 @@ def test_a_run_that_crashes_in_its_first_step_is_started_four_times(
     again = replace(config, supervise=SuperviseConfig(enabled=False, restarts=0))
     assert run_ranks(world, train_rank, again, {}, str(log)) == [0] * world
     faults.passed("F14", len(crashes), trained=trained, refused=len(crashes) - trained)
-
-
-# -- kills -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.exhaustive

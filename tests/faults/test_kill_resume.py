@@ -1,73 +1,36 @@
-"""A run that is killed or stopped anywhere and resumed equals the uninterrupted run bit for bit (F2, F3)."""
+"""A stop while a save fails, and the samples of a run that is killed and resumed (F3, P6).
+
+``test_kills`` and ``test_stops`` have kills and stops anywhere.
+"""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.launch import SMALL, Record, checkpoints, curve, log_of, newest_step, record_of, train
+from tests.helpers.launch import SMALL, curve, log_of, newest_step, record_of, train
 from tests.helpers.mishap import Mishap, recording
 
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, data: str) -> Record:
-    """The uninterrupted run on one rank."""
-    return _train_to_the_end(tmp_path_factory.mktemp("whole") / "run", data, world=1)
-
-
-def _train_to_the_end(run_dir: Path, data: str, world: int) -> Record:
-    assert train(run_dir, *SMALL, data, world=world) == [0] * world
-    record = record_of(run_dir)
-    assert record.step == STEPS
-    assert record.state["engine_state"]["loss_scale"]["scale"] > 1024  # it did grow
-    return record
-
-
-def test_killed_in_a_write_of_the_metrics(tmp_path: Path, data: str, whole: Record) -> None:
-    """``test_kills`` has the other calls, of saves too."""
-    run_dir = tmp_path / "run"
-    assert train(run_dir, *SMALL, data, env=Mishap("metrics", 5).env()) is None
-    steps = re.findall(r"saved \S+step-(\d+) ", log_of(run_dir))
-    assert newest_step(run_dir) >= int(steps[-1] if steps else 0)
-    assert train(run_dir, *SMALL, data) == [0]
-    assert record_of(run_dir) == whole
-    assert checkpoints(run_dir) == ["step-00000008", "step-00000012"]
-
-
-# -- stop signals ------------------------------------------------------------------------------------------------------
-
-
-def test_stopped_in_a_step(tmp_path: Path, data: str) -> None:
-    """A signal to one rank in the middle of step 7: all ranks finish and save the step."""
-    run_dir = tmp_path / "run"
-    mishap = Mishap("forward", 6 * 3 + 2, "SIGUSR1", rank=1)  # after six steps and one validation
-    assert train(run_dir, *SMALL, data, world=2, env=mishap.env()) == [75] * 2
-    assert newest_step(run_dir) == 7
-    assert curve(run_dir)[-1]["step"] == 7
-    assert "stopped at step 7" in log_of(run_dir)
-    assert train(run_dir, *SMALL, data, world=2) == [0] * 2
-    assert record_of(run_dir) == _train_to_the_end(tmp_path / "whole", data, world=2)
-
-
 @pytest.mark.exhaustive
-def test_stopped_during_a_failing_save(tmp_path: Path, data: str, whole: Record) -> None:
+def test_stopped_during_a_failing_save(tmp_path: Path, data: str) -> None:
     """The signal arrives while a thread saves step 4, which then fails: the current step is saved."""
     run_dir = tmp_path / "run"
     assert train(run_dir, *SMALL, data, env=Mishap("write", 15, "stop and fail").env()) == [75]
     assert newest_step(run_dir) == curve(run_dir)[-1]["step"] > 4
     assert "a save failed, but a stop is requested" in log_of(run_dir)
     assert "Input/output error (errno 5)" in log_of(run_dir)
-    assert train(run_dir, *SMALL, data) == [0]
-    assert record_of(run_dir) == whole
-
-
-# -- the data ----------------------------------------------------------------------------------------------------------
+    for run in (run_dir, tmp_path / "whole"):
+        assert train(run, *SMALL, data) == [0]
+    record = record_of(run_dir)
+    assert record == record_of(tmp_path / "whole")
+    assert record.step == STEPS
+    assert record.state["engine_state"]["loss_scale"]["scale"] > 1024  # it did grow
 
 
 def _samples(file: Path) -> dict[int, Counter[str]]:

@@ -6,9 +6,9 @@ step. All cases run on the same ranks, one after the other, so each must also le
 
 from __future__ import annotations
 
+import copy
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import nn
 
 import dtrain
 from dtrain.cli.resolve import compose
-from dtrain.config.optim import EmaConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.distributed.communicator import Communicator
@@ -36,16 +35,11 @@ from tests.helpers.runs import Run, forward_backward, start
 
 pytestmark = pytest.mark.processes
 
-Message = str  # what it is on rank 0 and on the last rank, as every rank prints it
 
-
-def differing(message: str, expected: Message) -> str:
-    """Returns nothing if the message has both values and says what to do, else what it lacks."""
+def differing(message: str, expected: str) -> str:
+    """Returns nothing if the message has all parts of ``expected``, what it is on two ranks, else what it lacks."""
     parts = [*expected.split("|"), "on rank 0", "on rank"]
     return "".join(f"no {part!r} in {message!r}; " for part in parts if part not in message)
-
-
-# -- arguments of initialize -------------------------------------------------------------------------------------------
 
 
 class Ordered(nn.Module):
@@ -85,10 +79,8 @@ def tied() -> nn.Module:
 class Start:
     """Arguments of ``dtrain.initialize``: ``base`` and ``common`` of all, the rest of the last rank."""
 
-    def __init__(
-        self, expected: str, model: Any = None, base: Any = Ordered, common: Any = None, **values: Any
-    ) -> None:
-        self.expected, self.model, self.base, self.common, self.options = expected, model, base, common or {}, values
+    def __init__(self, expected: str, model: Any = None, base: Any = Ordered, common: Any = (), **values: Any) -> None:
+        self.expected, self.model, self.base, self.common, self.options = expected, model, base, dict(common), values
 
 
 BF16, FP8 = {"precision": "bf16"}, {"precision": "fp8"}
@@ -127,37 +119,27 @@ def start_differently(case: Start, rank: int, world: int) -> str:
     """Returns what was wrong."""
     other = rank == world - 1
     built = (case.model if other and case.model else case.base)()
-    before = [tensor.clone() for tensor in [*built.parameters(), *built.buffers()]]
+    before = copy.deepcopy(built.state_dict())
     options = {"precision": "fp32", "seed": 0, **case.common, **(case.options if other else {})}
     try:
         dtrain.initialize(built, **options)
     except DivergenceError as error:
-        after = [*built.parameters(), *built.buffers()]
-        touched = [t.dtype for t, old in zip(after, before, strict=True) if not torch.equal(t, old)]
+        touched = [name for name, tensor in built.state_dict().items() if not torch.equal(tensor, before[name])]
         return differing(str(error), case.expected) + (f"changed: {touched}" if touched else "")
     return "accepted"
 
 
-# -- configuration and data of dtrain train ----------------------------------------------------------------------------
-
-Variant = Callable[[RunConfig], RunConfig]
-
-
-def key(group: str, **values: Any) -> Variant:
-    return lambda config: replace(config, **{group: replace(getattr(config, group), **values)})
-
-
-CONFIGS: list[tuple[Variant, Message]] = [
-    (lambda config: replace(config, seed=3), "'seed' is 0 on rank 0 and 3 on rank"),
-    (lambda config: replace(config, ema=EmaConfig(decay=0.9)), "ema: 'decay' is None on rank 0 and 0.9"),
-    (key("model", dropout=0.2), "model: 'dropout' is 0.1 on rank 0 and 0.2 on rank"),
-    (key("engine", zero_stage=3), "engine: 'zero_stage' is 2 on rank 0 and 3 on rank"),
-    (key("checkpoint", keep_last=5), "checkpoint: 'keep_last' is 2 on rank 0 and 5 on rank"),
-    (key("data", files="other.txt"), "data: 'files' is samples.txt on rank 0 and other.txt on rank"),
-]
+CONFIGS = {
+    "seed=3": "'seed' is 0 on rank 0 and 3 on rank",
+    "ema.decay=0.9": "ema: 'decay' is None on rank 0 and 0.9",
+    "model.dropout=0.2": "model: 'dropout' is 0.1 on rank 0 and 0.2 on rank",
+    "engine.zero_stage=3": "engine: 'zero_stage' is 2 on rank 0 and 3 on rank",
+    "checkpoint.keep_last=5": "checkpoint: 'keep_last' is 2 on rank 0 and 5 on rank",
+    "data.files=other.txt": "data: 'files' is samples.txt on rank 0 and other.txt on rank",
+}
 
 
-def compare(comm: Communicator, config: RunConfig, expected: Message) -> str:
+def compare(comm: Communicator, config: RunConfig, expected: str) -> str:
     """Returns what was wrong; the data are ``samples.txt`` in the current directory of each rank."""
     dataset = load_dataset(replace(config.data, files="samples.txt"), SEQ_LEN)
     try:
@@ -183,10 +165,8 @@ def other_data(comm: Communicator, config: RunConfig, text: str) -> str:
         os.chdir(before)
 
 
-# -- a step ------------------------------------------------------------------------------------------------------------
-
 RUN = Run("transformer", options={"precision": "fp32"})
-STEPS: dict[str, Message] = {
+STEPS = {
     "step": "step is 1 on rank 0 and 2 on rank",
     "data_cursor": "data_cursor is 0 on rank 0 and 16 on rank",
     "loss_scale": "loss_scale is 1.0 on rank 0 and 8.0 on rank",
@@ -204,10 +184,6 @@ STAGES = {"num_micro_batches": (0, 1), "schedule_hash": (2,), "written_weights":
 STEP_ARGUMENTS = {"lr": 0.5, "max_grad_norm": math.inf, "grad_factor": 2.0}
 # without the full counts
 CHOSEN = {"step": 0, "data_cursor": 1, "loss_scale": 3, "lr": 3, "num_micro_batches": 0, "max_grad_norm": 1}
-
-
-def masters(engine: Any) -> list[list[float]]:
-    return [shard.data.tolist() for shard in engine.local_shards("master")]
 
 
 def step_differently(name: str, stage: int, rank: int, world: int) -> str:
@@ -237,7 +213,8 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
         arguments[name] = STEP_ARGUMENTS[name]
     elif other:
         run = replace(RUN, accumulation=2)
-    before = masters(engine)  # after the write, because an FP32 parameter is its master
+    masters = [shard.data for shard in engine.local_shards("master")]
+    before = [master.clone() for master in masters]  # after the write, because an FP32 parameter is its master
     try:
         forward_backward(engine, run, 1)
         engine.step(**arguments)
@@ -247,21 +224,18 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
             wrong = "".join(f"no {part!r} in {error}; " for part in parts if part not in str(error))
         else:
             wrong = differing(str(error), f"the ranks have diverged; nothing was updated|{STEPS[name]}")
-        return wrong + ("" if masters(engine) == before else "updated")
+        return wrong + ("" if all(map(torch.equal, masters, before)) else "updated")
     return "accepted"
 
 
-# -- all of them -------------------------------------------------------------------------------------------------------
-
-
-def try_all(rank: int, world: int, folder: Path, config: RunConfig, stages: dict[str, list[int]]) -> dict[str, str]:
+def try_all(rank: int, world: int, folder: Path, configs: dict[str, RunConfig], stages: Any) -> dict[str, str]:
     """Returns what was wrong by case, on this rank; nothing for a mismatch that was named with both values."""
     os.chdir(folder)
     found = {f"start: {case.expected}": start_differently(case, rank, world) for case in STARTS}
     comm = connect(torch.device("cpu"))
-    for variant, expected in CONFIGS:
-        own = variant(config) if rank == world - 1 else config
-        found[f"config: {expected}"] = compare(comm, own, expected)
+    config = configs[""]
+    for word, expected in CONFIGS.items():
+        found[f"config: {word}"] = compare(comm, configs[word] if rank == world - 1 else config, expected)
     words = Path("samples.txt").read_text(encoding="ascii")
     found["data: one letter"] = other_data(comm, config, words[:-2] + "x" + words[-1])
     found["data: shorter"] = other_data(comm, config, words[:-SEQ_LEN])
@@ -274,10 +248,11 @@ def try_all(rank: int, world: int, folder: Path, config: RunConfig, stages: dict
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_differs_stops_the_run(tmp_path: Path, faults: FaultCounts, world: int) -> None:
     assert set(STEPS) == set(MUST_AGREE)
-    config = compose([f"run_dir={tmp_path}/run", *SMALL, "data.files=samples.txt"])
+    common = [f"run_dir={tmp_path}/run", *SMALL, "data.files=samples.txt"]
+    configs = {word: compose([*common, *word.split()]) for word in ("", *CONFIGS)}
     write_samples(tmp_path)
     stages = {name: [*STAGES.get(name, range(4))] if faults.full else [CHOSEN.get(name, 2)] for name in STEPS}
-    ranks = run_ranks(world, try_all, tmp_path, config, stages)
+    ranks = run_ranks(world, try_all, tmp_path, configs, stages)
     wrong = {f"{case} on rank {rank}": what for rank, found in enumerate(ranks) for case, what in found.items() if what}
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
     kinds = {kind: sum(case.startswith(kind) for case in ranks[0]) for kind in ("start", "config", "data", "step")}

@@ -87,9 +87,6 @@ def test_no_file_and_no_line_of_a_run_holds_a_secret(
     faults.passed("P16", len(canaries.secrets()), leaked=0)
 
 
-# -- the other tools ---------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Settings with secrets, for every tool."""

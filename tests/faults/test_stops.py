@@ -1,6 +1,6 @@
 """Stop signals at random instants: the step is saved and the run can continue; a second one ends it at once (F3).
 
-``test_kill_resume`` tests single stops closely, ``tests/distributed/test_launchers.py`` those of every launcher.
+``test_kill_resume`` has a stop while a save fails, ``tests/distributed/test_launchers.py`` those of every launcher.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 from dtrain.cli.resolve import compose
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.kills import FIRST_SAVE, SETTINGS, WORLDS, Records, train_rank
-from tests.helpers.launch import Record, curve, newest_step, record_of, summary
+from tests.helpers.launch import Record, curve, log_of, newest_step, record_of, summary
 from tests.helpers.mishap import Mishap
 from tests.helpers.ranks import RankFailure, run_ranks
 
@@ -55,7 +55,7 @@ def since(mark: str) -> float:
 
 def test_the_step_is_saved(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:
     """A run is stopped and continued until it is done, and then equals the one that nothing stopped."""
-    count, seed = faults.count(ci=1 if world == 2 else 3, full=40), 300 + world
+    count, seed = faults.count(ci=1 if world == 2 else 3, full=40), 330 + world
     rng = random.Random(seed)
     stops, runs, longest = 0, 0, 0.0
     while stops < count or runs == 0:
@@ -70,7 +70,9 @@ def test_the_step_is_saved(tmp_path: Path, data: str, uninterrupted: Records, fa
             continue
         longest = max(longest, since(mark))
         assert codes == [75] * world
-        assert newest_step(run_dir) == curve(run_dir)[-1]["step"] == summary(run_dir)["steps"], "saved, and verifies"
+        step = newest_step(run_dir)
+        assert step == curve(run_dir)[-1]["step"] == summary(run_dir)["steps"], "saved, and verifies"
+        assert f"stopped at step {step} " in log_of(run_dir)
         stops += 1
     assert longest < LIMIT_S
     faults.passed("F3", stops, seed=seed, runs=runs, longest_ms=round(1000 * longest))
@@ -92,7 +94,7 @@ def test_a_second_signal_ends_it(tmp_path: Path, data: str, faults: FaultCounts,
         longest = max(longest, since(mark))
         assert str(ended.value).count("the process died without a result") == world, hold
         commits += newest_step(run_dir) > 0  # each visible one verifies
-        reported = re.findall(r"saved \S+step-(\d+) ", Path(f"{run_dir}.log").read_text(encoding="utf-8"))
+        reported = re.findall(r"saved \S+step-(\d+) ", log_of(run_dir))
         assert newest_step(run_dir) >= int(reported[-1] if reported else 0)
     assert longest < AT_ONCE_S
     faults.passed("F3", count, seed=seed, with_a_commit=commits, longest_ms=round(1000 * longest))

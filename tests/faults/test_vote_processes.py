@@ -6,6 +6,7 @@ On every rank, in every phase, in the first and last tensor of every flat buffer
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +17,11 @@ from torch import Tensor
 import dtrain
 from dtrain.engine.native import NativeEngine
 from dtrain.engine.outcome import Culprit
-from dtrain.engine.vote.culprit import Finding, locate_bad_gradient, locate_bad_loss
-from dtrain.engine.vote.finalize import _raise_bad_weight
-from dtrain.errors import UsageError
 from dtrain.sharding.layout import FlatLayout, ParameterSlot
 from dtrain.sharding.placement import STAGES
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, start
-from tests.helpers.vote_records import decoded, rank_records
 from tests.helpers.zoo import make
 
 NUM_MICRO_BATCHES = 2
@@ -47,9 +44,8 @@ class Fault:
         counts = {"num_inf": int(math.isinf(self.value)), "num_nan": int(math.isnan(self.value))}
         rank, micro_batch = self.ranks[0], self.micro_batch
         if self.target is None:
-            return "nonfinite_loss", Culprit(
-                rank, step, "forward loss", micro_batch, num_bad_losses=len(self.ranks), **counts
-            )
+            counts["num_bad_losses"] = len(self.ranks)
+            return "nonfinite_loss", Culprit(rank, step, "forward loss", micro_batch, **counts)
         layout, slot, element = self.target
         where = {"tensor": slot.spec.name, "start": element, "stop": element + 1}
         if not math.isfinite(self.value):
@@ -90,23 +86,19 @@ def snapshot(engine: NativeEngine) -> list[Tensor]:
 def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:
     """Runs one step with the fault, if any."""
     entry = make("transformer")
-    handle: Any = None
-    hit = fault is not None and engine.rank in fault.ranks
+    idle = fault is not None and engine.rank == fault.idle
     for number in engine.accumulate(range(NUM_MICRO_BATCHES)):
-        idle = fault is not None and engine.rank == fault.idle
         if idle and engine.options.zero_stage < 3:
             engine.backward(torch.zeros(()), weight=0.0)
             continue
         loss = entry.loss(engine, entry.batch(number * engine.world_size + engine.rank))
-        now = hit and fault is not None and number == fault.micro_batch
-        if now and fault is not None:
-            if fault.target is None:
-                loss = loss * fault.value
-            else:
-                handle = poison(engine, fault.target[1], fault.target[2], fault.value)
-        engine.backward(loss, weight=0.0 if idle else 1.0)
-        if now and handle is not None:
-            handle.remove()
+        with ExitStack() as planted:
+            if fault is not None and engine.rank in fault.ranks and number == fault.micro_batch:
+                if fault.target is None:
+                    loss = loss * fault.value
+                else:
+                    planted.callback(poison(engine, *fault.target[1:], fault.value).remove)
+            engine.backward(loss, weight=0.0 if idle else 1.0)
     return engine.step()
 
 
@@ -164,38 +156,3 @@ def test_all_skip_or_all_apply_and_the_culprit_is_right(
     for rank in ranks[1:]:
         assert rank == ranks[0], "the ranks disagree"
     faults.passed("F7", len(ranks[0]))
-
-
-# -- the first of several ----------------------------------------------------------------------------------------------
-
-BACKWARD_NAMES = ["a", "b", "c"]  # the number of a gradient is 3 x its micro-batch + its index here
-
-
-@pytest.mark.parametrize(
-    ("first_bad", "found", "expected"),
-    [
-        ([4, 1, -1], [("b", 0, 0, 9, 1, 0), ("b", 1, 12, 20, 0, 2)], (1, "local gradient", 0, "b", 0, 20, 1, 2)),
-        ([2, 1], [("b", 0, 0, 9, 1, 0), ("c", 0, 0, 9, 1, 0)], (1, "local gradient", 0, "b", 0, 9, 1, 0)),
-        ([1, 1], [("b", 1, 0, 9, 1, 0)], (0, "local gradient", 0, "b", 0, 9, 1, 0)),
-        ([0, 4], [("b", 0, 3, 4, 0, 1)], (1, "local gradient", 1, "b", 3, 4, 0, 1)),  # the main grad of "a" is finite
-        ([-1, -1], [("c", 0, 0, 9, 1, 0), ("b", 1, 5, 6, 1, 0)], (1, "reduced gradient", None, "b", 5, 6, 1, 0)),
-        ([-1, -1], [], (-1, "reduced gradient", None, None, None, None, 0, 0)),
-        ([-1], [("c", 0, 0, 9, 1, 0)], (0, "local gradient", 0, "c", 0, 9, 1, 0)),  # the only backward, not recorded
-    ],
-)
-def test_bad_gradients(first_bad: list[int], found: list[tuple[Any, ...]], expected: tuple[Any, ...]) -> None:
-    """The first by micro-batch, then in the order of backward, then by rank."""
-    decision = decoded("overflow", 2.0, math.inf, [rank_records(bad_gradient=number) for number in first_bad])
-    findings = [Finding(*finding) for finding in found]
-    culprit = locate_bad_gradient(decision, findings, BACKWARD_NAMES, is_only_backward=len(first_bad) == 1)
-    assert culprit == Culprit(expected[0], decision.step, *expected[1:])
-
-
-def test_bad_losses_and_weights() -> None:
-    losses = [(2, math.nan, 1), (1, -math.inf, 2), (-1, 0.0, 0), (1, math.nan, 1)]
-    rows = [rank_records(bad_micro_batch=m, bad_loss=loss, num_bad_losses=n) for m, loss, n in losses]
-    decision = decoded("nonfinite_loss", math.nan, 1.0, rows)
-    assert locate_bad_loss(decision) == Culprit(1, decision.step, "forward loss", 1, num_inf=1, num_bad_losses=4)
-    rows = [rank_records(bad_weight=micro_batch) for micro_batch in (-1, 2, 1, 1)]
-    with pytest.raises(UsageError, match="weight of micro-batch 1 of step 4 on rank 2 is negative or not finite"):
-        _raise_bad_weight(decoded("bad_weight", 2.0, 1.0, rows))

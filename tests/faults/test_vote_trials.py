@@ -28,6 +28,7 @@ from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.single_rank import SingleRank
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine
+from dtrain.engine.vote.culprit import Finding, locate_bad_gradient
 from dtrain.engine.vote.decide import REASONS
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator
@@ -42,6 +43,7 @@ from dtrain.sharding.model import ShardedModel
 from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
 from tests.helpers.fault_counts import FaultCounts
+from tests.helpers.vote_records import decoded, rank_records
 
 TRIALS = 10_000
 CPU = torch.device("cpu")
@@ -500,6 +502,22 @@ def test_ranks_never_disagree_and_the_culprit_is_right(faults: FaultCounts, shar
     for reason in (None, *REASONS):
         assert seen[reason] > count / 40, f"too few trials end with {reason}"
     faults.passed("F7", seen.total(), **{reason or "applied": number for reason, number in seen.items()})
+
+
+@pytest.mark.parametrize(
+    ("first_bad", "found", "expected"),
+    [
+        ([4, 1, -1], [("b", 0, 0, 9, 1, 0), ("b", 1, 12, 20, 0, 2)], (1, "local gradient", 0, "b", 0, 20, 1, 2)),
+        ([0, 4], [("b", 0, 3, 4, 0, 1)], (1, "local gradient", 1, "b", 3, 4, 0, 1)),  # the main grad of "a" is finite
+        ([-1, -1], [("b", 0, 5, 6, 1, 0), ("b", 1, 7, 9, 1, 0)], (0, "reduced gradient", None, "b", 5, 9, 2, 0)),
+        ([-1, -1], [], (-1, "reduced gradient", None, None, None, None, 0, 0)),
+    ],
+)
+def test_the_first_of_several_by_hand(first_bad: list[int], found: list[Any], expected: tuple[Any, ...]) -> None:
+    """What few trials have; the number of a gradient is 3 x its micro-batch + its index in "abc"."""
+    decision = decoded("overflow", 2.0, math.inf, [rank_records(bad_gradient=number) for number in first_bad])
+    culprit = locate_bad_gradient(decision, [Finding(*one) for one in found], "abc", is_only_backward=False)
+    assert culprit == Culprit(expected[0], decision.step, *expected[1:])
 
 
 DECIDING = [name for name in COLUMNS if name != "busy_s"]
