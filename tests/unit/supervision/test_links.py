@@ -16,6 +16,7 @@ from tests.unit.supervision.test_hang import running, waiting
 
 HOSTS = (RanksOfHost("alpha", (0, 1)), RanksOfHost("beta", (2, 3)), RanksOfHost("gamma", (4,)))
 LIMIT = Limit(60.0, "supervise.limit_s")
+STRANGE = [b'{"token": "\\ud800"}\n', b"[" * 190 + b"\n", b"[" * 60000 + b"\n", b"x" * 300, b"7\n", b"\xff\n"]
 
 
 def job(index: int, listener: socket.socket, token: str = "secret") -> LinkJob:
@@ -84,9 +85,7 @@ def test_a_connection_lost_without_its_end_is_silence(links: list[HostLinks], mo
     assert links[0].endings() == links[0].notices == []
 
 
-@pytest.mark.parametrize(
-    "line", [b'{"token": "\\ud800"}\n', b"[" * 190 + b"\n", b"[" * 60000 + b"\n", b"x" * 300, b"7\n", b"\xff\n"]
-)
+@pytest.mark.parametrize("line", STRANGE, ids=len)
 def test_no_bytes_of_a_stranger_end_the_watcher(line: bytes) -> None:
     listener = socket.create_server(("127.0.0.1", 0))
     hub = HostLinks(job(0, listener), 0.0)
