@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import product
@@ -73,18 +73,20 @@ def every_pair(case: Case) -> set[Any]:
     return {(place if axis == "ranks" else case.engine, axis, value) for axis, value in others}
 
 
-def covering(cases: Sequence[Case], parts: Callable[[Case], set[Any]], chosen: Sequence[Case] = ()) -> list[Case]:
+def covering(
+    cases: Sequence[Case], parts: Callable[[Case], set[Any]], others: Counter[Any], chosen: Sequence[Case] = ()
+) -> list[Case]:
     """Adds to those that are chosen until they have all parts.
 
-    It is always the case that adds most, of equals that of the rarest values, and on the first number of ranks. How
-    often a stage was used by other checks counts too, so that they alternate over the stages of an engine.
+    It is always the case that adds most, of equals that of the rarest values, and on the first number of ranks.
+    ``others`` is how often other checks have used a stage, so that they alternate over the stages of an engine.
     """
     chosen = list(chosen)
     parts_of = {case: parts(case) for case in cases}
     missing = set().union(*parts_of.values()).difference(*(parts_of[case] for case in chosen))
     balanced = {case: [value for value in case.values if value[0] != "ranks"] for case in cases}
     uses = Counter(value for case in chosen for value in balanced[case])
-    uses.update(case.values[0] for check in CHECKS.values() for case in check.default)
+    uses.update(others)
     while missing:
         best = max(cases, key=lambda case: (len(missing & parts_of[case]), -sum(uses[v] for v in balanced[case])))
         missing -= parts_of[best]
@@ -120,11 +122,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Check:
-    """A registered function, and its cases in a default and in an exhaustive run; the rest is as for :func:`check`."""
+    """A registered function and all its cases; the rest is as for :func:`check`."""
 
     run: Callable[[Trial], Any]
-    default: list[Case]
-    more: list[Case]
+    cases: list[Case]
     variants: Mapping[str, Mapping[str, Any]]
     source: Callable[[Trial], Any] | None
     equals: Callable[[Case], Case] | None
@@ -172,13 +173,21 @@ def check(
         axes = product(engines, stages, precisions, ranks, variants, sources or (None,))
         found = (Case(*point) for point in axes)
         cases = [case for case in found if case.exists and not unless(case)]
-        default = covering(cases, every_value)
-        more = covering(cases, every_pair, default)[len(default) :]
         assert run.__name__ not in CHECKS
-        CHECKS[run.__name__] = Check(run, default, more, variants, source, equals)
+        CHECKS[run.__name__] = Check(run, cases, variants, source, equals)
         return run
 
     return register
+
+
+def tiers() -> Iterator[tuple[str, Case, bool]]:
+    """Yields the name of each check with its cases, and whether only an exhaustive run takes the case."""
+    uses: Counter[Any] = Counter()
+    for name, check in CHECKS.items():
+        default = covering(check.cases, every_value, uses)
+        for place, case in enumerate(covering(check.cases, every_pair, uses, default)):
+            yield name, case, place >= len(default)
+        uses.update(case.values[0] for case in default)
 
 
 def _run(rank: int, world: int, name: str, case: Case, folder: Path, saved: Any, is_source: bool) -> Any:

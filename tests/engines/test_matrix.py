@@ -5,13 +5,11 @@ from __future__ import annotations
 import pytest
 
 import tests.engines.checks  # noqa: F401 - registers them
-from tests.engines.matrix import CHECKS, Case
+from tests.engines.matrix import CHECKS, Case, tiers
 
 CASES = [
-    pytest.param(name, case, id=f"{name}-{case}", marks=marks)
-    for name, check in CHECKS.items()
-    for cases, marks in ((check.default, []), (check.more, [pytest.mark.exhaustive]))
-    for case in cases
+    pytest.param(name, case, id=f"{name}-{case}", marks=[pytest.mark.exhaustive] if is_exhaustive else [])
+    for name, case, is_exhaustive in tiers()
 ]
 
 
