@@ -129,14 +129,14 @@ def start_differently(case: Start, rank: int, world: int) -> str:
     return "accepted"
 
 
-CONFIGS = {
-    "seed=3": "'seed' is 0 on rank 0 and 3 on rank",
-    "ema.decay=0.9": "ema: 'decay' is None on rank 0 and 0.9",
-    "model.dropout=0.2": "model: 'dropout' is 0.1 on rank 0 and 0.2 on rank",
-    "engine.zero_stage=3": "engine: 'zero_stage' is 2 on rank 0 and 3 on rank",
-    "checkpoint.keep_last=5": "checkpoint: 'keep_last' is 2 on rank 0 and 5 on rank",
-    "data.files=other.txt": "data: 'files' is samples.txt on rank 0 and other.txt on rank",
-}
+CONFIGS: list[tuple[str, str, Any, str]] = [  # group, key and value on the last rank
+    ("", "seed", 3, "'seed' is 0 on rank 0 and 3 on rank"),
+    ("ema", "decay", 0.9, "ema: 'decay' is None on rank 0 and 0.9"),
+    ("model", "dropout", 0.2, "model: 'dropout' is 0.1 on rank 0 and 0.2 on rank"),
+    ("engine", "zero_stage", 3, "engine: 'zero_stage' is 2 on rank 0 and 3 on rank"),
+    ("checkpoint", "keep_last", 5, "checkpoint: 'keep_last' is 2 on rank 0 and 5 on rank"),
+    ("data", "files", "other.txt", "data: 'files' is samples.txt on rank 0 and other.txt on rank"),
+]
 
 
 def compare(comm: Communicator, config: RunConfig, expected: str) -> str:
@@ -228,14 +228,15 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
     return "accepted"
 
 
-def try_all(rank: int, world: int, folder: Path, configs: dict[str, RunConfig], stages: Any) -> dict[str, str]:
+def try_all(rank: int, world: int, folder: Path, config: RunConfig, stages: dict[str, list[int]]) -> dict[str, str]:
     """Returns what was wrong by case, on this rank; nothing for a mismatch that was named with both values."""
     os.chdir(folder)
     found = {f"start: {case.expected}": start_differently(case, rank, world) for case in STARTS}
     comm = connect(torch.device("cpu"))
-    config = configs[""]
-    for word, expected in CONFIGS.items():
-        found[f"config: {word}"] = compare(comm, configs[word] if rank == world - 1 else config, expected)
+    for group, name, value, expected in CONFIGS:
+        part = replace(getattr(config, group), **{name: value}) if group else value
+        own = replace(config, **{group or name: part}) if rank == world - 1 else config
+        found[f"config: {expected}"] = compare(comm, own, expected)
     words = Path("samples.txt").read_text(encoding="ascii")
     found["data: one letter"] = other_data(comm, config, words[:-2] + "x" + words[-1])
     found["data: shorter"] = other_data(comm, config, words[:-SEQ_LEN])
@@ -248,11 +249,10 @@ def try_all(rank: int, world: int, folder: Path, configs: dict[str, RunConfig], 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_a_rank_that_differs_stops_the_run(tmp_path: Path, faults: FaultCounts, world: int) -> None:
     assert set(STEPS) == set(MUST_AGREE)
-    common = [f"run_dir={tmp_path}/run", *SMALL, "data.files=samples.txt"]
-    configs = {word: compose([*common, *word.split()]) for word in ("", *CONFIGS)}
+    config = compose([f"run_dir={tmp_path}/run", *SMALL, "data.files=samples.txt"])
     write_samples(tmp_path)
     stages = {name: [*STAGES.get(name, range(4))] if faults.full else [CHOSEN.get(name, 2)] for name in STEPS}
-    ranks = run_ranks(world, try_all, tmp_path, configs, stages)
+    ranks = run_ranks(world, try_all, tmp_path, config, stages)
     wrong = {f"{case} on rank {rank}": what for rank, found in enumerate(ranks) for case, what in found.items() if what}
     assert not wrong, "\n".join(f"{name}: {what}" for name, what in wrong.items())
     kinds = {kind: sum(case.startswith(kind) for case in ranks[0]) for kind in ("start", "config", "data", "step")}
