@@ -78,13 +78,14 @@ def fake_engine(
     model: Callable[[], nn.Module] | None = None,
     config: ModelConfig = CONFIG,
     precision: str = "bf16",
+    float8: Float8 | None = None,
     **options: Any,
 ) -> Iterator[FakeRank]:
     """Yields rank 0 of ``world_size`` with an engine of ``options``; by default of a language model of two blocks."""
     with torch.device("meta"):
         built = model() if model is not None else build_model(config, VOCAB, seed=0)
-    # the default times products on the device
-    policy = replace(PrecisionPolicy.named(precision), float8=Float8(choice="all", compile=HAS_TRITON))
+    # dtrain's default times products on the device
+    policy = replace(PrecisionPolicy.named(precision), float8=float8 or Float8(choice="all", compile=HAS_TRITON))
     settings = {"optimizer": dtrain.AdamW(compile="auto" if HAS_TRITON else False), "seed": 0, **options}
     with ExitStack() as stack:
         device = stack.enter_context(fake_cuda())
