@@ -1,6 +1,6 @@
 """Plants faults in a copy of dtrain, one at a time, and runs the tests that cover the line until one fails.
 
-``python -m tests.measure.mutants map FOLDER`` runs the default tests under coverage (``pip install coverage``). It
+``python -m tests.measure.mutants map FOLDER`` runs the default tests under coverage (of the extra ``dev``). It
 prints the branch coverage, and keeps which test file runs which line. ``... run FOLDER OUT.jsonl [SEED] [COUNT]`` draws
 faults and writes a line for each: which test found it, or that it survived. It may be interrupted: a fault that
 OUT.jsonl has is not tried again. ``... show OUT.jsonl`` prints the survivors.
