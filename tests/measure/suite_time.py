@@ -125,7 +125,7 @@ def _watch(root: int, ends: threading.Event) -> dict[int, tuple[float, str]]:
     while not ends.wait(0.1):
         for pid, parent, seconds, command in sorted(_processes()):
             if pid in known or parent in known:
-                known[pid] = (seconds, command)
+                known[pid] = (seconds, command or known.get(pid, (0.0, ""))[1])  # one that has ended has no command
     return known
 
 
