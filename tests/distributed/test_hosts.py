@@ -43,6 +43,7 @@ def addresses(host: Host) -> list[str]:
     return [item.split(":")[0] for item in host.listening()]
 
 
+@pytest.mark.exhaustive
 def test_replicas_on_two_hosts(cluster: Cluster, tmp_path: Path) -> None:
     """Each host holds a replica: its ranks share memory, and the replicas reach each other by the network."""
     settings = (*SETTINGS, "train.global_batch_size=4", "engine.shard_size=2", cluster.data)

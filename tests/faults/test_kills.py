@@ -38,6 +38,7 @@ class Runs:
         return was_killed
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(1200)  # for the full counts
 @WORLDS
 def test_at_random_instants(tmp_path: Path, data: str, uninterrupted: Records, faults: FaultCounts, world: int) -> None:

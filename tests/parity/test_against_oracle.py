@@ -67,7 +67,9 @@ ALL_RUNS = {
 }
 
 
-@pytest.mark.parametrize("engine", RUNS)
+@pytest.mark.parametrize(
+    "engine", ["native", "ddp", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fsdp2", "deepspeed"))]
+)
 def test_the_transformer_follows_the_oracle(engine: str) -> None:
     assert_follows_the_oracle(run_ranks(2, train_all, RUNS[engine]), RUNS[engine])
 

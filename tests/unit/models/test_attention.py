@@ -139,6 +139,7 @@ def test_a_kernel_without_grouped_queries_is_used_for_as_many_key_heads(
     attention._gpu_has_varlen.cache_clear()
 
 
+@pytest.mark.exhaustive
 def test_compiled_blocks_take_any_documents() -> None:
     model = build_model(SMALL, VOCAB, seed=0)
     batches = [random_batch(rows) for rows in ([[LENGTH]], [[10, 14]], [[8, 8, 8]], [[2, 2, 20]])]

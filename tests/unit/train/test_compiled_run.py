@@ -25,6 +25,7 @@ _KEYS = (
 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.compile
 def test_a_compiled_run_is_measured_audited_and_replayed(tmp_path: Path) -> None:
     path = tmp_path / "run"

@@ -68,7 +68,11 @@ def _train(run_dir: Path, *overrides: str, world: int = 1) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.exhaustive] if name == "vit" else []) for name in EXPERIMENTS]
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.exhaustive] if name in ("vit", "diffusion") else [])
+        for name in EXPERIMENTS
+    ],
 )
 def test_an_experiment_learns_and_writes_its_files(tmp_path: Path, name: str) -> None:
     overrides, metric, least, sample = EXPERIMENTS[name]

@@ -93,6 +93,7 @@ def check_results(folder: Path, shown: str, goal: str, parts: list[str] | None, 
     assert sorted(path.name for path in folder.iterdir()) == ["all.tar.gz", "caches.tar.gz", "out"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.processes
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_dry_run_of_two_parts(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -165,7 +165,7 @@ def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(tmp_p
     assert (tmp_path / "out/jobs/good.json").read_text() == first
 
 
-@pytest.mark.parametrize("side_by_side", [True, False])
+@pytest.mark.parametrize("side_by_side", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_nothing_outlives_the_limit_and_a_cut_fails_none(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
     hang, good = make_jobs(tmp_path, monkeypatch, hang=HANG, good=GOOD)
     hang = replace(hang, again=lambda job, ended: replace(job, name="again"))

@@ -203,7 +203,9 @@ def transformer() -> tuple[nn.Module, list[dict[str, Tensor]], Analysis]:
     return model, micro_batches, analyze(model, micro_batches, ("bf16", "fp16", "fp8"))
 
 
-@pytest.mark.parametrize("format_name", ["bf16", pytest.param("fp16", marks=pytest.mark.exhaustive), "fp8"])
+@pytest.mark.parametrize(
+    "format_name", ["bf16", *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("fp16", "fp8"))]
+)
 def test_predictions_rank_modules_as_measurements_do(
     format_name: str, transformer: tuple[nn.Module, list[dict[str, Tensor]], Analysis]
 ) -> None:
