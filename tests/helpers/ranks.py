@@ -41,10 +41,41 @@ _PATCHED = (
     *("torch", "torch.autograd", "torch.distributed", "torch.distributed.distributed_c10d", "torch.nn.functional"),
 )
 """Modules of others whose functions a job may replace."""
+_WATCHED = ("dtrain", "tests", "deepspeed")
+"""Packages in which a job may replace anything."""
 
 
 class RankFailure(AssertionError):
     """One or more ranks raised; the message holds every traceback."""
+
+
+class _Attributes:
+    """The identities of what a module holds, and of the functions and constants of its classes."""
+
+    def __init__(self, module: ModuleType) -> None:
+        is_own = module.__name__ not in _PATCHED
+        classes = [held for held in vars(module).values() if is_own and isinstance(held, type)]
+        self._spaces = [vars(module), *(vars(held) for held in classes if held.__module__ == module.__name__)]
+        self._all = self._identities()
+        kinds = (FunctionType, property, staticmethod, classmethod, int, str)
+        self._held = [
+            {key: id(held) for key, held in vars(module).items() if not isinstance(held, ModuleType)}
+            if is_own
+            else {key: id(held) for key, held in vars(module).items() if callable(held)},
+            *({key: id(held) for key, held in space.items() if isinstance(held, kinds)} for space in self._spaces[1:]),
+        ]
+
+    def _identities(self) -> list[list[int]]:
+        return [list(map(id, space.values())) for space in self._spaces]
+
+    def has_changed(self) -> bool:
+        """Whether anything is new or another; in a hundredth of the time of a comparison by name."""
+        return self._identities() != self._all
+
+    def differs(self, now: _Attributes) -> bool:
+        """Whether anything that was there is another."""
+        pairs = zip(self._held, now._held, strict=False)
+        return any(after.get(key) != held for before, after in pairs for key, held in before.items())
 
 
 class _State:
@@ -56,33 +87,24 @@ class _State:
         self._streams = [os.dup(number) for number in range(3)]
         self._handlers = self._signal_handlers()
         self._threads = threading.active_count()
-        self._attributes = self._attributes_now()
+        self._attributes: dict[str, _Attributes] = {}
+        self._replaces_attributes()
 
     @staticmethod
     def _signal_handlers() -> dict[int, Any]:
         return {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    @staticmethod
-    def _attributes_now() -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
+    def _replaces_attributes(self) -> bool:
+        """Whether an attribute of a watched module or of its classes is another than before; looks at new ones too."""
+        replaced = False
         for name, module in list(sys.modules.items()):
-            if not isinstance(module, ModuleType):
+            if not isinstance(module, ModuleType) or not (name in _PATCHED or name.partition(".")[0] in _WATCHED):
                 continue
-            if name.partition(".")[0] in ("dtrain", "tests", "deepspeed"):
-                own = {key: value for key, value in vars(module).items() if not isinstance(value, ModuleType)}
-            elif name in _PATCHED:
-                own = {key: value for key, value in vars(module).items() if callable(value)}
-            else:
-                continue
-            found[name] = {key: id(value) for key, value in own.items()}
-            for key, value in own.items():
-                if isinstance(value, type) and value.__module__ == name:
-                    found[f"{name}:{key}"] = {
-                        attribute: id(held)
-                        for attribute, held in vars(value).items()
-                        if isinstance(held, FunctionType | property | staticmethod | classmethod | int | str)
-                    }
-        return found
+            before = self._attributes.get(name)
+            if before is None or before.has_changed():
+                now = self._attributes[name] = _Attributes(module)
+                replaced |= before is not None and before.differs(now)
+        return replaced
 
     def is_restored(self) -> bool:
         """Puts back the environment, the folder and the streams; returns whether all else is as it was or new."""
@@ -92,13 +114,7 @@ class _State:
         if os.environ != self._environ:
             os.environ.clear()
             os.environ.update(self._environ)
-        now = self._attributes_now()
-        replaced = any(
-            now.get(owner, {}).get(key) != value
-            for owner, held in self._attributes.items()
-            for key, value in held.items()
-        )
-        self._attributes = now  # with those of the modules that were imported
+        replaced = self._replaces_attributes()
         return not (
             replaced
             or threading.active_count() > self._threads
