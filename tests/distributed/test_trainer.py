@@ -191,7 +191,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("world", [1, 2])
 def test_a_trainer_script_trains_as_the_command(folder: Path, world: int) -> None:
     rows = rows_of(settings(folder, "masked", world))
     counts = torch.stack([row["labels"] != IGNORE_INDEX for row in rows]).view(-1, ROWS * (SEQ_LEN + 1)).sum(1)

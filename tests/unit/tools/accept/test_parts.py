@@ -138,7 +138,8 @@ def run(root: Path, files: dict[str, str], monkeypatch: pytest.MonkeyPatch, work
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("workers", [0, 2])
 def test_a_crash_costs_one_test(workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"conftest.py": DEAD, "test_engine.py": TESTS, "test_bad.py": "import nothing_here"}
     partial, results = run(tmp_path, files, monkeypatch, workers)[-2:]
