@@ -205,6 +205,7 @@ patch = subprocess
 sigterm = true
 disable_warnings = no-data-collected,module-not-measured,couldnt-parse
 [report]
+include = {root}/dtrain/*
 ignore_errors = true
 """
 
@@ -231,7 +232,7 @@ def make_map(folder: Path, arguments: list[str]) -> None:
     """Runs the default tests under coverage."""
     folder.mkdir(parents=True)
     settings = folder / "coveragerc"
-    settings.write_text(_COVERAGE.format(folder=folder.resolve()))
+    settings.write_text(_COVERAGE.format(folder=folder.resolve(), root=ROOT))
     coverage = [sys.executable, "-m", "coverage"]
     options = ["-n", "2", "--dist", "worksteal", "-p", "tests.measure.mutants", "--timeout", "1800", *arguments]
     env = {**os.environ, "DTRAIN_MUTANTS": str(folder.resolve()), "OMP_NUM_THREADS": "1"}
@@ -253,14 +254,16 @@ def read_map(folder: Path) -> dict[str, dict[int, list[str]]]:
             times[file] += seconds
     data = coverage.CoverageData(str(folder / "data"))
     data.read()
-    found: dict[str, dict[int, list[str]]] = {}
-    for path in data.measured_files():
-        lines = data.contexts_by_lineno(path)
-        tests = {line: {name.rpartition("|")[2] for name in names} & times.keys() for line, names in lines.items()}
-        found[path[path.rindex("/dtrain/") + 1 :]] = {
-            line: sorted(names, key=lambda name: times[name]) for line, names in tests.items() if names
-        }
-    return found
+    found: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for path in data.measured_files():  # among them copies that tests have installed
+        for line, names in data.contexts_by_lineno(path).items():
+            tests = {name.rpartition("|")[2] for name in names} & times.keys()
+            if tests:
+                found[path[path.rindex("/dtrain/") + 1 :]][line] |= tests
+    return {
+        file: {line: sorted(names, key=lambda name: times[name]) for line, names in lines.items()}
+        for file, lines in found.items()
+    }
 
 
 # -- trying ------------------------------------------------------------------------------------------------------------
