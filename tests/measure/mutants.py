@@ -281,7 +281,7 @@ def attempt(mutant: Mutant, root: Path, tests: list[str], seconds: float) -> dic
     ordered = sorted(tests, key=lambda test: _relevance(mutant, test))
     began = time.monotonic()
     env = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "--timeout=300", "-p", "no:xdist", *ordered]
+    command = [sys.executable, "-m", "pytest", "-x", "--tb=line", "--timeout=300", *ordered]
     try:
         result = subprocess.run(
             command, cwd=root, env=env, capture_output=True, text=True, timeout=seconds, check=False
@@ -290,6 +290,8 @@ def attempt(mutant: Mutant, root: Path, tests: list[str], seconds: float) -> dic
         found = [line for line in text.splitlines() if line.startswith(("FAILED", "ERROR"))]
         by = (found or text.splitlines()[-3:] or [""])[0][:200]
         outcome = "survived" if result.returncode == 0 else "found"
+        if outcome == "found" and not found and "conftest" not in text + result.stderr:
+            raise RuntimeError(f"no test of {ordered} ran:\n{text}{result.stderr}")
     except subprocess.TimeoutExpired as error:
         by = (error.stdout or b"").decode(errors="replace")[-200:]
         outcome = "time is over"
