@@ -66,8 +66,12 @@ def test_the_first_module_in_the_forward_is_named(fault: str, precision: Any, ex
     origin = origin_of(explained(fault, precision=precision, loss_scale=dtrain.LossScale("static", init=8.0)))
     assert (origin.place, origin.module, origin.class_name) == expected
     assert origin.values.num_inf > 0
+    assert [values.numel for values in origin.inputs] == [origin.values.numel, 1][: 1 + (expected[1] == "square")]
     if origin.place == "output":
         assert all(values.is_finite for values in origin.inputs)
+        assert [values.num_inf for values in origin.outputs] == [origin.values.num_inf]
+    if expected[1] == "square":
+        assert origin.inputs[1].max == pytest.approx(1e30, rel=1e-2), "the factor, which is 1 in other steps"
     if expected[1] == "middle":
         weight = origin.weights[0]
         assert (weight.name, weight.numel) == ("weight", planted.DIM**2)

@@ -103,7 +103,9 @@ def test_idle_connections_leave_room_and_missing_hosts_are_named() -> None:
     hub = HostLinks(job(0, listener), 0.0)
     idle = [socket.create_connection(listener.getsockname(), timeout=5) for _ in range(6)]
     gamma = HostLinks(job(2, listener), 0.0)
-    for now in (0.0, 6.0, 6.1, 6.2):
+    hub.poll(0.0)
+    assert len(hub._connections) == 2 * len(HOSTS)
+    for now in (6.0, 6.1, 6.2):
         hub.poll(now)
     assert [connection.host for connection in hub._connections] == [2]
     assert hub.notices == []
