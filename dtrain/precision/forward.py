@@ -203,13 +203,11 @@ def _weights_in(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     replaced = [
         (child, child._parameters) for child in module.modules() if not isinstance(child._parameters, _CastView)
     ]
-    # RNNs read this list instead of their parameters
+    # RNNs keep a list of the weights that they have read, and renew it if a parameter is another
     flat = [(child, child._flat_weights) for child, _ in replaced if isinstance(child, nn.RNNBase)]
     try:
         for child, parameters in replaced:
             child._parameters = _CastView(parameters, dtype)
-        for rnn, weights in flat:
-            rnn._flat_weights = [_cast(weight, dtype) for weight in weights]
         yield
     finally:
         for child, parameters in replaced:
