@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dtrain.data import BatchLoader, PrefetchedBatches, SampleSource, sample_id, sample_ids, sampling
@@ -48,11 +48,14 @@ def test_each_sample_is_used_exactly_once_per_epoch(seed: int, epoch: int, num_s
 
 
 @quick
-@given(st.integers(0, 10**9), st.integers(0, 10**9), st.integers(1, 10**9))
+@given(st.integers(0, 10**9), st.integers(0, 10**12), st.integers(1, 10**12))
+@example(0, 0, 10**12)  # more than 32 bits
 def test_one_index_at_a_time_gives_the_vectorized_order(seed: int, first: int, num_samples: int) -> None:
     indices = np.arange(first, first + 8)
     ids = sample_ids(seed, indices, num_samples)
     assert [sample_id(seed, int(i), num_samples) for i in indices] == ids.tolist()
+    assert ids.min() >= 0
+    assert ids.max() < num_samples
     assert (sample_ids(seed, indices.reshape(2, 4), num_samples) == ids.reshape(2, 4)).all()
 
 

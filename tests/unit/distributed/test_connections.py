@@ -109,6 +109,7 @@ def test_every_rank_gets_all_payloads_however_sends_and_receives_alternate(
 
         for number, size in enumerate(sizes):
             pending.append((number, ranks[rank].send(ROW, payload(rank, number, size))))
+            assert len(ranks[rank]._in_flight) <= ranks[rank]._max_in_flight
             if rng.random() < chances[rank]:
                 receive_one()
         while pending:

@@ -146,6 +146,8 @@ def test_what_lies_where() -> None:
     assert all(memory[kind] >= nbytes for kind, nbytes in formula.items())
     assert set(engine.host_kinds) == {"master", "moments", "main_grad", "staging"}
     assert memory["transfer"] == 0, "only the sum of several ranks needs memory on the device"
+    planned = engine.sharded.offload.max_device_nbytes
+    assert planned(1) == 0 < planned(2)
     largest = max(buffer.segment.numel * buffer.layout.dtype.itemsize for buffer in engine.sharded.buffers)
     assert memory["staging"] <= 4 * (largest + 4)
 

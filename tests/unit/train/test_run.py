@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest import mock
 
 import pytest
 import torch
@@ -264,11 +264,29 @@ def test_sigterm_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert f"train.steps={last + 2} (was 100000)" in log.read_text()
 
 
+def _stops(rank: int, world: int, path: str) -> tuple[int, bool]:
+    """Whether the slow last file of rank 0 is there when the run of this rank has ended."""
+
+    def stopped(*_: object) -> int:
+        if rank == 0:
+            time.sleep(0.5)
+            Path(path).touch()
+        return run.EXIT_STOPPED
+
+    with mock.patch.object(run, "_train", stopped):
+        return main(["train", *_SMALL, f"run_dir={path}.run"]), Path(path).exists()
+
+
+def test_no_rank_of_a_stopped_run_ends_before_rank_0(tmp_path: Path) -> None:
+    """A launcher would end the others by a signal."""
+    assert run_ranks(2, _stops, str(tmp_path / "written")) == [(75, True), (75, True)]
+
+
 def test_an_impossible_number_of_tokens_is_refused(tmp_path: Path) -> None:
     """A manifest's check leaves the extra alone, because it is the user's; this entry is dtrain's."""
     config, run_dir = compose([*_SMALL]), RunDir(tmp_path, tmp_path, False)
     for tokens in (-1, "many", 1.5, True, None):
-        load = Mock(return_value={run.TOKENS: tokens})
+        load = mock.Mock(return_value={run.TOKENS: tokens})
         engine: Any = SimpleNamespace(load=load, attempted_steps=4, applied_steps=4, rank=0, comm=ALONE)
         with pytest.raises(CheckpointError, match=r"has extra\.tokens=.*; expected a whole number from 0"):
             run._resume(config, engine, run_dir, SimpleNamespace(fingerprint="", task=None))  # type: ignore[arg-type]
