@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +21,8 @@ from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.setup import make_communicator
 from dtrain.distributed.single_rank import SingleRank
-from dtrain.errors import DivergenceError
+from dtrain.errors import CommunicationError, DivergenceError
+from tests.helpers.hosts import wait_for
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -341,3 +344,26 @@ def test_a_collective_that_failed_is_never_read_and_its_error_is_kept(shared: bo
     assert {*first, *second} == {first[0]}
     assert "rank 0 is at all_gather(weights, 8 x float32)" in first[0]
     assert "rank 1 is at all_gather(other, 8 x float32)" in first[0]
+
+
+def late(rank: int, world: int, shared: bool, read: Path) -> str:
+    """Rank 0 fails, and its process lives on: rank 1 waits for it, then gets to its collective."""
+    comm = make_communicator(dist.group.WORLD, CPU, shared_memory=shared)
+    if rank == 0:
+        time.sleep(0.3)
+        for transport in list(comm.schedule.transports):
+            transport.close_failed(CommunicationError("no memory"))
+        wait_for(read)
+        return ""
+    with pytest.raises(RuntimeError):  # a call of the user's, which waits in gloo
+        dist.all_reduce(torch.ones(1))
+    with pytest.raises(CommunicationError) as caught:
+        comm.all_gather(torch.empty(2), torch.zeros(1), label="weights").wait()
+    read.touch()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_rank_that_comes_late_reads_why_another_has_failed(shared: bool, tmp_path: Path) -> None:
+    (_, message) = run_ranks(2, late, shared, tmp_path / "read")
+    assert message == "rank 0 has failed, so this one ends too: no memory"
