@@ -220,11 +220,17 @@ def test_tensors_of_any_shape_and_stride_are_updated_as_flat_ones(record: Any) -
     master, states = strided(shaped.master), [strided(state) for state in shaped.states.values()]
     group = UpdateGroup(0.1, [master], tuple([state] for state in states), [(7, 0)])
     for step in (1, 2):
-        grad = shaped.new_gradient()
-        grad = strided(grad) if step == 1 else grad.view(shape)  # its strides may be others than the parameter's
+        grad = strided(shaped.new_gradient())
         shaped.rule.apply(group, [grad], scalars(step, 0.01 / step, 7.0))
     for name, tensor in zip(("master", *shaped.states), (master, *states), strict=True):
         assert torch.equal(tensor.contiguous().view(-1), want[name]), name
+
+
+def test_tensors_of_which_one_is_strided_make_one_block() -> None:
+    tensors = [torch.zeros(4, 4), torch.zeros(4, 4).t()]
+    assert [(start, [id(part) for part in parts]) for start, parts in formula._blocks(tensors, 4)] == [
+        (0, [id(tensor) for tensor in tensors])
+    ]
 
 
 def exact_scalars(step: int, divisor: float, found_inf: float = 0.0) -> UpdateScalars:
