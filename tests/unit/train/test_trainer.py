@@ -30,6 +30,7 @@ from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError, CommunicationError, CorruptionError, ModelError, NonFiniteError
 from dtrain.tasks import Language
 from dtrain.telemetry.metrics import Sink, StepMetrics
+from dtrain.train import trainer
 from dtrain.train.signals import StopSignals
 from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
 from dtrain.train.validation import to_device, validate
@@ -283,6 +284,15 @@ def test_a_stop_is_saved_although_the_save_before_it_fails(fails_before: str, fa
     result, sink = _train(engine, stop_at=6, saving=ASYNCHRONOUS, steps=9, log_every=1, eval_every=0, save_every=3)
     assert engine.events == ["prepare", "start 3", "save 6"]
     assert [m.step for m in sink.steps] == [1, 2, 3, 4, 5, 6]
+    assert not result.finished
+
+
+def test_a_stop_that_only_another_rank_has_seen_is_saved_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "on_every_rank", lambda *_: [False, True])
+    engine = _CountingEngine()
+    engine.before_backward = lambda step: setattr(engine, "failure", _FAILURE if step == 6 else None)
+    result, _ = _train(engine, saving=ASYNCHRONOUS, steps=9, log_every=1, eval_every=0, save_every=3)
+    assert engine.events == ["prepare", "start 3", "save 6"]
     assert not result.finished
 
 
