@@ -103,6 +103,9 @@ def test_fp8_weights_keep_full_masters() -> None:
     assert found == {torch.float8_e4m3fn: Tensor, torch.bfloat16: RemainderPair, torch.float32: Tensor}
 
 
+RULED = dtrain.PrecisionPolicy.named("bf16", rules={"*": "fp32"})
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,7 +113,8 @@ def test_fp8_weights_keep_full_masters() -> None:
         ({"precision": "fp16"}, "fewer exponent bits"),
         ({"precision": "bf16", "optimizer": dtrain.TorchOptimizer(torch.optim.RAdam)}, "optimizer=torch"),
         ({"precision": "bf16", "engine": "fsdp2"}, "a setting of engine=native"),
-        ({"precision": dtrain.PrecisionPolicy.named("bf16", rules={"*": "fp32"})}, "no trained parameter has a BF16"),
+        ({"precision": RULED}, "no trained parameter has a BF16"),
+        ({"precision": RULED, "master": "full", "grad_dtype": "bf16"}, "no trained parameter has BF16 gradients"),
         ({"precision": "fp32", "master": "full", "grad_dtype": "bf16"}, "grad_dtype=bf16 with precision="),
         ({"precision": "fp16", "master": "full", "grad_dtype": "bf16"}, "grad_dtype=bf16 with precision="),
     ],

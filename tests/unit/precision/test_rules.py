@@ -215,6 +215,11 @@ def test_a_module_used_twice_is_one_module() -> None:
     assert resolved(model, "fp8").float8_modules == ("first", "head"), "it is not tied to itself"
 
 
+def test_a_narrow_format_anywhere_makes_a_model_mixed() -> None:
+    rules: list[dict[str, str]] = [{}, {"head": "fp32"}, {"head": "bf16"}]
+    assert [resolved(Net(), "fp32", one).is_mixed for one in rules] == [False, False, True]
+
+
 def test_fp16_anywhere_needs_a_loss_scale() -> None:
     assert not resolved(Net(), "bf16").needs_loss_scale
     assert resolved(Net(), "fp16").needs_loss_scale
