@@ -92,6 +92,12 @@ def test_each_limit_that_was_passed_is_named_once() -> None:
     assert hang.message.endswith(f"; the limits are {SAVE}, {STEP}")
 
 
+def test_no_rank_is_behind_one_that_is_out_of_the_step() -> None:
+    hang = find_hang([running(0, Phase.SAVE, 301), running(1, Phase.FORWARD, 61)], limits(), has_other_hosts=False)
+    assert hang is not None
+    assert hang.culprits == (0, 1)
+
+
 NO_HANG = {
     "a slow step": [running(0, Phase.FORWARD, 59), waiting(1, 59)],
     "a compilation": [running(0, Phase.COMPILE, 599), waiting(1, 599)],
