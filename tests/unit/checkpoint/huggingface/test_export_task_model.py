@@ -19,7 +19,7 @@ from torch import Tensor
 import dtrain
 from dtrain.checkpoint import export
 from dtrain.checkpoint.format.checked_file import DamageError
-from dtrain.checkpoint.huggingface import tensor_mapping
+from dtrain.checkpoint.huggingface import exporter, tensor_mapping
 from dtrain.checkpoint.huggingface.task_model import preprocessor_config
 from dtrain.cli.resolve import compose
 from dtrain.data import Dataset, load_dataset
@@ -135,6 +135,15 @@ def test_transformers_loads_its_models(runs: dict[str, Path], tmp_path: Path) ->
         assert type(theirs) is type(own.model.hf)
         assert theirs.config.id2label == dict(enumerate("0123456789"))
         assert theirs.config.label2id == {str(digit): digit for digit in range(10)}
+
+
+def test_only_a_model_of_transformers_has_its_processor(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter, "preprocessor_config", lambda task: {"do_resize": True})  # as if in colors
+    for name in ("vit", "convnet"):
+        out = export(runs[name], tmp_path / name)
+        assert (out / "preprocessor_config.json").is_file() == (name == "vit")
 
 
 def test_predictions_and_rows_are_in_the_unit_of_the_data(runs: dict[str, Path], tmp_path: Path) -> None:
