@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -120,15 +121,35 @@ def test_idle_connections_leave_room_and_missing_hosts_are_named() -> None:
     hub.close()
 
 
-def test_a_long_report_arrives(links: list[HostLinks]) -> None:
-    """Longer than the buffers of the sockets, so it is sent in several parts."""
+def shrink_buffers(links: list[HostLinks]) -> None:
     for link in links:
         for connection in link._connections:
             assert connection.socket is not None
             connection.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+
+
+def test_a_host_that_ends_sends_what_is_left(links: list[HostLinks], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dtrain.supervision.links._CLOSE_S", 60.0)
+    shrink_buffers(links)
+    culprits = tuple(range(20000, 40000))  # longer than the buffers
+    links[1].report("these have ended", culprits, is_crash=True)
+    closing = threading.Thread(target=links[1].close)
+    closing.start()
+    deadline = time.monotonic() + 60
+    while not links[0].endings() and time.monotonic() < deadline:
+        links[0].poll(0.5)
+        time.sleep(0.001)
+    closing.join()
+    assert links[0].reports == [HostFailure("these have ended", culprits, True, 0.5)]
+    assert links[0].endings() == ["the run is over on beta (ranks 2-3)"]
+
+
+def test_a_long_report_arrives(links: list[HostLinks]) -> None:
+    """Longer than the buffers of the sockets, so it is sent in several parts."""
+    shrink_buffers(links)
     culprits = tuple(range(20000, 40000))
     links[1].report("x" * 100000, culprits, is_crash=True)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not links[2].reports and time.monotonic() < deadline:
         for link in links:
             link.poll(0.5)
