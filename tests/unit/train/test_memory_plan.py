@@ -134,6 +134,14 @@ def test_offloaded_states_are_planned_on_the_host() -> None:
     assert "in the memory of the host, for each rank: " in receipt.notes[1]
 
 
+@pytest.mark.parametrize("sharded_again", [False, True])
+def test_to_shard_weights_again_is_proposed_only_where_they_stay(sharded_again: bool) -> None:
+    run, plan = planned(600, "engine.zero_stage=2", "train.global_batch_size=16")
+    engine = replace(run.config.engine, zero_stage=3, reshard_after_forward=sharded_again)
+    run = replace(run, config=replace(run.config, engine=engine))
+    assert ("engine.reshard_after_forward=true" in {keys for keys, *_ in _candidates(run, plan)}) != sharded_again
+
+
 def test_changes_are_added_up_if_none_is_enough() -> None:
     planned_apart = ("precision=bf16", "model.recompute=full", "model.loss_chunk=auto")  # changes that take a plan each
     run, plan = planned(0, "engine.zero_stage=0", "train.global_batch_size=16", *planned_apart, ranks=4)
