@@ -102,7 +102,7 @@ def test_killed_in_a_save_and_resumed_with_equal_bits(tmp_path: Path) -> None:
         assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
-STEPS, ROWS, ACCUMULATION, SEQ_LEN, VOCAB = 6, 2, 2, 16, 257
+STEPS, ROWS, ACCUMULATION, SEQ_LEN, VOCAB = 8, 2, 2, 16, 257
 LR, DECAY = 3e-3, 0.1
 MAX_NORM = {1: 2.5, 2: 2.0}  # by ranks, between the norms of the steps: Adam would not notice if all were clipped
 EPS = 1e-6  # Adam with its default would turn the rounding of a gradient that cancels out into steps of the rate
