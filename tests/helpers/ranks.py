@@ -222,7 +222,8 @@ def run_ranks(
     """
     sys.audit("tests.Process.start", f"{world} ranks")  # they may be there already, and still need the marker
     test = os.environ.get("PYTEST_CURRENT_TEST", "")
-    ranks = [] if fresh else [_ranks.pop(0) for _ in range(min(world, len(_ranks)))]
+    ranks = [] if fresh else _ranks[-world:]  # those of the last job, in their order
+    del _ranks[len(_ranks) - len(ranks) :]
     ranks += [_Rank() for _ in range(world - len(ranks))]
     try:
         with tempfile.TemporaryDirectory() as folder:

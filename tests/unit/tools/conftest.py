@@ -6,6 +6,8 @@ import os
 import runpy
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from multiprocessing import reduction
 from operator import methodcaller
 from pathlib import Path
@@ -57,6 +59,9 @@ class ForkedRank:
         self.stdout = os.fdopen(our_output) if our_output >= 0 else None
         self.pid = self._process.pid
         self.kill = self._process.kill
+        with suppress(ProcessLookupError):  # it has ended
+            while os.getpgid(self.pid) != self.pid:  # until it leads its group, who kills that would not reach it
+                time.sleep(0.001)
 
     def poll(self) -> int | None:
         return self._process.exitcode

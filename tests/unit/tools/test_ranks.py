@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from dtrain.errors import RankError
-from dtrain.tools.ranks import run_ranks
+from dtrain.tools.ranks import kill_group, run_ranks
 from tests.helpers.launch import is_gone
+from tests.unit.tools.conftest import ForkedRank
 
 pytestmark = pytest.mark.processes
 
@@ -47,6 +49,14 @@ def own_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_results_come_by_rank_and_output_of_libraries_goes_to_the_log(tmp_path: Path) -> None:
     assert run_ranks("own_rank", ["a", "b"], threads=1, folder=tmp_path / "logs") == ["A", "B"]
     assert (tmp_path / "logs/1.log").read_text() == "output of a library\n"
+
+
+def test_a_forked_rank_leads_its_group_from_the_start(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w", encoding="utf-8") as log:
+        rank = ForkedRank("own_rank", threads=1, stdout=log, stderr=log)
+    assert os.getpgid(rank.pid) == rank.pid
+    kill_group(cast("subprocess.Popen[str]", rank))
+    assert rank.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
