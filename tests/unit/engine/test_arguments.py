@@ -172,6 +172,8 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
         ({"groups": {"0": {"lr_factor": 0.1}}}, r"^groups belong to the optimizer: .*AdamW\(groups=.* sharding_units"),
         ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=a torch.amp.* is not a mode .* needs no GradScaler"),
         ({"max_grad_norm": "1"}, "max_grad_norm='1' is not a number or null"),
+        ({"seed": 2**64}, "seed=18446744073709551616 is too large; it must be below 2"),
+        ({"engine": "nativ"}, "engine 'nativ' is not one of .*; did you mean 'native'"),
         ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
         ({"comm": "gloo"}, "comm=gloo is not a dtrain communicator; omit it"),
         ({"engine": "ddp", "offload": "cpu"}, "engine=ddp has no offload; .* engine=native and deepspeed"),

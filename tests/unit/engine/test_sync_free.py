@@ -157,6 +157,7 @@ def test_lazy_outcome_equals_its_values() -> None:
     copies = [pickle.loads(pickle.dumps(outcome)), copy.copy(outcome), copy.deepcopy(outcome)]
     other = attempt(engine, "clean")
     want = StepOutcome(**{name: getattr(outcome, name) for name in StepOutcome.__dataclass_fields__})
+    assert repr(outcome) == repr(want)
     assert outcome == want == outcome
     assert len({outcome, want, other}) == 2
     assert outcome not in (other, "gradient")

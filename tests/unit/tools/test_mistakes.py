@@ -21,19 +21,7 @@ GOLDEN = Path(__file__).parent / "mistakes.txt"
 STORED = dict(re.findall(r"^\$ dtrain (.*)\n(.*)$", GOLDEN.read_text(encoding="utf-8"), re.MULTILINE))
 
 
-def _tiered() -> list[Any]:
-    """The default tier has one mistake of each command that composes a configuration, and all of the others."""
-    rows, seen = [], set()
-    for words in STORED:
-        verb, first, *_ = words.split()
-        command = verb if "=" in first else f"{verb} {first}"
-        is_further = verb in ("accept", "bench", "plan", "simulate") and command in seen
-        seen.add(command)
-        rows.append(pytest.param(words, marks=[pytest.mark.exhaustive] if is_further else []))
-    return rows
-
-
-@pytest.mark.parametrize("words", _tiered())
+@pytest.mark.parametrize("words", STORED)
 def test_a_mistake_takes_one_line(words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert message(words) == STORED[words], "run `python -m tests.unit.tools.test_mistakes` if on purpose"

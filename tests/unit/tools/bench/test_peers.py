@@ -106,19 +106,19 @@ def train_alike(cases: list[BenchmarkCase]) -> dict[str, dict[str, float]]:
     return {case.name: state for case, (_, state) in zip(cases, ranks[0], strict=True)}
 
 
-@pytest.mark.exhaustive
 @pytest.mark.processes
 def test_peers_train_alike() -> None:
-    train_alike([BenchmarkCase(name, name, 2, "bf16") for name in ("ddp", "ddp_zero", "fsdp2")])
+    names = ("ddp", "ddp_zero", "fsdp2", *["accelerate"] * PEERS["accelerate"].is_installed)
+    train_alike([BenchmarkCase(name, name, 2, "bf16") for name in names])
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
 @needs_deepspeed
-def test_peers_of_other_libraries_train_as_ddp_does_and_count_their_state() -> None:
+def test_peers_of_deepspeed_train_as_ddp_does_and_count_their_state() -> None:
     # the engine before the peers: it switches DeepSpeed's extension off, which takes a minute to compile
     engine = BenchmarkCase("dtrain deepspeed", "deepspeed", 2, "bf16", 2)
-    names = ["deepspeed_1", "deepspeed_3", *["accelerate"] * PEERS["accelerate"].is_installed]
+    names = ("deepspeed_1", "deepspeed_3")
     ddp, *own = (BenchmarkCase(name, name, 2, "bf16") for name in ("ddp", *names))
     states = train_alike([ddp, engine, *own])
     for name in ("deepspeed_1", "deepspeed_3", "dtrain deepspeed"):

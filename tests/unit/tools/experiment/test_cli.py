@@ -49,13 +49,20 @@ PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", cli.EXPERIMENTS)
-def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str) -> None:
+def test_page_has_command_picture_and_the_tables_of_the_stored_results(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert f"```bash\ndtrain experiment {name}\n```" in PAGE
     assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
     assert f"](pictures/experiment-{name}.png)" in PAGE
     assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
-    record = read_record(DOCS / "results" / "experiments" / f"experiment-{name}.json")
+    file = DOCS / "results" / "experiments" / f"experiment-{name}.json"
+    record = read_record(file)
     assert record.experiment == name
+    assert main(["experiment", name, "--from", str(file), "--out", str(tmp_path)]) == 0
+    assert (tmp_path / f"experiment-{name}.png").stat().st_size > 20_000
+    shown = capsys.readouterr().out
     experiment: Experiment[Any] = cli.load(name)
     for table in experiment.tables(from_plain(experiment.result, record.result)):
         assert table.markdown() in PAGE
+        assert table.markdown() in shown

@@ -18,10 +18,11 @@ from dtrain.config.dump import config_to_dict
 from dtrain.config.model import ModelConfig
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 from dtrain.planning.network import Network
+from dtrain.planning.products import ATTENTION, MATMUL, products
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.tools.plan import padding, shapes
 from dtrain.tools.plan import time as plan_time
-from dtrain.tools.plan.amdahl import Item, expected, limit
+from dtrain.tools.plan.amdahl import Item, expected, in_format, limit, record
 from dtrain.tools.plan.roofline import roofline
 from dtrain.tools.plan.rules import Cause, find_causes
 from dtrain.tools.plan.shapes import describe, record_products, show_shapes
@@ -287,6 +288,28 @@ def test_tables_show_what_was_measured() -> None:
     lines = summary(times, run, NETWORK)
     assert lines[1].startswith("MFU 25.0 % (power limit ")
     assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
+
+
+@pytest.mark.parametrize(
+    ("key", "kinds"),
+    [
+        ("model.num_heads=4", {MATMUL, ATTENTION}),
+        ("model.factory=tests.helpers.planned_models:Experts", {MATMUL}),
+    ],
+)
+def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[str]) -> None:
+    calls = record(PlannedRank(compose([*SMALL, key]), 1, CPU, HOST))
+    found = {product.signature: product for product in products(calls)}.values()
+    assert {product.kind for product in found} == kinds
+    for product in found:
+        for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
+            result = in_format(product, name, CPU)()
+            output = result if isinstance(result, torch.Tensor) else result[0]
+            assert output.dtype == dtype
+            if product.kind == MATMUL:
+                assert output.shape[-2:] == (product.m, product.n)
+        if product.kind == MATMUL and product.n % 16 == product.k % 16 == 0:
+            assert in_format(product, "fp8", CPU)().shape[-2:] == (product.m, product.n)
 
 
 def test_amdahls_law() -> None:

@@ -14,6 +14,7 @@ from dtrain.config.model import ModelConfig
 from dtrain.config.optim import Muon
 from dtrain.config.tool_schema import LossHeadBenchConfig, OptimizerBenchConfig
 from dtrain.data.text import Document
+from dtrain.errors import BenchError
 from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.tools.bench.operations import data
@@ -184,3 +185,9 @@ def test_padded_and_packed_batches_have_the_same_loss() -> None:
         total = sum(model(**batch).loss.item() * count for batch, count in zip(batches, counts, strict=True))
         losses.append(total / sum(counts))
     assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+
+
+@pytest.mark.processes
+def test_a_command_that_fails_is_named_with_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match=r"dtrain data info .* ended with exit code 2: .*manifest"):
+        data._dtrain("data", "info", str(tmp_path))
