@@ -36,11 +36,7 @@ def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.Capt
     assert record["command"] == "dtrain experiment accumulation"
     assert record["host"]["torch"]
     assert record["result"]["lengths"] == [2, 4, 8, 16, 32, 64]
-    again = tmp_path / "again"
-    assert main(["experiment", "accumulation", "--from", str(file), "--out", str(again)]) == 0
-    assert [path.name for path in again.iterdir()] == ["experiment-accumulation.png"]
-    assert capsys.readouterr().out.partition("results in")[0] == shown.partition("results in")[0]
-    assert main(["experiment", "formats", "--from", str(file), "--out", str(again)]) == 2
+    assert main(["experiment", "formats", "--from", str(file), "--out", str(out)]) == 2
     assert "is a result of 'accumulation'" in capsys.readouterr().err
 
 
@@ -60,7 +56,8 @@ def test_page_has_command_picture_and_the_tables_of_the_stored_results(
     record = read_record(file)
     assert record.experiment == name
     assert main(["experiment", name, "--from", str(file), "--out", str(tmp_path)]) == 0
-    assert (tmp_path / f"experiment-{name}.png").stat().st_size > 20_000
+    (picture,) = tmp_path.iterdir()
+    assert (picture.name, picture.stat().st_size > 20_000) == (f"experiment-{name}.png", True)
     shown = capsys.readouterr().out
     experiment: Experiment[Any] = cli.load(name)
     for table in experiment.tables(from_plain(experiment.result, record.result)):
