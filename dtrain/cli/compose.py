@@ -21,6 +21,7 @@ from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra._internal.core_plugins.importlib_resources_config_source import ImportlibResourcesConfigSource
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
+from hydra.conf import HydraConf
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
@@ -37,6 +38,14 @@ from dtrain.config.growth import BY_STEP_KEYS
 from dtrain.config.schema import GROUP_OPTIONS
 from dtrain.config.yaml_files import check_size
 from dtrain.errors import ConfigError, nearest
+
+_HYDRA_GROUPS = {
+    "sweeper": "basic",
+    "hydra_help": "default",
+    "hydra_logging": "none",
+    **dict.fromkeys(("output", "launcher", "help", "job_logging", "callbacks", "env")),
+}
+"""What a run takes of Hydra's own groups. Those without an option are for logs and folders, which dtrain has itself."""
 
 
 def config_folder() -> Path:
@@ -62,6 +71,8 @@ def register_schema() -> None:
     store = ConfigStore.instance()
     # Hydra copies its sources, and with them this store, for each run; a node that it takes from the store is a copy
     vars(store)["__deepcopy__"] = lambda memo: store
+    groups = [{group: option} for group, option in _HYDRA_GROUPS.items()]
+    store.store(group="hydra", name="config", node=HydraConf(defaults=groups), provider="dtrain")
     for primary in PRIMARIES:
         root = _writable(OmegaConf.structured(primary.schema))
         # a group whose options differ in keys starts empty: merging one option over another would keep the other's keys
