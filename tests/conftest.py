@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import logging
 import multiprocessing.process
 import os
 import random
@@ -76,8 +78,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Spares every later garbage collection the visit to all imported modules and collected tests."""
-    gc.freeze()
+    """Spares what every test would pay for all imported modules and collected tests, and many for the same texts."""
+    from dtrain.data import text
+
+    text.stdlib_documents = functools.cache(text.stdlib_documents)
+    gc.freeze()  # garbage collections do not visit them
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch."):  # pytest gives each of a hundred that do not propagate a handler, six times a test
+            logging.getLogger(name).propagate = True
 
 
 _MARKERS_OF_PROCESSES = ("processes", "deepspeed", "compile", "faults", "gpu")
@@ -126,6 +134,8 @@ def faults(request: pytest.FixtureRequest, fault_totals: dict[str, FaultTotals])
     return FaultCounts(request.node.originalname, full=full == "full", folder=folder, totals=fault_totals)
 
 
+# without a GPU, torch.manual_seed keeps each call for later, with three stacks
+_seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
 _LOGGER = (list(logger.handlers), logger.level, logger.propagate)
 
 
@@ -134,7 +144,7 @@ def _same_start() -> Iterator[None]:
     """Gives each test the same logger, random numbers and settings of torch, whichever tests came before it."""
     from dtrain.train.setup import torch_settings_restored  # imports dtrain.kernels, which reads TRITON_INTERPRET
 
-    torch.manual_seed(0)
+    _seed(0)
     _restore_logger()
     with torch_settings_restored():
         yield
