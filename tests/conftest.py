@@ -10,6 +10,7 @@ import os
 import random
 import re
 import sys
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,10 +82,11 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Spares what every test would pay for all imported modules and collected tests, and many for the same texts."""
     from dtrain.data import text
 
-    text.stdlib_documents = functools.cache(text.stdlib_documents)
+    read = functools.cache(lambda folder, documents=text.stdlib_documents: documents())
+    text.stdlib_documents = lambda: read(sysconfig.get_path("stdlib"))
     gc.freeze()  # garbage collections do not visit them
     for name in list(logging.root.manager.loggerDict):
-        if name.startswith("torch."):  # pytest gives each of a hundred that do not propagate a handler, six times a test
+        if name.startswith("torch."):  # a hundred, to each of which pytest adds a handler if it does not propagate
             logging.getLogger(name).propagate = True
 
 

@@ -25,11 +25,11 @@ def counts(precision: str, num_layers: int, stage: int, ema_decay: float | None 
 
 
 def test_the_optimizer_phase_is_a_few_launches_whatever_the_number_of_groups() -> None:
-    few, many = (counts("bf16", num_layers, 2, ema_decay=0.999)["step"] for num_layers in (1, 3))
+    few, many = (counts("bf16", num_layers, 2, ema_decay=0.999)["step"] for num_layers in (1, 2))
     assert few.kernels == many.kernels
     assert few.copies == many.copies
     assert many.kernels.total() <= LIMIT, many.kernels
-    few, many = (counts("fp8", num_layers, 2)["step"] for num_layers in (1, 3))
+    few, many = (counts("fp8", num_layers, 2)["step"] for num_layers in (1, 2))
     assert few.kernels == many.kernels, "FP8 weights add launches, but not one for each"
 
 

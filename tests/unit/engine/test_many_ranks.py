@@ -23,7 +23,7 @@ from tests.helpers.many_ranks import Texts, planned_run, seconds, vote_host_work
 
 RANKS = 1024
 CPU = torch.device("cpu")
-_TINY = ("model=tiny", "model.vocab_size=64", "precision=bf16")
+_TINY = ("model=tiny", "model.num_layers=2", "model.vocab_size=64", "precision=bf16")
 
 
 def test_a_step_gathers_one_row_of_each_rank() -> None:

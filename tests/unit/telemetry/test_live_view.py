@@ -103,7 +103,7 @@ METRICS = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.lists(METRICS, max_size=12),
     st.none() | st.integers(0, 1 << 60),

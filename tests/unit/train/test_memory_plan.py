@@ -42,7 +42,7 @@ def with_memory(run: PlannedRun, plan: MemoryPlan, nbytes: int) -> tuple[Planned
 
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
-    run, plan = planned(600, "model.hidden_dim=128", "model.num_layers=2", "train.global_batch_size=16")
+    run, plan = planned(600, "model.hidden_dim=128", "model.num_layers=2")
     size = largest_micro_batch(run, plan)
     assert size > 4
     assert plan_memory(run.with_micro_batch_size(size)).fit == "fits"

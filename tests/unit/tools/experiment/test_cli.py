@@ -15,6 +15,8 @@ from dtrain.tools.experiment import cli
 from dtrain.tools.experiment.accumulation import run
 from dtrain.tools.experiment.records import Experiment, read_record
 
+exhaustive = pytest.mark.exhaustive
+
 
 @pytest.fixture
 def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,25 +43,31 @@ def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.Capt
 
 
 DOCS = Path(__file__).parents[4] / "docs"
+RESULTS = DOCS / "results" / "experiments"
 PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", cli.EXPERIMENTS)
-def test_page_has_command_picture_and_the_tables_of_the_stored_results(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str) -> None:
     assert f"```bash\ndtrain experiment {name}\n```" in PAGE
     assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
     assert f"](pictures/experiment-{name}.png)" in PAGE
     assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
-    file = DOCS / "results" / "experiments" / f"experiment-{name}.json"
-    record = read_record(file)
+    record = read_record(RESULTS / f"experiment-{name}.json")
     assert record.experiment == name
+    experiment: Experiment[Any] = cli.load(name)
+    assert all(table.markdown() in PAGE for table in experiment.tables(from_plain(experiment.result, record.result)))
+
+
+@pytest.mark.parametrize(
+    "name", ["loss-scaling", *(pytest.param(n, marks=exhaustive) for n in cli.EXPERIMENTS if n != "loss-scaling")]
+)
+def test_stored_results_are_shown_and_drawn(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = RESULTS / f"experiment-{name}.json"
     assert main(["experiment", name, "--from", str(file), "--out", str(tmp_path)]) == 0
     (picture,) = tmp_path.iterdir()
     assert (picture.name, picture.stat().st_size > 20_000) == (f"experiment-{name}.png", True)
     shown = capsys.readouterr().out
     experiment: Experiment[Any] = cli.load(name)
-    for table in experiment.tables(from_plain(experiment.result, record.result)):
-        assert table.markdown() in PAGE
-        assert table.markdown() in shown
+    tables = experiment.tables(from_plain(experiment.result, read_record(file).result))
+    assert all(table.markdown() in shown for table in tables)

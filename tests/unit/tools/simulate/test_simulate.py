@@ -65,7 +65,8 @@ def point_of(*keys: str, ranks: int) -> tuple[PlannedRun, ScalingPoint]:
 @pytest.mark.usefixtures("one_memory_plan")
 def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "scaling.png"
-    assert main(["simulate", *TINY, "ranks=1,64", STAGE_3, "train.global_batch_size=4", f"json={out}", f"picture={picture}"]) == 0
+    files = [f"json={out}", f"picture={picture}"]
+    assert main(["simulate", *TINY, "ranks=1,64", STAGE_3, "train.global_batch_size=4", *files]) == 0
     text = capsys.readouterr().out
     assert text.count("| 64 ") == 2
     assert "nothing is measured; network ib-400g: 8 GPUs a node" in text
