@@ -36,7 +36,7 @@ def samples(source: SampleSource, seed: int, indices: Indices) -> list[tuple[int
     return [tuple(row) for row in source.batch(source.order(seed, indices))["tokens"].tolist()]
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(0, 5), st.integers(0, 50), WEIGHTS)
 def test_each_block_has_shares_within_one_of_the_weights(seed: int, block: int, weights: list[float]) -> None:
     found = shares(weights)
@@ -70,7 +70,7 @@ def test_the_order_is_mixed_and_another_one_for_another_seed_and_block() -> None
     assert shares([1.0, 1e-6]) == [BLOCK, 0], "a weight too small for a block has no share"
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.integers(0, 3), st.integers(0, 10**9), st.lists(st.integers(1, 4), min_size=1, max_size=3))
 def test_any_world_size_gives_the_same_stream(seed: int, cursor: int, world_sizes: list[int]) -> None:
     mixed = mixture([40, 90, 7], [0.5, 0.3, 0.2])
