@@ -79,7 +79,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Spares what every test would pay for all imported modules and collected tests, and many for the same texts."""
+    """Makes tests cheaper: the text of ``data=stdlib`` is read once, and what is imported by now costs no time."""
     from dtrain.data import text
 
     read = functools.cache(lambda folder, documents=text.stdlib_documents: documents())

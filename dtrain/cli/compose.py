@@ -45,7 +45,7 @@ _HYDRA_GROUPS = {
     "hydra_logging": "none",
     **dict.fromkeys(("output", "launcher", "help", "job_logging", "callbacks", "env")),
 }
-"""What a run takes of Hydra's own groups. Those without an option are for logs and folders, which dtrain has itself."""
+"""Options of Hydra's own groups. Those without one set up logs, folders and launchers, which dtrain replaces."""
 
 
 def config_folder() -> Path:

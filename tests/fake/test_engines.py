@@ -101,7 +101,7 @@ def expected_memory(precision: str, stage: int, ranks: int, *, is_padded: bool) 
 
 @pytest.mark.parametrize(("precision", "stage", "ranks"), [*CASES, *MORE_CASES])
 def test_a_step_of_one_rank_among_many(precision: str, stage: int, ranks: int) -> None:
-    num_micro_batches = 2 if (precision, ranks) == ("bf16", 8) else 1
+    num_micro_batches = 2 if stage < 3 else 1
     with fake_engine(ranks, precision=precision, zero_stage=stage) as rank:
         check_memory(rank, precision, stage, ranks)
         rank.collectives.clear()
