@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import TracebackType
 
-from dtrain.distributed.launch_env import LaunchEnv, follow_launcher
+from dtrain.distributed.startup.launch_env import LaunchEnv, follow_launcher
 from dtrain.errors import ConfigError, DtrainError, nearest
 from dtrain.local_paths import require_local
 from dtrain.redaction.redact import redact_text

@@ -32,7 +32,7 @@ from matplotlib.patches import Patch
 import dtrain
 from dtrain.config.schema import ModelConfig
 from dtrain.distributed.communicator import Handle
-from dtrain.distributed.host_memory import Announcement
+from dtrain.distributed.transport.host_memory import Announcement
 from dtrain.models import build_model
 
 RESULTS = Path(__file__).with_name("timeline.json")

@@ -35,7 +35,7 @@ from dtrain.cli.help import help_text
 from dtrain.config.commands import TRAIN, Primary, Root
 from dtrain.config.precision import unsupported_format_reason
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 from dtrain.redaction.redact import redact_text
 
@@ -145,7 +145,7 @@ def _load(request: _Request[Root]) -> Root:
         check_suite(config)
         return config
     # imported here because it imports torch: a misspelled key is reported without that wait
-    from dtrain.distributed.setup import processes_to_start
+    from dtrain.distributed.startup.setup import processes_to_start
 
     started = LaunchEnv.read().world_size * processes_to_start(config.launch.num_processes, config.launch.device)
     check_config(config, started, request.num_planned)
@@ -282,7 +282,7 @@ def run_jobs(jobs: Sequence[Job], argv: Sequence[str]) -> int:
     """
     if not jobs:
         return 0
-    from dtrain.distributed.setup import processes_to_start
+    from dtrain.distributed.startup.setup import processes_to_start
     from dtrain.train.run import run_training
 
     numbers = sorted({processes_to_start(job.config.launch.num_processes, job.config.launch.device) for job in jobs})

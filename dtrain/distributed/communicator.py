@@ -5,7 +5,7 @@ rolling hash of the order of collectives, in the :class:`CollectiveSchedule`. Th
 because gloo returns wrong sums silently if two ranks issue equally shaped collectives in a different order. Sums are
 FP32 always.
 
-There are four transports, and :func:`dtrain.distributed.setup.make_communicator` chooses: ``SingleRank``,
+There are four transports, and :func:`dtrain.distributed.startup.setup.make_communicator` chooses: ``SingleRank``,
 ``ProcessGroup`` (NCCL), ``GlooGroup`` (CPU ranks, through sockets) and ``HostMemory`` (CPU ranks of one host, which
 read each other's buffers). What a transport needs - rings, messages, alignment, a process group - stays inside it. A
 collective returns a handle; what follows it is written where the handle is waited for.
@@ -23,7 +23,7 @@ only after all of them have read it. No rank waits for that explicitly; it follo
   rank reads or writes that range until the all-gather that follows has been waited for.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
 - Unreduced gradients are written several times between two votes. A :class:`GradientExchange` hands out their buffers
-  and follows [Note: ring buffer reuse] in ``distributed.ring``.
+  and follows [Note: ring buffer reuse] in ``distributed.transport.ring``.
 
 [Note: streams] On a GPU a collective that returns a :class:`Handle` runs on NCCL's own stream, any other (a broadcast,
 ``gather_rows``) on the current stream. The host waits for neither; an engine does all its work on the current stream.

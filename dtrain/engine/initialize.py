@@ -24,10 +24,10 @@ from dtrain.config.precision import LossScale
 from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.setup import choose_device, connect
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.engine.blocks.compiled import resolve_compile
 from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.clip_warning import warn_of_clipping
@@ -166,7 +166,7 @@ def initialize(
     mesh = Mesh.of(comm, record.shard_size if isinstance(record, Native) else None)
     request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
-    built: Engine = import_module(f"dtrain.engine.{record.name}").build(request)
+    built: Engine = import_module(f"dtrain.engine.adapters.{record.name}").build(request)
     warn_of_clipping(built)
     if comm.device.type == "cpu":
         _keep_freed_memory()

@@ -16,7 +16,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.engine.arguments import iterated
 from dtrain.engine.micro_batch import INCOMPLETE, MicroBatch
 from dtrain.engine.outcome import StepOutcome
-from dtrain.engine.stragglers import BusyMeter
+from dtrain.engine.parts.stragglers import BusyMeter
 from dtrain.errors import UsageError
 from dtrain.precision.contract import Contract
 from dtrain.precision.policy import PrecisionPolicy

@@ -28,23 +28,24 @@ from torch import Tensor
 
 from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import checked_grad_factor, checked_lr, checked_max_grad_norm
-from dtrain.engine.audit.replay import MicroBatchReplay
-from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.blocks.compiled import CompiledBlocks
 from dtrain.engine.blocks.install import install_blocks
-from dtrain.engine.buffers import SharedBuffers
-from dtrain.engine.checkpointing import Checkpointer
-from dtrain.engine.explain import SkipExplainer
-from dtrain.engine.forward_calls import ForwardCalls
 from dtrain.engine.measurement.sample import PrecisionSample
 from dtrain.engine.model_state import MAIN_GRAD, names_collectives
 from dtrain.engine.observation import observe_forward
 from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.parts.audit.state_audit import StateAudit
+from dtrain.engine.parts.buffers import SharedBuffers
+from dtrain.engine.parts.checkpoint.checkpointer import Checkpointer
+from dtrain.engine.parts.explain import SkipExplainer
+from dtrain.engine.parts.forward_calls import ForwardCalls
+from dtrain.engine.parts.replay import MicroBatchReplay
+from dtrain.engine.parts.running_statistics import RunningStatistics
+from dtrain.engine.parts.stragglers import PHASES, BusyMeter
+from dtrain.engine.parts.written_weights import WrittenWeights
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.rng import keyed_rng, rng_key
-from dtrain.engine.running_statistics import RunningStatistics
 from dtrain.engine.stored import StoredEngine
-from dtrain.engine.stragglers import PHASES, BusyMeter
 from dtrain.engine.vote.culprit import locate_culprit
 from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.engine.vote.evidence import CalibrationEvidence
@@ -53,7 +54,6 @@ from dtrain.engine.vote.losses import LossAccumulator, checked_loss
 from dtrain.engine.vote.record import HostRecord
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
-from dtrain.engine.written_weights import WrittenWeights
 from dtrain.errors import DtrainError, UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from dtrain.distributed.logging import logger
 from dtrain.distributed.progress import Phase
 from dtrain.engine.arguments import check_save_options, checked_path
-from dtrain.engine.audit.state_audit import StateAudit
 from dtrain.engine.averaged import averaged_weights
-from dtrain.engine.buffers import SharedBuffers
-from dtrain.engine.checkpointing import Checkpointer
 from dtrain.engine.full_model import whole_copy
 from dtrain.engine.model_state import MASTER, StateEngine, names_collectives
-from dtrain.engine.running_statistics import RunningStatistics
-from dtrain.engine.written_weights import WrittenWeights
+from dtrain.engine.parts.audit.state_audit import StateAudit
+from dtrain.engine.parts.buffers import SharedBuffers
+from dtrain.engine.parts.checkpoint.checkpointer import Checkpointer
+from dtrain.engine.parts.running_statistics import RunningStatistics
+from dtrain.engine.parts.written_weights import WrittenWeights
 from dtrain.errors import CorruptionError, UsageError
 from dtrain.precision.forward import Autocast
 
@@ -41,7 +41,7 @@ class StoredEngine(StateEngine):
     _is_averaged: bool  # inside ``ema``
     _autocast: Autocast
 
-    # -- checkpoints: :mod:`dtrain.engine.checkpointing` -------------------------------------------------------------
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
     @names_collectives("save")
     def save(self, directory: str | Path, *, when_busy: str = "wait", **options: Any) -> Path | None:

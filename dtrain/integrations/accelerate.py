@@ -24,8 +24,8 @@ from accelerate.utils.dataclasses import FP8BackendType
 from torch import Tensor, nn
 
 from dtrain.config.engines import EngineConfig
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines

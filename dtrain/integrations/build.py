@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.engine.initialize import initialize
 from dtrain.errors import ConfigError
 from dtrain.integrations.driver import EngineDriver

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dtrain.distributed.launch_env import LaunchEnv
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 from dtrain.local_paths import require_local
 

@@ -6,9 +6,9 @@ from typing import cast
 
 from torch import Tensor
 
-from dtrain.engine.compatibility import replicated_tensors
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import StateEngine
+from dtrain.engine.parts.checkpoint.compatibility import replicated_tensors
 from dtrain.parameters.groups import aliases
 
 

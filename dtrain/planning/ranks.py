@@ -19,11 +19,11 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
-from dtrain.distributed.host_memory import ring_schedule
-from dtrain.distributed.process_group import AllToAllExchange
-from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.host_memory import ring_schedule
+from dtrain.distributed.transport.process_group import AllToAllExchange
+from dtrain.distributed.transport.ring_exchange import RingExchange
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.planning.timeline import REPLICATE, SHARD, WORLD, Timeline, Transfer
 from dtrain.precision.fake import is_fake
 
@@ -138,7 +138,7 @@ class PlannedRanks(Communicator):
         return self._start("reduce_scatter_sum", label, nbytes, flat)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
-        """As :meth:`dtrain.distributed.process_group.ProcessGroup.all_to_all_single`."""
+        """As :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single`."""
         self.schedule.record("all_to_all_single", label, flat)
         self._fill([output], [flat])
         return self._start("all_to_all_single", label, flat.nbytes, output, flat)
@@ -174,7 +174,7 @@ class PlannedRanks(Communicator):
         return [text] * self.world_size
 
     def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
-        """As :meth:`dtrain.distributed.host_memory.HostMemory.announce`; the engine itself reads the memory."""
+        """As ``HostMemory.announce``; the engine itself reads the memory."""
         return _Announced(tensor, weight, self.world_size, self._start("announce", "", 0))
 
     def _start(self, op: str, label: str, nbytes: int, *held: Tensor) -> _Held:

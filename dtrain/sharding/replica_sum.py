@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, Handle
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
+from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.accumulate import TreeSum
 

@@ -18,8 +18,8 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.distributed.processes import host_identity, process_start
 from dtrain.distributed.progress import Phase, Progress
-from dtrain.distributed.shared_memory import try_on_every_rank
-from dtrain.distributed.sockets import listen_for_ranks
+from dtrain.distributed.transport.shared_memory import try_on_every_rank
+from dtrain.distributed.transport.sockets import listen_for_ranks
 from dtrain.supervision.links import LinkJob, RanksOfHost
 from dtrain.supervision.member import Member, WatchJob, share_progress
 

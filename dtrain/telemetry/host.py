@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from dtrain.distributed.launch_env import num_cores
+from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.version import version
 
 ENVIRONMENT_FILE = "environment.json"

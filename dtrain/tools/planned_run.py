@@ -20,8 +20,8 @@ def asked_ranks(keys: Mapping[str, str]) -> int | None:
 
 def planned_run(config: RunConfig, keys: Mapping[str, str]) -> PlannedRun:
     """Returns the run of ``config`` on the device and the ranks that ``keys`` name: ``device=``, ``ranks=``."""
-    from dtrain.distributed.launch_env import LaunchEnv
-    from dtrain.distributed.setup import choose_device, processes_to_start
+    from dtrain.distributed.startup.launch_env import LaunchEnv
+    from dtrain.distributed.startup.setup import choose_device, processes_to_start
     from dtrain.planning.devices import HERE, find_device
     from dtrain.train.planned import PlannedRun
     from dtrain.train.run import check_run

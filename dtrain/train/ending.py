@@ -12,8 +12,8 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import HERE, find_device
 from dtrain.telemetry.report.page import REPORT_FILE, write_report

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from dtrain.config.schema import RunConfig
-from dtrain.distributed.launch_env import LAUNCHER_PID
-from dtrain.distributed.setup import LOOPBACK, choose_device
+from dtrain.distributed.startup.launch_env import LAUNCHER_PID
+from dtrain.distributed.startup.setup import LOOPBACK, choose_device
 from dtrain.errors import ConfigError, LaunchError
 from dtrain.train.run import EXIT_DONE, EXIT_STOPPED, check_run
 from dtrain.train.setup import check_precision

@@ -18,8 +18,8 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.data.growing import cut_rows
 from dtrain.distributed.communicator import Communicator
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.interface import Engine
-from dtrain.engine.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.planning.devices import Device

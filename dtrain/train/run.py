@@ -21,11 +21,11 @@ from dtrain.data import Dataset, load_dataset, validation_batches
 from dtrain.data.tokenizer import copy_tokenizer
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.progress import Phase
 from dtrain.distributed.rank_liveness import RankLiveness
-from dtrain.distributed.setup import choose_device, connect, disconnect
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model, check_model, vocabulary

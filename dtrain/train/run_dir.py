@@ -31,8 +31,8 @@ from dtrain.config.model import LOSS_KEYS, ModelConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0, on_rank_0_for_long
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import CheckpointError, ConfigError, StorageError, directory_error, disk_fault, is_disk_fault
 from dtrain.redaction.redact import equal_but_for_secrets, redact
 from dtrain.tasks import Task

@@ -28,7 +28,7 @@ from dtrain.data.growing import GrowingBatches
 from dtrain.data.text import ByteCodec
 from dtrain.data.tokenizer import TOKENIZER, TokenizerFile
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.launch_env import LaunchEnv, num_cores
+from dtrain.distributed.startup.launch_env import LaunchEnv, num_cores
 from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.deterministic import require_reproducible
 from dtrain.engine.initialize import initialize, resolve_policy

@@ -8,7 +8,7 @@ import torch
 
 from dtrain.checkpoint import Snapshot, open_newest, save, shared_folder, verify
 from dtrain.checkpoint.snapshot import TensorShard
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import make_tensors, shards_of
 from tests.helpers.damage import R1, flip

@@ -19,8 +19,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
 from dtrain.config.precision import Float8
-from dtrain.distributed.setup import make_communicator
-from dtrain.engine.native import NativeEngine
+from dtrain.distributed.startup.setup import make_communicator
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.float8.cast import E4M3, quantize
 from tests.distributed.test_memory import Stack as WideStack

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import CheckpointReader, verify
 from dtrain.checkpoint.format.integrity import verify_checkpoint
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import CheckpointError
 from dtrain.precision.float8.cast import E4M3, dequantize, quantize
 from tests.distributed.test_memory import live_storages

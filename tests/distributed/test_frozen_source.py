@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 import dtrain
 from dtrain.checkpoint.format.integrity import verify_checkpoint
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import CheckpointError, ConfigError, DivergenceError
 from tests.distributed.test_frozen import message
 from tests.helpers.adapted_models import Adapted, held, joined, same, start, train

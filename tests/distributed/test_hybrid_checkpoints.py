@@ -10,8 +10,8 @@ import torch
 
 import dtrain
 from dtrain.checkpoint import list_checkpoints, verify
-from dtrain.engine import checkpointing
 from dtrain.engine.model_state import MASTER
+from dtrain.engine.parts.checkpoint import checkpointer
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError
 from dtrain.parameters.compute_shard import COMPUTE
@@ -200,7 +200,7 @@ def load_wrongly(rank: int, world: int, folder: Path) -> str:
     engine = started(HYBRID)
     train_step(engine, world)
     engine.save(folder)
-    real = checkpointing.Checkpointer._read
+    real = checkpointer.Checkpointer._read
 
     def read(self: Any, reader: Any) -> None:
         real(self, reader)
@@ -208,7 +208,7 @@ def load_wrongly(rank: int, world: int, folder: Path) -> str:
             next(shard for shard in engine.local_shards(MASTER)).data[0] += 1e-3
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpointing.Checkpointer, "_read", read)
+        patch.setattr(checkpointer.Checkpointer, "_read", read)
         with pytest.raises(CheckpointError) as error:
             engine.load(folder)
     engine.load(folder)

@@ -23,8 +23,8 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import dtrain
 import dtrain.__main__
 from dtrain.__main__ import main
-from dtrain.distributed import setup
-from dtrain.distributed.setup import connect, disconnect
+from dtrain.distributed.startup import setup
+from dtrain.distributed.startup.setup import connect, disconnect
 from dtrain.errors import DtrainError, LaunchError
 from dtrain.train import launcher
 from dtrain.train.launcher import exit_code

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.host_memory import HostMemory
+from dtrain.distributed.transport.host_memory import HostMemory
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes

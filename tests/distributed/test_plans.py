@@ -18,8 +18,8 @@ import torch
 from dtrain.cli.resolve import compose, read_jobs
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
-from dtrain.distributed.host_memory import HostMemory
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
+from dtrain.distributed.transport.host_memory import HostMemory
 from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.memory import StepMemory, run_steps

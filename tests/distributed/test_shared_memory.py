@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.distributed import pipes, processes, setup, shared_memory
+from dtrain.distributed import processes
 from dtrain.distributed.communicator import Communicator, GradientSend
-from dtrain.distributed.host_memory import HostMemory, RingExchange
-from dtrain.distributed.setup import make_communicator
+from dtrain.distributed.startup import setup
+from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport import pipes, shared_memory
+from dtrain.distributed.transport.host_memory import HostMemory, RingExchange
 from dtrain.errors import CommunicationError
 from tests.helpers.ranks import run_ranks
 

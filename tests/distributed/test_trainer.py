@@ -16,7 +16,7 @@ from dtrain.checkpoint import export
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
-from dtrain.distributed.setup import connect_by_file
+from dtrain.distributed.startup.setup import connect_by_file
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train.run import run_training

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.distributed import host_memory
 from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
-from dtrain.distributed.gloo_group import GlooGroup
-from dtrain.distributed.host_memory import HostMemory
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.setup import make_communicator
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport import host_memory
+from dtrain.distributed.transport.gloo_group import GlooGroup
+from dtrain.distributed.transport.host_memory import HostMemory
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.hosts import wait_for
 from tests.helpers.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.engine.running_statistics import RunningStatistics
+from dtrain.engine.parts.running_statistics import RunningStatistics
 from dtrain.errors import CorruptionError, UsageError
 from tests.engines.checks.skips import inputs, statistics
 from tests.engines.checks.skips import start_normalized as start

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.host_memory import _CopyRead
-from dtrain.distributed.setup import disconnect
-from dtrain.engine.deepspeed import config as deepspeed_config
+from dtrain.distributed.startup.setup import disconnect
+from dtrain.distributed.transport.host_memory import _CopyRead
+from dtrain.engine.adapters.deepspeed import config as deepspeed_config
 from dtrain.errors import DivergenceError, UsageError
 from tests.engines.checks.weights import NOWHERE, clamp, load_state_dict, weights_of, zero
 from tests.engines.helpers import batch, build, computed, start, state_digests, train_step

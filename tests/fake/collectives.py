@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dtrain.distributed import process_group
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.schedule import CollectiveSchedule
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport import process_group
+from dtrain.distributed.transport.process_group import ProcessGroup
+from dtrain.distributed.transport.single_rank import SingleRank
 from tests.fake.device import DEVICE, QuickMode
 
 

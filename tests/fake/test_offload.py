@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.transport.gradient_buffers import PrivateExchange
 from dtrain.sharding import offload
 from dtrain.sharding.offload import DeviceLink, GradientArrivals, ReplicaStaging
 from tests.fake import device

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Handle
-from dtrain.distributed.process_group import ProcessGroup
-from dtrain.distributed.single_rank import Completed
+from dtrain.distributed.transport.process_group import ProcessGroup
+from dtrain.distributed.transport.single_rank import Completed
 from dtrain.sharding.group import HeldRange
 from dtrain.sharding.replicas import Replica
 from tests.fake.collectives import MissingWait

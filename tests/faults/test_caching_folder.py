@@ -24,7 +24,7 @@ from dtrain.checkpoint.retention import Retention
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig, SuperviseConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.errors import CheckpointError
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import make_tensors, save_good, shards_of

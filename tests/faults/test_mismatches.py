@@ -22,7 +22,7 @@ from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.engine.vote.record import MUST_AGREE
 from dtrain.errors import ConfigError, DivergenceError
 from dtrain.precision.loss_scale import LossScaleState

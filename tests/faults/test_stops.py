@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.processes, WORLDS]
 
 # functions in which a run hangs after the first signal
 HOLDS = (
-    "dtrain.engine.native:NativeEngine._vote",
+    "dtrain.engine.adapters.native:NativeEngine._vote",
     "dtrain.optim.flat:FlatUpdate.update",
     "dtrain.checkpoint.storage:create",
     "dtrain.checkpoint.storage:sync_directory",

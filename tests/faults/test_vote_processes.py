@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.outcome import Culprit
 from dtrain.sharding.layout import FlatLayout, ParameterSlot
 from dtrain.sharding.placement import STAGES

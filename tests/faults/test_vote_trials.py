@@ -25,7 +25,7 @@ from torch import Tensor
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.precision import LossScale
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine
 from dtrain.engine.vote.culprit import Finding, locate_bad_gradient

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.distributed.setup import disconnect
+from dtrain.distributed.startup.setup import disconnect
 from tests.gpu.device import BACKEND, DEVICE, ON_CPU, synchronize
 
 # torch reads it once, in the first product on a GPU, and then refuses reproducible engines if it is not set

@@ -19,7 +19,7 @@ from dtrain.checkpoint import AsyncSaver, Snapshot, open_newest, save, storage
 from dtrain.checkpoint.snapshot import HostCopy, TensorShard
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import CheckpointError
 from dtrain.models import build_model

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import Handle
-from dtrain.distributed.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
+from dtrain.distributed.transport.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import upload
 from dtrain.train.validation import to_device
@@ -141,7 +141,7 @@ def test_decisions_and_records_cross_without_a_wait() -> None:
 
 _FAILS = """
 import torch, torch.distributed as dist
-from dtrain.distributed.setup import disconnect, ensure_process_group
+from dtrain.distributed.startup.setup import disconnect, ensure_process_group
 device = torch.device("cuda", 0)
 torch.cuda.set_device(device)
 ensure_process_group(device)

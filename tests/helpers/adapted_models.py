@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import dtrain
 from dtrain.config.engines import Native
 from dtrain.config.precision import Float8
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 
 DIM, RANK, VOCAB = 32, 4, 50
 LINEARS = [f"blocks.{number}.{name}" for number in range(5) for name in ("up", "down")]

@@ -14,7 +14,7 @@ from torch import Tensor
 from dtrain.checkpoint import Snapshot, save
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 
 Tensors = Mapping[tuple[str, str], Tensor]
 ALONE = SingleRank(torch.device("cpu"))

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 
 _READS = {
     "_local_scalar_dense", "item", "is_nonzero", "equal", "allclose",  # a value

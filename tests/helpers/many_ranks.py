@@ -17,8 +17,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtrain.cli.resolve import compose
 from dtrain.config.precision import LossScale
 from dtrain.distributed.communicator import GradientSend
-from dtrain.distributed.process_group import ProcessGroup
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.process_group import ProcessGroup
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.config.model import ModelConfig
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.models import transformer
 
 FACTORY = "model.factory=tests.helpers.mishap:build"
@@ -32,7 +32,7 @@ _SAMPLES = "DTRAIN_TEST_SAMPLES"
 
 FUNCTIONS = {
     "forward": "dtrain.models.transformer:Attention.forward",
-    "vote": "dtrain.engine.native:NativeEngine._vote",
+    "vote": "dtrain.engine.adapters.native:NativeEngine._vote",
     "update": "dtrain.optim.flat:FlatUpdate.update",
     "metrics": "dtrain.telemetry.metrics:MetricsFile._append",
     "write": "dtrain.checkpoint.storage:write",

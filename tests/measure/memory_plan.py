@@ -12,7 +12,7 @@ import torch
 
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.planning.devices import find_device
 from dtrain.telemetry.memory import PeakMeter
 from dtrain.train.memory.plan import MemoryPlan, plan_memory

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from dtrain.data import load_dataset
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import dtrain
-from dtrain.engine.deepspeed import config as deepspeed_config
-from dtrain.engine.deepspeed.engine import DeepSpeedEngine
+from dtrain.engine.adapters.deepspeed import config as deepspeed_config
+from dtrain.engine.adapters.deepspeed.engine import DeepSpeedEngine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, assert_follows_the_oracle, assert_odd_models_follow, start, train_engine
 from tests.helpers.zoo import ZOO, make

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.fsdp2 import units as fsdp2_units
+from dtrain.engine.adapters.fsdp2 import units as fsdp2_units
 from dtrain.errors import ContractError, ModelError, UsageError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, forward_backward, start, train, train_engine

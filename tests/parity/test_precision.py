@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start
 

@@ -21,7 +21,7 @@ from dtrain.checkpoint.huggingface.tensor_mapping import ModelMapping, TensorMap
 from dtrain.checkpoint.snapshot import Snapshot, TensorShard
 from dtrain.config.model import VOCAB_MULTIPLE, ModelConfig
 from dtrain.distributed.consensus import describe
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError, nearest
 from dtrain.local_paths import local_path
 

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.blocks.recompute import Forward
-from dtrain.engine.forward_calls import kept_buffers
+from dtrain.engine.parts.forward_calls import kept_buffers
 from dtrain.errors import ConfigError
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.regions import trace_regions, traces_regions

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from dtrain.engine.forward_calls import kept_buffers
+from dtrain.engine.parts.forward_calls import kept_buffers
 from dtrain.precision.float8.linear import products_as_operators
 from dtrain.precision.module_values import in_backward
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import ACCEPT
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 from dtrain.tools.accept.page import summary
 from dtrain.tools.accept.plan import LIMITS_S

@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.distributed.launch_env import num_cores
+from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.tools.accept import curves, steps
 from dtrain.tools.accept.job import PartJob
 from dtrain.tools.accept.parts import gpu_tests

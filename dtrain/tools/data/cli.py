@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from dtrain.distributed.launch_env import num_cores
+from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.errors import ConfigError, nearest
 from dtrain.tools.data.command_line import (
     REQUIRED,

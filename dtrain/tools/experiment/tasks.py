@@ -15,7 +15,7 @@ from dtrain.cli.resolve import compose
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
-from dtrain.distributed.setup import choose_device, connect
+from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.engine.interface import Engine
 from dtrain.models import build_model
 from dtrain.planning.calls import CallRecorder

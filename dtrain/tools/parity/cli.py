@@ -10,8 +10,8 @@ from rich.text import Text
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import PARITY
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 from dtrain.redaction.redact import redact_text
 from dtrain.tools.command import command_text

@@ -19,7 +19,7 @@ from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import ParitySuiteConfig
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
 from dtrain.redaction.redact import redact
 from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically

@@ -17,9 +17,9 @@ from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.optim import OptimConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, Dataset, load_dataset
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
-from dtrain.distributed.setup import choose_device, connect, connect_by_file, disconnect
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device, connect, connect_by_file, disconnect
 from dtrain.engine.rng import rng_key
 from dtrain.models import build_model
 from dtrain.precision.contract import resolve

@@ -13,8 +13,8 @@ from dtrain.config.capabilities import CAPABILITIES
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.data.text import VOCAB_SIZE
-from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy

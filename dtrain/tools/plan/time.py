@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from dtrain.config.dump import config_to_dict, from_plain
-from dtrain.distributed.launch_env import num_cores
+from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.telemetry.throughput import mfu_text

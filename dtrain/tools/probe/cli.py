@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import PROBE
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 from dtrain.tools.tables import show
 

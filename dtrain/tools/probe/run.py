@@ -17,7 +17,7 @@ from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import choose_device, connect
+from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.errors import ConfigError, ProbeError
 from dtrain.models import build_model
 from dtrain.precision.fp16_products import FP16Products

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from dtrain.config.precision import Float8
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.model_state import MAIN_GRAD
-from dtrain.engine.native import NativeEngine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.models import build_model
 from dtrain.precision.float8.options import resolve_float8

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging
+from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError, nearest
 
 _USAGE = """usage: dtrain replay RUN step=N [ranks=K] [out=FOLDER] [code=NAMES]

@@ -20,9 +20,9 @@ from dtrain.data import Dataset, load_dataset
 from dtrain.data.growing import GrowingBatches
 from dtrain.data.sampling import micro_batch_indices
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import configure_logging, logger
-from dtrain.distributed.setup import choose_device, connect, connect_by_file, disconnect
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device, connect, connect_by_file, disconnect
 from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtrain.config.engines import Native
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.planning.ranks import NCCL
 from dtrain.planning.replay import Replay, Share, replay

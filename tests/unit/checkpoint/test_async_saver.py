@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from dtrain.checkpoint.async_saver import AsyncSaver
 from dtrain.checkpoint.snapshot import HostCopy, Snapshot, _pinned_block, _places
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from tests.helpers.checkpoints import shard
 
 

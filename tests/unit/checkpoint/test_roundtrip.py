@@ -13,7 +13,7 @@ from dtrain.checkpoint.directory import make_directories, remove_tree
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.checkpoint.storage import make_directory
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError
 from tests.helpers import checkpoints
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, on_threads, save_good, shard, shards_of

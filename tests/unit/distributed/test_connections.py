@@ -22,13 +22,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.distributed import pipes, sockets
-from dtrain.distributed.connections import Connections
-from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
-from dtrain.distributed.pipes import Pipes
 from dtrain.distributed.processes import open_descriptor
 from dtrain.distributed.schedule import Collective
-from dtrain.distributed.sockets import Sockets
+from dtrain.distributed.transport import pipes, sockets
+from dtrain.distributed.transport.connections import Connections
+from dtrain.distributed.transport.messages import MAX_PAYLOAD_BYTES, Message
+from dtrain.distributed.transport.pipes import Pipes
+from dtrain.distributed.transport.sockets import Sockets
 from dtrain.errors import CommunicationError, DivergenceError, DtrainError
 
 ROW = Collective(1, "row", 17)

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.distributed.communicator import GradientHandle, GradientSend
-from dtrain.distributed.ring import RingSchedule
-from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import CollectiveSchedule
+from dtrain.distributed.transport.ring import RingSchedule
+from dtrain.distributed.transport.ring_exchange import RingExchange
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=9)
 

@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.distributed import launch_env, setup
-from dtrain.distributed.descriptors import reserve_descriptors
-from dtrain.distributed.launch_env import LaunchEnv
-from dtrain.distributed.setup import connect, connect_by_file, disconnect, processes_to_start
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.startup import launch_env, setup
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import connect, connect_by_file, disconnect, processes_to_start
+from dtrain.distributed.transport.descriptors import reserve_descriptors
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import ConfigError
 from tests.helpers.launch import LAUNCHER
 

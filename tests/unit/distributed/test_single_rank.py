@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from dtrain.distributed import gradient_buffers
 from dtrain.distributed.communicator import GradientExchange, GradientHandle, GradientSend
 from dtrain.distributed.rank_liveness import RankLiveness
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport import gradient_buffers
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CommunicationError
 
 

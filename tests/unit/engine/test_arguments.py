@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.setup import connect
+from dtrain.distributed.startup.setup import connect
 from dtrain.errors import CheckpointError, ConfigError, ContractError, ModelError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 

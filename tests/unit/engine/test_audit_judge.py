@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from dtrain.engine.audit.judge import Copies, RankFindings, judge
+from dtrain.engine.parts.audit.judge import Copies, RankFindings, judge
 
 COMPUTE = "compute replica"
 CLEAN, RECORDED = RankFindings(), RankFindings(has_record=True)

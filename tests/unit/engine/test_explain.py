@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
-from dtrain.distributed.setup import disconnect
-from dtrain.engine.explain import SkipExplainer
-from dtrain.engine.forward_calls import ForwardCalls
+from dtrain.distributed.startup.setup import disconnect
 from dtrain.engine.outcome import Culprit, Origin
+from dtrain.engine.parts.explain import SkipExplainer
+from dtrain.engine.parts.forward_calls import ForwardCalls
 from tests.helpers import planted_faults as planted
 from tests.helpers.host_reads import forbidden, like_a_gpu
 

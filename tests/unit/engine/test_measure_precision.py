@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
-from dtrain.distributed.setup import disconnect
+from dtrain.distributed.startup.setup import disconnect
 from dtrain.engine.measurement.float8 import _cast_sums
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, UsageError

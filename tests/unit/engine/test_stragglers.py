@@ -12,8 +12,8 @@ from torch import Tensor
 
 from dtrain.distributed.progress import Phase
 from dtrain.distributed.schedule import CollectiveSchedule
-from dtrain.engine import stragglers
-from dtrain.engine.stragglers import PHASES, BusyMeter
+from dtrain.engine.parts import stragglers
+from dtrain.engine.parts.stragglers import PHASES, BusyMeter
 
 
 class Ranks:

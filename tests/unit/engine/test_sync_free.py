@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.vote.finalize import LazyOutcome
 from dtrain.errors import NonFiniteError, UsageError

@@ -11,7 +11,7 @@ import dtrain
 from dtrain.config.model import Lora
 from dtrain.config.precision import Float8
 from dtrain.config.schema import RunConfig
-from dtrain.engine.native import NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.models import train_flops_per_token
 from dtrain.parameters.groups import find_units

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.distributed.communicator import Handle
-from dtrain.distributed.single_rank import Completed
+from dtrain.distributed.transport.single_rank import Completed
 from dtrain.optim import matrix
 from dtrain.optim.matrix import MatrixShard, MatrixUpdate
 from dtrain.optim.owners import Matrix, MatrixInterval, MatrixPlan, assign_owners, matrices_of

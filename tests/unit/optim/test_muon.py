@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.optim import Muon
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.optim import matrix
 from dtrain.optim.matrix import MatrixShard, MatrixUpdate
 from dtrain.optim.muon import MuonRule, orthogonalize

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.distributed.communicator import GradientSend
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import UsageError
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.accumulate import RunningSum

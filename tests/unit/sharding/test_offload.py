@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.gradient_buffers import PrivateExchange
+from dtrain.distributed.transport.gradient_buffers import PrivateExchange
 from dtrain.sharding import offload
 from dtrain.sharding.offload import ReplicaStaging
 from tests.helpers.ranks import run_ranks

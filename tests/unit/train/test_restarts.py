@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtrain.config.schema import RunConfig, SuperviseConfig, TrainConfig
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, RestartError
 from dtrain.telemetry.metrics import RESTARTS_FILE
 from dtrain.train.restarts import Attempts, counted_attempt

@@ -19,7 +19,7 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.tasks import language

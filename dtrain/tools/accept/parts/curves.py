@@ -22,7 +22,7 @@ from dtrain.config.precision import LossScale, PrecisionConfig
 from dtrain.config.schedule import Cosine
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.data import Dataset, load_dataset
-from dtrain.distributed.setup import choose_device, connect, ensure_process_group
+from dtrain.distributed.startup.setup import choose_device, connect, ensure_process_group
 from dtrain.errors import AcceptError, ConfigError
 from dtrain.models import build_model
 from dtrain.tools.accept.curves import STEPS, TrainingCase

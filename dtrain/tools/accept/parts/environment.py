@@ -58,7 +58,7 @@ def run(request: Request) -> Iterator[dict[str, Any]]:
     yield results
     steps: dict[str, Callable[[], object]] = {
         "import torch": lambda: import_module("torch").__version__,
-        "import dtrain's engine": lambda: import_module("dtrain.engine.native").__name__,
+        "import dtrain's engine": lambda: import_module("dtrain.engine.adapters.native").__name__,
         "import deepspeed": lambda: import_module("deepspeed").__version__,
     }
     yield from _timed(steps, results)

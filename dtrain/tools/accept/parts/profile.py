@@ -21,7 +21,7 @@ from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import Constant
 from dtrain.config.schema import RunConfig, TrainConfig
-from dtrain.distributed.setup import connect, ensure_process_group
+from dtrain.distributed.startup.setup import connect, ensure_process_group
 from dtrain.engine.interface import Engine
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
 from dtrain.tools.accept.job import Request

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from dtrain.config.blocks import Blocks
 from dtrain.config.dump import from_plain
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import choose_device
-from dtrain.engine.deepspeed.library import load
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.engine.adapters.deepspeed.library import load
 from dtrain.precision.hardware import has_float8_tensor_cores
 from dtrain.telemetry.gpu import GPUState, describe_state
 from dtrain.telemetry.throughput import device_name

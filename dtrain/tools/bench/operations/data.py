@@ -27,8 +27,8 @@ from dtrain.data.shards.reader import TokenShards
 from dtrain.data.text import stdlib_documents
 from dtrain.data.token_samples import Int64, PackedDocuments, TokenStream
 from dtrain.data.tokenizer import TokenizerFile
-from dtrain.distributed.setup import choose_device
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import BenchError
 from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX, num_targets

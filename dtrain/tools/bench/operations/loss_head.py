@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.config.tool_schema import LossHeadBenchConfig, LossHeadSuiteConfig
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
 from dtrain.planning.storages import StorageTracker

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.optim import Muon
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.optim.matrix import MatrixShard, MatrixUpdate
 from dtrain.optim.muon import MuonRule
 from dtrain.optim.owners import MatrixInterval, MatrixPlan, assign_owners, cut_at_matrices, matrices_of

@@ -11,7 +11,7 @@ from torch import nn
 
 from dtrain.config.optim import OPTIMIZERS, SGD, Adam, AdamW, Lion, Muon
 from dtrain.config.tool_schema import OptimizerSuiteConfig
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateClass, UpdateScalars, UpdateSlice

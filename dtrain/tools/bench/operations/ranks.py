@@ -12,7 +12,7 @@ import torch
 
 from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CheckpointBenchConfig, CollectivesBenchConfig
-from dtrain.distributed.setup import choose_device, connect_by_file, disconnect
+from dtrain.distributed.startup.setup import choose_device, connect_by_file, disconnect
 from dtrain.tools.bench.records import OperationTiming
 from dtrain.tools.ranks import open_result, read_job, run_ranks
 from dtrain.tools.tables import plural

@@ -10,7 +10,7 @@ from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.options import Recipe
 from dtrain.tools.bench.operations.float8_products import product_shapes, time_products

@@ -20,7 +20,7 @@ from dtrain.config.tool_schema import (
     VoteSuiteConfig,
 )
 from dtrain.distributed.logging import logger
-from dtrain.distributed.setup import choose_device
+from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.placement import STAGES

@@ -31,7 +31,7 @@ from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Constant
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TelemetryConfig, TrainConfig
 from dtrain.data import BatchLoader, load_dataset
-from dtrain.distributed.setup import choose_device, connect_by_file
+from dtrain.distributed.startup.setup import choose_device, connect_by_file
 from dtrain.models import build_model
 from dtrain.telemetry.memory import peak_memory, peak_resident
 from dtrain.telemetry.throughput import device_name
@@ -163,7 +163,7 @@ def _prepare_engine(
     device: torch.device,
 ) -> RankTraining:
     # Imported here, so that the peers' processes do not hold dtrain's engines in memory.
-    from dtrain.distributed.setup import connect
+    from dtrain.distributed.startup.setup import connect
     from dtrain.telemetry.precision_files import PrecisionFiles
     from dtrain.train.sampling import PrecisionSampling
     from dtrain.train.setup import make_engine

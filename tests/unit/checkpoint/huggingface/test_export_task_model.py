@@ -23,7 +23,7 @@ from dtrain.checkpoint.huggingface import exporter, tensor_mapping
 from dtrain.checkpoint.huggingface.task_model import preprocessor_config
 from dtrain.cli.resolve import compose
 from dtrain.data import Dataset, load_dataset
-from dtrain.distributed.single_rank import SingleRank
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError, ConfigError, DataError
 from dtrain.models import build_model

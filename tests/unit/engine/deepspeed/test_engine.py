@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import dtrain
-from dtrain.distributed.setup import disconnect
-from dtrain.engine.deepspeed import config as deepspeed_config
-from dtrain.engine.deepspeed import library
-from dtrain.engine.deepspeed.engine import DeepSpeedEngine
+from dtrain.distributed.startup.setup import disconnect
+from dtrain.engine.adapters.deepspeed import config as deepspeed_config
+from dtrain.engine.adapters.deepspeed import library
+from dtrain.engine.adapters.deepspeed.engine import DeepSpeedEngine
 from dtrain.errors import ContractError, DivergenceError, ModelError, UsageError
 from tests.helpers.ranks import RankFailure, run_ranks
 from tests.helpers.zoo import make

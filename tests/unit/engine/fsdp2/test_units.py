@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.engine.fsdp2 import units as fsdp2_units
-from dtrain.engine.fsdp2.units import UnitPlan, plan_units
+from dtrain.engine.adapters.fsdp2 import units as fsdp2_units
+from dtrain.engine.adapters.fsdp2.units import UnitPlan, plan_units
 from dtrain.parameters.groups import decayed_names, find_groups
 from dtrain.precision.contract import resolve
 from dtrain.precision.policy import PrecisionPolicy

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def find(name: str) -> Any:
-        if name in ("deepspeed", "dtrain.engine.native"):
+        if name in ("deepspeed", "dtrain.engine.adapters.native"):
             raise ImportError(f"No module named '{name}'")
         return import_module(name)
 
@@ -35,12 +35,14 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
     found = {row["step"]: row["error"] or row["found"] for row in results["steps"]}
     assert found == {
         "import torch": torch.__version__,
-        "import dtrain's engine": "ImportError: No module named 'dtrain.engine.native'",
+        "import dtrain's engine": "ImportError: No module named 'dtrain.engine.adapters.native'",
         "import deepspeed": "ImportError: No module named 'deepspeed'",
         "process group of one rank": "gloo",
     }
     # one that need not work is a fact
-    assert results["failures"] == ["import dtrain's engine: ImportError: No module named 'dtrain.engine.native'"]
+    assert results["failures"] == [
+        "import dtrain's engine: ImportError: No module named 'dtrain.engine.adapters.native'"
+    ]
     assert conclusions(results)[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
 
 

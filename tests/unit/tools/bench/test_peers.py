@@ -57,7 +57,7 @@ class Model(nn.Module):
 
 def sent_dtypes(rank: int, world: int, cases: list[tuple[int, bool]]) -> list[set[torch.dtype]]:
     """Dtypes of the gradients that DeepSpeed's peer sends in a step, by stage and ``fp32_sums``."""
-    from dtrain.engine.deepspeed.library import load, observed_reductions
+    from dtrain.engine.adapters.deepspeed.library import load, observed_reductions
 
     load(CPU)
     os.environ["LOCAL_RANK"] = str(rank)  # DeepSpeed reads a launcher's environment

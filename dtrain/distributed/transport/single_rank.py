@@ -16,8 +16,8 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
-from dtrain.distributed.gradient_buffers import PrivateExchange
 from dtrain.distributed.schedule import CollectiveSchedule
+from dtrain.distributed.transport.gradient_buffers import PrivateExchange
 
 
 class Completed:

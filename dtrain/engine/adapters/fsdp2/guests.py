@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.engine.fsdp2.communication import BackwardState
+from dtrain.engine.adapters.fsdp2.communication import BackwardState
 
 
 def guard_backward(module: FSDPModule, names: Iterable[str], state: BackwardState) -> None:

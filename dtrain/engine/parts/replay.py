@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.deterministic import deterministic_kernels
-from dtrain.engine.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
+from dtrain.engine.parts.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
 from dtrain.errors import Corruption, CorruptionError, UsageError
 from dtrain.parameters.running_backward import backward_of
 from dtrain.precision.forward import find_loss

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.logging import logger
-from dtrain.engine.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
 from dtrain.engine.outcome import Culprit, Origin
+from dtrain.engine.parts.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
 

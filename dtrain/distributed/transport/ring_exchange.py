@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import GradientExchange, GradientHandle, GradientSend
-from dtrain.distributed.gradient_buffers import BufferPool
-from dtrain.distributed.ring import RingSchedule
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
+from dtrain.distributed.transport.gradient_buffers import BufferPool
+from dtrain.distributed.transport.ring import RingSchedule
 
 
 class Announced(Protocol):
@@ -22,7 +22,7 @@ class Announced(Protocol):
 
 
 class Announcer(Protocol):
-    """The methods of :class:`dtrain.distributed.host_memory.HostMemory` that the exchange calls."""
+    """The methods of :class:`dtrain.distributed.transport.host_memory.HostMemory` that the exchange calls."""
 
     rank: int
     device: torch.device
@@ -33,7 +33,7 @@ class Announcer(Protocol):
 
 
 class RingExchange(GradientExchange):
-    """Gradients in a ring that the other ranks read: [Note: ring buffer reuse] in ``distributed.ring``.
+    """Gradients in a ring that the other ranks read: [Note: ring buffer reuse] in ``distributed.transport.ring``.
 
     A gradient whose slot is not free when it is opened lies in private memory until it is sent.
 

@@ -8,7 +8,7 @@ the two conditions of a start: the send that frees its slot, and send j - window
 not rely on it, must be finished. Transport and caller share the rule: ``finish_first`` names the send, the caller waits
 for it and releases it, and ``send`` refuses to start otherwise. There is no deadlock, because a rank waits only for
 sends that it has started, and all ranks start them in one order. This is an exception to [Note: buffer reuse], as is
-[Note: two send buffers] in ``engine.fsdp2.communication``.
+[Note: two send buffers] in ``engine.adapters.fsdp2.communication``.
 """
 
 from __future__ import annotations

@@ -24,16 +24,16 @@ from dtrain.distributed.communicator import (
     recorded,
     require_fp32,
 )
-from dtrain.distributed.connections import Connections
-from dtrain.distributed.gloo_group import GlooGroup
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.logging import logger
-from dtrain.distributed.messages import Message
-from dtrain.distributed.process_group import sum_in_order
-from dtrain.distributed.ring import RingSchedule
-from dtrain.distributed.ring_exchange import RingExchange
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
-from dtrain.distributed.shared_memory import SharedMemory
+from dtrain.distributed.transport.connections import Connections
+from dtrain.distributed.transport.gloo_group import GlooGroup
+from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
+from dtrain.distributed.transport.messages import Message
+from dtrain.distributed.transport.process_group import sum_in_order
+from dtrain.distributed.transport.ring import RingSchedule
+from dtrain.distributed.transport.ring_exchange import RingExchange
+from dtrain.distributed.transport.shared_memory import SharedMemory
 from dtrain.errors import DivergenceError
 
 _ENTRY = struct.Struct("<5q")  # number of the collective, region, offset, bytes, weight of a buffer

@@ -24,8 +24,8 @@ from datetime import timedelta
 from typing import ClassVar
 from weakref import finalize
 
-from dtrain.distributed.messages import HEADER, Message, failure_message, find_failure
 from dtrain.distributed.schedule import Collective
+from dtrain.distributed.transport.messages import HEADER, Message, failure_message, find_failure
 from dtrain.errors import DtrainError
 
 _ENDED = getattr(select, "POLLRDHUP", 0)  # besides POLLHUP and POLLERR, which poll reports always

@@ -22,9 +22,9 @@ from dtrain.checkpoint.format.device_fingerprint import bits_of, fingerprint_ten
 from dtrain.checkpoint.format.fingerprint import MASK
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.audit import Audit
-from dtrain.engine.audit.constants import Constants
-from dtrain.engine.audit.judge import Copies, Key, RankFindings, judge
 from dtrain.engine.model_state import StateEngine
+from dtrain.engine.parts.audit.constants import Constants
+from dtrain.engine.parts.audit.judge import Copies, Key, RankFindings, judge
 from dtrain.errors import CorruptionError
 from dtrain.parameters.compute_shard import ComputeShard
 

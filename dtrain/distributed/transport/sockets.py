@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from dtrain.distributed.connections import Connections
-from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.distributed.transport.connections import Connections
+from dtrain.distributed.transport.shared_memory import try_on_every_rank
 
 _OPEN_S = 30.0  # longest wait for the connections of the other ranks
 _GREETING_S = 5.0  # longest wait for the first bytes of a connection

@@ -1,7 +1,7 @@
 """PyTorch's ``fully_shard`` (FSDP2) under dtrain's contract, reduction, vote and update.
 
 ``fully_shard`` unshards weights and calls a reduction when the gradients of a unit are complete. The reduction itself
-is dtrain's (:mod:`dtrain.engine.fsdp2.communication`), so that sums are weighted and in FP32.
+is dtrain's (:mod:`dtrain.engine.adapters.fsdp2.communication`), so that sums are weighted and in FP32.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.distributed.tensor import DTensor
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.setup import ensure_process_group
-from dtrain.engine.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
-from dtrain.engine.fsdp2.guests import guard_backward, reduce_after_backward
-from dtrain.engine.fsdp2.older_torch import complete_reductions, reset_after_error
-from dtrain.engine.fsdp2.replicated import ReplicatedParameters
-from dtrain.engine.fsdp2.units import Unit, plan_units
+from dtrain.distributed.startup.setup import ensure_process_group
+from dtrain.engine.adapters.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
+from dtrain.engine.adapters.fsdp2.guests import guard_backward, reduce_after_backward
+from dtrain.engine.adapters.fsdp2.older_torch import complete_reductions, reset_after_error
+from dtrain.engine.adapters.fsdp2.replicated import ReplicatedParameters
+from dtrain.engine.adapters.fsdp2.units import Unit, plan_units
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest

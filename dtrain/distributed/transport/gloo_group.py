@@ -1,7 +1,7 @@
 """Collectives of CPU ranks over gloo, each of which the ranks agree on first.
 
 [Note: agreed collectives] A rank starts a collective of gloo only after all ranks have sent the message that belongs to
-it, for the reason in ``distributed.messages``. It sends its own message when the collective is issued. If those of the
+it, for the reason in ``transport.messages``. It sends its own message when the collective is issued. If those of the
 others have not come by then, it starts the collective in a later call of the communicator, at the latest in the wait.
 So reductions still overlap backward. A small row needs no collective, because it fits into a message.
 """
@@ -21,13 +21,13 @@ from torch import Tensor
 
 from dtrain.distributed import processes
 from dtrain.distributed.communicator import Communicator, Handle
-from dtrain.distributed.connections import Connections
-from dtrain.distributed.messages import MAX_PAYLOAD_BYTES, Message
-from dtrain.distributed.pipes import Pipes
-from dtrain.distributed.process_group import ProcessGroup
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
-from dtrain.distributed.shared_memory import compare_hosts, try_on_every_rank
-from dtrain.distributed.sockets import Sockets
+from dtrain.distributed.transport.connections import Connections
+from dtrain.distributed.transport.messages import MAX_PAYLOAD_BYTES, Message
+from dtrain.distributed.transport.pipes import Pipes
+from dtrain.distributed.transport.process_group import ProcessGroup
+from dtrain.distributed.transport.shared_memory import compare_hosts, try_on_every_rank
+from dtrain.distributed.transport.sockets import Sockets
 from dtrain.errors import CommunicationError, DtrainError
 
 _TAG = 0x64747261  # of a receive: unlikely to be a user's
@@ -97,7 +97,7 @@ class GlooGroup(ProcessGroup):
         # all groups of an axis alike: transports issue different collectives
         if any(self.exchange_text(axis.memory_difference())):
             return axis
-        from dtrain.distributed.host_memory import HostMemory  # here, because it inherits this class
+        from dtrain.distributed.transport.host_memory import HostMemory  # here, because it inherits this class
 
         return HostMemory(group, self.device, self.schedule, axis.messages, self)
 

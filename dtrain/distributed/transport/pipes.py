@@ -8,9 +8,9 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from dtrain.distributed.connections import Connections, close_all
 from dtrain.distributed.processes import open_descriptor
-from dtrain.distributed.shared_memory import try_on_every_rank
+from dtrain.distributed.transport.connections import Connections, close_all
+from dtrain.distributed.transport.shared_memory import try_on_every_rank
 
 
 class Pipes(Connections):

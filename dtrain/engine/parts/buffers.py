@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.running_statistics import running_statistics
+from dtrain.engine.parts.running_statistics import running_statistics
 
 _UNWRITTEN, _OTHER_BITS, _WRITTEN = range(3)
 

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.descriptors import reserve_descriptors
-from dtrain.distributed.gloo_group import GlooGroup
-from dtrain.distributed.host_memory import HostMemory
-from dtrain.distributed.launch_env import LaunchEnv
 from dtrain.distributed.logging import logger
-from dtrain.distributed.process_group import ProcessGroup
-from dtrain.distributed.single_rank import SingleRank
-from dtrain.distributed.sockets import interface_address
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.transport.descriptors import reserve_descriptors
+from dtrain.distributed.transport.gloo_group import GlooGroup
+from dtrain.distributed.transport.host_memory import HostMemory
+from dtrain.distributed.transport.process_group import ProcessGroup
+from dtrain.distributed.transport.single_rank import SingleRank
+from dtrain.distributed.transport.sockets import interface_address
 from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"

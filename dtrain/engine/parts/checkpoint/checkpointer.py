@@ -18,15 +18,15 @@ from dtrain.checkpoint.format.training_state import KEYED_BY
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.arguments import checked_metrics
-from dtrain.engine.compatibility import (
+from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.parts.checkpoint.compatibility import (
     check_same_model,
     replicated_tensors,
     trained_kinds,
     training_state,
     warn_of_other_bits,
 )
-from dtrain.engine.frozen_weights import proven_float8, read_float8, saved_float8
-from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.parts.checkpoint.frozen_weights import proven_float8, read_float8, saved_float8
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
 from dtrain.parameters.groups import aliases

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
-from dtrain.engine.audit.judge import Key
-from dtrain.engine.buffers import counts_writes
 from dtrain.engine.model_state import StateEngine
-from dtrain.engine.running_statistics import running_statistics
+from dtrain.engine.parts.audit.judge import Key
+from dtrain.engine.parts.buffers import counts_writes
+from dtrain.engine.parts.running_statistics import running_statistics
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor
 from dtrain.checkpoint import CheckpointReader
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.distributed.logging import logger
-from dtrain.engine.buffers import persistent_buffers
-from dtrain.engine.frozen_weights import check_source
 from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.parts.buffers import persistent_buffers
+from dtrain.engine.parts.checkpoint.frozen_weights import check_source
 from dtrain.errors import CheckpointError, nearest
 from dtrain.optim.average import EMA
 

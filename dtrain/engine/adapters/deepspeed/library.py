@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dtrain.distributed.setup import ensure_process_group
+from dtrain.distributed.startup.setup import ensure_process_group
 from dtrain.errors import ConfigError
 
 _REDUCTIONS = ("all_reduce", "reduce", "reduce_scatter_tensor", "all_to_all_single")

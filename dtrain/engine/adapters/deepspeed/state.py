@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.engine.deepspeed.optimizer import Partition
+from dtrain.engine.adapters.deepspeed.optimizer import Partition
 from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.sharding.layout import ParamSpec, ShardInterval
 

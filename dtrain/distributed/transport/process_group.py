@@ -30,9 +30,9 @@ from dtrain.distributed.communicator import (
     require_fp32,
 )
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.distributed.descriptors import reserve_descriptors
-from dtrain.distributed.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange, Rows
 from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
+from dtrain.distributed.transport.descriptors import reserve_descriptors
+from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange, Rows
 from dtrain.errors import CommunicationError, ConfigError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
@@ -200,7 +200,7 @@ class ProcessGroup(Communicator):
                 second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
             if not _siblings:
                 atexit.register(_end_siblings)
-            from dtrain.distributed.gloo_group import GlooGroup  # here, because it inherits this class
+            from dtrain.distributed.transport.gloo_group import GlooGroup  # here, because it inherits this class
 
             _siblings[group] = GlooGroup(second, torch.device("cpu"))
         return _siblings[group]

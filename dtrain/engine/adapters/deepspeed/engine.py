@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.progress import Phase
-from dtrain.engine.deepspeed import config as deepspeed_config
-from dtrain.engine.deepspeed import library as deepspeed_library
-from dtrain.engine.deepspeed.optimizer import Partition, RuleOptimizer
-from dtrain.engine.deepspeed.state import zero_state
+from dtrain.engine.adapters.deepspeed import config as deepspeed_config
+from dtrain.engine.adapters.deepspeed import library as deepspeed_library
+from dtrain.engine.adapters.deepspeed.optimizer import Partition, RuleOptimizer
+from dtrain.engine.adapters.deepspeed.state import zero_state
 from dtrain.engine.interface import Engine
 from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck

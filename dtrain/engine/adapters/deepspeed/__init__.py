@@ -1,0 +1,3 @@
+from dtrain.engine.adapters.deepspeed.engine import build
+
+__all__ = ["build"]

@@ -1,3 +1,0 @@
-from dtrain.engine.deepspeed.engine import build
-
-__all__ = ["build"]

@@ -1,3 +1,0 @@
-from dtrain.engine.fsdp2.engine import build
-
-__all__ = ["build"]
