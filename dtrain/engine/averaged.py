@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.errors import UsageError
 from dtrain.optim.average import EMA
+from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import read, write
 
 _BLOCK = 1 << 20  # elements that are exchanged at a time
 
 
 @contextmanager
-def averaged_weights(engine: StateEngine, refresh: Callable[[], None]) -> Iterator[None]:
-    """Inside, masters and averages are exchanged; ``refresh`` casts the masters into the compute weights.
+def averaged_weights(states: ModelStates) -> Iterator[None]:
+    """Inside, masters and averages are exchanged, and the compute weights follow.
 
     No memory is needed for it, and no bit is lost. All ranks call.
 
     Raises:
         UsageError: the engine keeps no average.
     """
-    if EMA.name not in engine.plan.specs:
+    if EMA.name not in states.plan.specs:
         raise UsageError("engine.ema() without an average; keep one: dtrain.initialize(..., ema_decay=0.999)")
-    _exchange(engine)
+    _exchange(states)
     try:
-        refresh()
+        states.refresh()
         yield
     finally:
-        _exchange(engine)
-        refresh()
+        _exchange(states)
+        states.refresh()
 
 
 @torch.no_grad()
-def _exchange(engine: StateEngine) -> None:
-    engine.comm.barrier()  # other ranks may still read what was published: [Note: buffer reuse]
-    averages = {shard.name: shard.data for shard in engine.local_shards(EMA.name)}
-    for shard in engine.local_shards(MASTER):
+def _exchange(states: ModelStates) -> None:
+    states.comm.barrier()  # other ranks may still read what was published: [Note: buffer reuse]
+    averages = {shard.name: shard.data for shard in states.local_shards(EMA.name)}
+    for shard in states.local_shards(MASTER):
         for start in range(0, shard.stop - shard.start, _BLOCK):
             block = slice(start, start + _BLOCK)
             master, average = shard.values[block], averages[shard.name][block]

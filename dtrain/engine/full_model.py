@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.float8.cast import E4M3
 
 _LIBRARIES = ("torch.distributed.", "deepspeed.")
@@ -20,18 +20,18 @@ _FSDP = ("__composable_api_state_key", "_is_fsdp_managed_module", "_fsdp_")
 
 
 @torch.no_grad()
-def whole_copy(engine: StateEngine) -> nn.Module:
+def whole_copy(states: ModelStates) -> nn.Module:
     """Returns a copy of the engine's model in eval mode that owns its weights, in their compute dtypes.
 
     Trained weights whose compute dtype is FP8 are FP32. All are gathered one flat buffer at a time; all ranks call.
     """
-    model, dtypes = engine.module, engine.contract.replica_dtypes
-    engine.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
-    engine.open_weights(())
+    model, dtypes = states.module, states.contract.replica_dtypes
+    states.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
+    states.open_weights(())
     parameters = dict(model.named_parameters())
-    whole = {id(parameters[name]): _parameter(values, dtypes[name]) for name, values in engine.full_state(MASTER)}
-    own = engine.contract.parameter_dtype  # BF16 has the values of frozen FP8 weights exactly
-    whole |= {id(parameters[name]): _parameter(values, own(name)) for name, values in engine.full_frozen()}
+    whole = {id(parameters[name]): _parameter(values, dtypes[name]) for name, values in states.full_state(MASTER)}
+    own = states.contract.parameter_dtype  # BF16 has the values of frozen FP8 weights exactly
+    whole |= {id(parameters[name]): _parameter(values, own(name)) for name, values in states.full_frozen()}
     memo: dict[int, Any] = dict(whole)
     shells = []
     for module in model.modules():

@@ -1,11 +1,22 @@
-"""The micro-batch that an engine is at, and which one may follow it."""
+"""The micro-batch that an engine is at, which one may follow it, and how a loop marks them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar, cast
 
+import torch
+from torch import nn
+
+from dtrain.engine.arguments import iterated
+from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.errors import UsageError
+
+Batch = TypeVar("Batch")
+
+_END = object()  # of a batch
 
 
 @dataclass(eq=False)
@@ -69,3 +80,121 @@ INCOMPLETE = (
     "if every rank stopped at the same micro-batch, else build a new engine and load a checkpoint"
 )
 """End of an error message about a step that cannot continue."""
+
+
+class MicroBatches:
+    """The micro-batches of the step under way, as the caller marks them.
+
+    Args:
+        losses: of this rank's micro-batches, one for each backward.
+
+    Attributes:
+        current: the micro-batch under way.
+        is_evaluating: inside :meth:`evaluation`.
+        backward_failed: a backward has begun and not ended.
+        stop_requested, save_expected: by the caller, for this step.
+    """
+
+    def __init__(self, losses: LossAccumulator) -> None:
+        self.current = MicroBatch()
+        self.is_evaluating = False
+        self.backward_failed = False
+        self.stop_requested = self.save_expected = False
+        self._losses = losses
+
+    @property
+    def number(self) -> int:
+        """Index of the micro-batch under way."""
+        return self.current.number
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the step has had a backward."""
+        return bool(self._losses)
+
+    def end_step(self) -> None:
+        """Forgets what belonged to the step under way, taken or not."""
+        self._losses.clear()
+        self.stop_requested = self.save_expected = False
+        self._end_batch()
+
+    @contextmanager
+    def micro_batch(self, *, last: bool) -> Iterator[None]:
+        """Holds a micro-batch; see :meth:`dtrain.engine.interface.Engine.micro_batch`."""
+        if not isinstance(last, bool):
+            raise UsageError(f"engine.micro_batch(last={last!r}): expected True or False")
+        self.current = current = self.current.following(is_last=last, has_backward=self.has_backward)
+        ended = False
+        try:
+            yield
+            ended = True
+        finally:
+            self._close(current, is_over=last or not ended)
+
+    def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields micro-batches; see :meth:`dtrain.engine.interface.Engine.accumulate`."""
+        return self._accumulate(iterated(batch))
+
+    def _accumulate(self, items: Iterator[Batch]) -> Iterator[Batch]:
+        before = self.current.state
+        if before == "open" or (before != "unmarked" and self.has_backward):
+            # two batches in one step would give two micro-batches one number, and with it one RNG key
+            raise UsageError(
+                f"engine.accumulate was called again before engine.step, or after engine.micro_batch; one batch makes "
+                f"one step. {INCOMPLETE}"
+            )
+        # one item is read ahead: the last micro-batch is known before its backward, which reduces
+        following: Batch | object = next(items, _END)
+        if following is _END:
+            raise UsageError("engine.accumulate got an empty batch; every rank gives at least one micro-batch")
+        if before != "unmarked":
+            self._end_batch()  # micro-batches without any backward: as if they had not been
+        current: MicroBatch | None = None
+        try:
+            while following is not _END:
+                if current is not None and self.current is not current:
+                    raise UsageError(
+                        "engine.step was called inside a loop over engine.accumulate that has more micro-batches; one "
+                        "batch makes one step, so call it after the loop"
+                    )
+                micro, following = cast(Batch, following), next(items, _END)
+                with self.micro_batch(last=following is _END):
+                    current = self.current
+                    yield micro
+        finally:
+            if current is not None:
+                self._close(current, is_over=True)
+
+    def _close(self, current: MicroBatch, *, is_over: bool) -> None:
+        """Ends ``current``, and the batch too if it is over and nothing of it counts."""
+        current.state = "over" if is_over else "closed"
+        # an abandoned generator is closed late: a newer batch may have begun
+        if is_over and self.current is current and not self.has_backward:
+            self._end_batch()
+
+    def _end_batch(self) -> None:
+        """Resets the numbering for the next batch."""
+        self.current = MicroBatch()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Context of a backward; after an error in it this rank has issued fewer reductions than the others."""
+        self.backward_failed = True
+        yield
+        self.backward_failed = False
+
+    @contextmanager
+    def evaluation(self, model: nn.Module) -> Iterator[None]:
+        """Context of forwards that consume no micro-batch number and build no graph; ``model`` is in eval mode."""
+        # of each module: a user may keep some in eval mode while the others train
+        modes = [(module, module.training) for module in model.modules()]
+        outer = self.is_evaluating
+        model.eval()
+        self.is_evaluating = True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self.is_evaluating = outer
+            for module, mode in modes:
+                module.training = mode

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from dtrain.engine.parts.part import StepPart
 from dtrain.errors import ContractError
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
@@ -139,6 +140,32 @@ def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Modu
                 f"module '{name}' ({type(module).__name__}) computed {value.dtype}; the contract says {expected}. Give "
                 f"it a rule if it is to run in another format (precision.rules), and leave autocast to the engine"
             )
+
+
+class ForwardObserver(StepPart):
+    """Observes the first forward with a graph since the states were loaded.
+
+    Args:
+        model, contract: of the engine.
+    """
+
+    def __init__(self, model: nn.Module, contract: Contract) -> None:
+        self._model = model
+        self._contract = contract
+        self._is_due = False
+
+    def loaded(self) -> None:
+        self._is_due = True
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Context of a forward; one without gradients would show only half of the dtypes, and is not observed."""
+        if not self._is_due or not torch.is_grad_enabled():
+            yield
+            return
+        with observe_forward(self._model, self._contract):
+            yield
+        self._is_due = False
 
 
 class ReduceDtypeCheck:

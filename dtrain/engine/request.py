@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
+from weakref import WeakSet
 
 from torch import nn
 
@@ -12,10 +14,7 @@ from dtrain.config.blocks import Blocks
 from dtrain.config.engines import EngineConfig
 from dtrain.config.optim import Optimizer
 from dtrain.config.schedule import AnySchedule
-from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.mesh import Mesh
-from dtrain.parameters.optimizer_plan import OptimizerPlan
-from dtrain.precision.contract import Contract
+from dtrain.parameters.model_states import ManagedModel
 from dtrain.precision.loss_scale import LossScaleState
 
 
@@ -61,24 +60,17 @@ class RunIdentity:
 
 
 @dataclass(frozen=True)
-class EngineRequest:
+class EngineRequest(ManagedModel):
     """Everything that an engine is built from.
 
     Attributes:
-        model: on its device, its values equal on all ranks and not rounded yet.
-        contract: the precision policy resolved on it.
-        plan: the optimizer resolved on it.
-        mesh: the ranks; without hybrid sharding one replica.
+        step: settings of a step.
         loss_scale: initial state of the loss-scale machine.
         identity: run id and seed; a load replaces both with the saved ones.
         config_text: everything that must be equal on all ranks, as canonical JSON.
         frozen_source: the folder of the frozen weights, with its hash; None: they come from nowhere else.
     """
 
-    model: nn.Module
-    contract: Contract
-    plan: OptimizerPlan
-    mesh: Mesh
     step: StepOptions
     loss_scale: LossScaleState
     identity: RunIdentity
@@ -86,6 +78,18 @@ class EngineRequest:
     frozen_source: FrozenSource | None = None
 
     @property
-    def comm(self) -> Communicator:
-        """The communicator over all ranks."""
-        return self.mesh.world
+    def config_hash(self) -> int:
+        """Hash of ``config_text``, of 7 bytes: integers of the vote's records have 63 bits."""
+        return int.from_bytes(hashlib.sha256(self.config_text.encode()).digest()[:7], "big")
+
+
+_MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
+
+
+def manage(model: nn.Module) -> None:
+    """Notes that an engine takes ``model`` over: if its constructor fails half-way, the model is changed already."""
+    _MANAGED.add(model)
+
+
+def is_managed(model: nn.Module) -> bool:
+    return model in _MANAGED

@@ -19,8 +19,7 @@ from dtrain.config.optim import OPTIMIZERS, AdamW, EmaConfig, Optimizer
 from dtrain.config.schedule import AnySchedule, Constant, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.engine.model_state import is_managed
-from dtrain.engine.request import StepOptions
+from dtrain.engine.request import StepOptions, is_managed
 from dtrain.errors import ConfigError, ModelError, nearest
 from dtrain.optim.torch_schedule import TorchSchedule
 from dtrain.precision.policy import PrecisionPolicy, check_trainable

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from torch import Tensor
 
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import StateEngine
 from dtrain.engine.parts.checkpoint.compatibility import replicated_tensors
 from dtrain.parameters.groups import aliases
 
@@ -18,18 +15,17 @@ def whole_state_dict(engine: Engine) -> dict[str, Tensor]:
     Trained parameters are their FP32 masters; frozen ones and persistent buffers have their own dtypes. A tied
     parameter has all of its names, which share one tensor.
     """
-    state = cast(StateEngine, engine)
-    values = state.master_state()
-    with state.comm.schedule.method("whole_state_dict"):
-        for name, tensor in state.full_frozen():
-            if state.rank == 0:
+    values = engine.master_state()
+    with engine.comm.schedule.method("whole_state_dict"):
+        for name, tensor in engine.states.full_frozen():
+            if engine.rank == 0:
                 values[name] = tensor.detach().clone().cpu()
-    if state.rank != 0:
+    if engine.rank != 0:
         return {}
-    for _, name, tensor in replicated_tensors(state, has_frozen=False):
+    for _, name, tensor in replicated_tensors(engine.states, has_frozen=False):
         values[name] = tensor.clone().cpu()
-    values |= {name: values[kept] for name, kept in aliases(state.module).items()}
+    values |= {name: values[kept] for name, kept in aliases(engine.module).items()}
     ordered = []
-    for prefix, module in state.module.named_modules(remove_duplicate=False):
+    for prefix, module in engine.module.named_modules(remove_duplicate=False):
         ordered += [f"{prefix}.{name}" if prefix else name for name in (*module._parameters, *module._buffers)]
     return {name: values[name] for name in ordered if name in values}

@@ -45,6 +45,11 @@ class GradientMonitor:
         self._elements: dict[torch.dtype, Sequence[Tensor]] = {}  # of the sums, each 0-dim
         self._numbers: dict[torch.dtype, list[int]] = {}
 
+    def count_magnitudes(self, device: torch.device) -> None:
+        """Counts all magnitudes of this step from now on."""
+        if self.magnitudes is None:
+            self.magnitudes = MagnitudeCounts(self._num_parameters, device)
+
     @property
     def keeps_sums(self) -> bool:
         """Whether :meth:`record_finiteness` records anything."""

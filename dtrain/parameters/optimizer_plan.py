@@ -31,6 +31,7 @@ class OptimizerPlan:
         schedules: learning-rate schedule of each rule; None: the run's.
         classes: the distinct update classes, those of one rule adjacent; a flat buffer is ordered by their numbers.
         numbers: number of its class, by parameter name.
+        record: the hyper-parameters that it was made from.
         ema_decay: of the moving average that every parameter has beside the states of its rule; None: no average.
     """
 
@@ -38,6 +39,7 @@ class OptimizerPlan:
     schedules: tuple[AnySchedule | None, ...]
     classes: tuple[UpdateClass, ...]
     numbers: Mapping[str, int]
+    record: Optimizer
     ema_decay: float | None = None
 
     @cached_property
@@ -122,6 +124,7 @@ def plan_optimizer(
         schedules=tuple(rules[key][1] for key in ordered),
         classes=tuple(distinct),
         numbers={name: distinct.index(update_class) for name, update_class in classes.items()},
+        record=record,
         ema_decay=ema_decay,
     )
 

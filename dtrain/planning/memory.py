@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from dtrain.engine.model_state import StateEngine
+from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
 from dtrain.planning.storages import StorageTracker
 
@@ -52,7 +52,7 @@ class StepMemory:
 
 
 def run_steps(
-    engine: StateEngine,
+    engine: Engine,
     batch: Mapping[str, Tensor],
     num_micro_batches: int,
     tracker: StorageTracker,
@@ -88,15 +88,15 @@ def run_steps(
     return StepMemory(states, peak, first, tracker.largest, (min(held), max(held)), host)
 
 
-def split_memory(engine: StateEngine) -> tuple[dict[str, int], dict[str, int]]:
+def split_memory(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes of ``engine.memory()`` on the rank's device, and those in the memory of the host beside it."""
     memory = engine.memory()
     host = {kind: memory.pop(kind) for kind in engine.host_kinds}
     return memory, host
 
 
-def _relabel_states(engine: StateEngine, tracker: StorageTracker) -> None:
-    for kind, tensors in engine.storages().items():
+def _relabel_states(engine: Engine, tracker: StorageTracker) -> None:
+    for kind, tensors in engine.states.storages().items():
         held = [tensor for tensor in tensors if tensor.numel()]
         if kind in engine.host_kinds:
             tracker.exclude(tensor.untyped_storage() for tensor in held)

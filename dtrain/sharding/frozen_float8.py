@@ -39,6 +39,10 @@ class FrozenFloat8:
         self._comm = comm
 
     @property
+    def name(self) -> str:
+        return self.replica.layout.name
+
+    @property
     def names(self) -> list[str]:
         return list(self.replica.views.parameters)
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import ContractError
+from dtrain.parameters.model_states import MASTER
 
 _ZEROS = ".lora_B."  # in the names of the matrices that begin as zeros
 
@@ -32,8 +32,8 @@ class AdapterCheck:
         self._engine = engine
         self._names: list[str] = []
         self._handles: list[Any] = []
-        if isinstance(engine, StateEngine) and not engine.attempted_steps:
-            self._names = [name for name in engine.shapes if _ZEROS in name]
+        if not engine.attempted_steps:
+            self._names = [name for name in engine.states.shapes if _ZEROS in name]
         self._has_computed = torch.zeros(len(self._names), dtype=torch.int64)
         for number, name in enumerate(self._names):
             layer = engine.module.get_submodule(name.partition(_ZEROS)[0])
@@ -54,8 +54,9 @@ class AdapterCheck:
         names, self._names, engine = self._names, [], self._engine
         for handle in self._handles:
             handle.remove()
-        assert isinstance(engine, StateEngine)
-        moved = {shard.name for shard in engine.owned_shards(MASTER) if _ZEROS in shard.name and shard.data.any()}
+        moved = {
+            shard.name for shard in engine.states.owned_shards(MASTER) if _ZEROS in shard.name and shard.data.any()
+        }
         found = torch.stack([self._has_computed, torch.tensor([name in moved for name in names], dtype=torch.int64)])
         rows = engine.comm.gather_rows(found.flatten().to(engine.device), label="adapters").cpu()
         computed, has_moved = rows.amax(0).view(2, -1).tolist()

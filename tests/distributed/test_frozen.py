@@ -112,7 +112,12 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
         gc.collect()
         memory = engine.memory()
         unknown = sum(live_storages(engine.comm).values()) - sum(memory.values())
-        found[stage] = memory["frozen"], engine.memory_formula()["frozen"], unknown, set(engine.replicated_frozen())
+        found[stage] = (
+            memory["frozen"],
+            engine.memory_formula()["frozen"],
+            unknown,
+            set(engine.states.replicated_frozen()),
+        )
     return found
 
 
@@ -219,7 +224,7 @@ def refusals(rank: int, world: int, damaged: list[str], path: str) -> list[str]:
             targets = list(targets)
             real(reader, targets)
             to_cast = [target for target in targets if target.data.dtype == torch.float32]  # to FP8, if to that
-            for shard in [*engine.frozen_shards(), *(to_cast if engine.frozen_float8 else ())]:
+            for shard in [*engine.states.frozen_shards(), *(to_cast if engine.states.frozen_float8 else ())]:
                 if shard.name == MISREAD and rank == 1:
                     shard.data.view(-1)[-1] += 1
 

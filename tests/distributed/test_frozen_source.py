@@ -91,15 +91,15 @@ def test_older_checkpoints_load_and_what_was_written_is_saved(base: Path, tmp_pa
     source = dtrain.FrozenSource(str(base))
     engine = start(0, precision="bf16", frozen_source=source)
     engine.load(tmp_path / "older")
-    assert engine.frozen_source is None
+    assert engine.states.frozen_source is None
     assert torch.equal(engine.module.get_parameter("embedding.weight"), Adapted(DIM, 1).embedding.weight.bfloat16())
     engine.save(tmp_path / "loaded")
-    assert len(kinds(tmp_path / "loaded")["frozen"]) == len(engine.frozen)
+    assert len(kinds(tmp_path / "loaded")["frozen"]) == len(engine.states.frozen)
 
     def modify(engine: NativeEngine) -> None:
         with engine.modify_weights():
             engine.module.get_parameter("head.weight").mul_(2)
-        assert engine.frozen_source is not None, "only a trained weight has changed"
+        assert engine.states.frozen_source is not None, "only a trained weight has changed"
         with engine.modify_weights():
             engine.module.get_parameter("norm.bias").add_(1)
 

@@ -181,7 +181,7 @@ def flipped(rank: int, world: int, stage: int, what: str) -> list[Any]:
     engine = start(stage)
     train(engine, range(2))
     if rank == world - 1:
-        weights = next(w for w in engine.frozen_float8 if "blocks.1.down.weight" in w.names)
+        weights = next(w for w in engine.states.frozen_float8 if "blocks.1.down.weight" in w.names)
         shard = next(s for s in weights.codes() if s.name == "blocks.1.down.weight" and s.kind == what)
         flip_bit(shard.data, 0, 23 if what == "frozen_scale" else 5)
     engine.comm.barrier()

@@ -78,7 +78,7 @@ def first_step(rank: int, world: int, shared: bool) -> list[tuple[dict[tuple[str
         for op, label, tensor in (call.args for call in record.call_args_list):
             entries[op, label] += tensor.nbytes
         layouts = [(one.name, one.numel, one.shard_numel, one.dtype.itemsize) for one in engine.sharded.layouts]
-        found.append((dict(entries), layouts, [type(axis).__name__ for axis in vars(engine.mesh).values()]))
+        found.append((dict(entries), layouts, [type(axis).__name__ for axis in vars(engine.states.mesh).values()]))
     return found
 
 

@@ -10,11 +10,11 @@ import torch
 
 import dtrain
 from dtrain.checkpoint import list_checkpoints, verify
-from dtrain.engine.model_state import MASTER
 from dtrain.engine.parts.checkpoint import checkpointer
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError
 from dtrain.parameters.compute_shard import COMPUTE
+from dtrain.parameters.model_states import MASTER
 from tests.engines.checks.audits import flip_master
 from tests.engines.helpers import fingerprints, start, state_digests, train_step
 from tests.faults.test_bit_flips import Seen, found_by, plan, try_flip
@@ -49,7 +49,7 @@ def save_from(rank: int, world: int, layout: Layout, source: Path | None, target
     else:
         engine.load(source)
     engine.save(target)
-    assert (engine.master_state().keys() == engine.shapes.keys()) == (rank == 0)
+    assert (engine.master_state().keys() == engine.states.shapes.keys()) == (rank == 0)
     return state_digests(engine)
 
 
@@ -188,7 +188,7 @@ def flip_gathered(rank: int, world: int) -> list[Any]:
     train_step(engine, world)
     engine.comm.barrier()  # as in flip_master
     if rank == 2:
-        flip_bit(next(shard for shard in engine.compute_shards() if shard.owner == 1).data, 0, 5)
+        flip_bit(next(shard for shard in engine.states.compute_shards() if shard.owner == 1).data, 0, 5)
     return [(item[0], item[2]) for item in found_by(lambda: train_step(engine, world))]
 
 
@@ -205,7 +205,7 @@ def load_wrongly(rank: int, world: int, folder: Path) -> str:
     def read(self: Any, reader: Any) -> None:
         real(self, reader)
         if rank == 2:
-            next(shard for shard in engine.local_shards(MASTER)).data[0] += 1e-3
+            next(shard for shard in engine.states.local_shards(MASTER)).data[0] += 1e-3
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(checkpointer.Checkpointer, "_read", read)

@@ -82,7 +82,7 @@ def on_hosts(rank: int, world: int, hosts: list[int] | None) -> tuple[list[str],
             patch.setattr(os, "posix_fallocate", mock.Mock(side_effect=OSError(28, "injected")))
         engine = start(RUN)
         is_ring = isinstance(engine.sharded.reducer.exchange, RingExchange)
-        return [type(axis).__name__ for axis in axes(engine.mesh)], is_ring, train_engine(engine, RUN)
+        return [type(axis).__name__ for axis in axes(engine.states.mesh)], is_ring, train_engine(engine, RUN)
 
 
 def test_an_axis_shares_memory_if_all_its_groups_can() -> None:

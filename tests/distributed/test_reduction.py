@@ -36,7 +36,7 @@ def main_grad(inputs: list[tuple[Tensor, float]], **options: Any) -> tuple[str, 
     for x, weight in engine.accumulate(inputs):
         engine.backward(engine(x), weight=weight)
     engine.finish_gradients()
-    ((_, gradient),) = engine.full_state("main_grad")
+    ((_, gradient),) = engine.states.full_state("main_grad")
     return engine.contract.to_dict()["reduce"], gradient.clone()
 
 

@@ -170,7 +170,7 @@ class Plain:
 
 def held(engine: StepEngine) -> list[Tensor]:
     """Copies of all masters and states on this rank."""
-    return [shard.data.clone() for kind in engine.saved_dtypes for shard in engine.local_shards(kind)]
+    return [shard.data.clone() for kind in engine.states.saved_dtypes for shard in engine.states.local_shards(kind)]
 
 
 def computed(engine: StepEngine) -> Tensor:
@@ -191,7 +191,11 @@ def digest(tensor: Tensor) -> str:
 
 def state_digests(engine: StepEngine, *, buffers: bool = True) -> dict[str, str]:
     """Masters and states in full, and this rank's buffers, by ``kind:name``; all ranks call."""
-    full = {f"{kind}:{name}": digest(state) for kind in engine.saved_dtypes for name, state in engine.full_state(kind)}
+    full = {
+        f"{kind}:{name}": digest(state)
+        for kind in engine.states.saved_dtypes
+        for name, state in engine.states.full_state(kind)
+    }
     own = engine.module.named_buffers() if buffers else ()
     return full | {f"buffer:{name}": digest(tensor) for name, tensor in own}
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.model_state import MASTER
 from dtrain.errors import CheckpointError, ConfigError, UsageError
+from dtrain.parameters.model_states import MASTER
 from tests.engines import float8_model
 from tests.engines.checks.audits import corruptions, flaky, flip_master
 from tests.engines.helpers import start, state_digests, train_step
@@ -30,10 +30,10 @@ def test_quantized_copies_and_scales_follow_from_the_masters(recipe: str, tmp_pa
     step()
     engine.save(tmp_path)
     step()
-    shards = [shard for shard in engine.compute_shards() if shard.data.dtype == torch.float8_e4m3fn]
-    kinds = {shard.kind for shard in engine.compute_shards()}
+    shards = [shard for shard in engine.states.compute_shards() if shard.data.dtype == torch.float8_e4m3fn]
+    kinds = {shard.kind for shard in engine.states.compute_shards()}
     assert kinds == {"compute replica", "FP8 scale"} | ({"compute replica (columns)"} if recipe == "rowwise" else set())
-    scales = [shard for shard in engine.compute_shards() if shard.kind == "FP8 scale"]
+    scales = [shard for shard in engine.states.compute_shards() if shard.kind == "FP8 scale"]
     for shard, bit in ((shards[0], 0), (shards[-1], 7), (scales[-1], 23)):
         flip_bit(shard.data, shard.data.numel() - 1, bit)
         # with another scale the copies are not the casts any more
@@ -108,7 +108,7 @@ def test_a_load_replaces_what_a_save_under_way_found_corrupt(tmp_path: Path) -> 
     before = state_digests(engine)
     for path in (tmp_path, tmp_path / "none"):
         train_step(engine, 1)
-        moment = next(shard for shard in engine.local_shards("exp_avg") if shard.data.numel())
+        moment = next(shard for shard in engine.states.local_shards("exp_avg") if shard.data.numel())
         flip_bit(moment.data, 0, 20)  # it has no second copy, so only the thread that writes it can tell
         engine.save(tmp_path, asynchronous=True)
         if path.exists():

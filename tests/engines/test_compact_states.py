@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.checkpoint import open_newest
-from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.errors import ConfigError, CorruptionError
+from dtrain.parameters.model_states import MAIN_GRAD, MASTER
 from dtrain.precision.remainder import RemainderPair
 from tests.engines.checks.optimizers import cast_as_pairs_round
 from tests.engines.helpers import digest, start, state_digests, train_step
@@ -62,7 +62,7 @@ def test_a_write_in_place_becomes_the_whole_master_with_a_warning(caplog: pytest
 def test_the_audit_finds_a_flipped_bit_in_either_half(half: str) -> None:
     engine = new_engine(2, audit=1)
     train_step(engine, 2)
-    shard = next(shard for shard in engine.local_shards(MASTER) if isinstance(shard.values, RemainderPair))
+    shard = next(shard for shard in engine.states.local_shards(MASTER) if isinstance(shard.values, RemainderPair))
     flip_bit(getattr(shard.values, half), 1, 3)
     with pytest.raises(CorruptionError) as caught:
         train_step(engine, 2)

@@ -33,10 +33,10 @@ def start_with(record: Any) -> Any:
 
 def test_a_state_has_the_dtype_and_first_value_of_its_optimizer_if_it_has_one(tmp_path: Path) -> None:
     engine = start_with(BF16_STATE)
-    assert all((state == 0.25).all() for _, state in engine.full_state("momentum"))
+    assert all((state == 0.25).all() for _, state in engine.states.full_state("momentum"))
     assert train_small(engine).applied
     memory, formula = engine.memory(), engine.memory_formula()
-    held = sum(shard.data.nbytes for shard in engine.local_shards("momentum"))
+    held = sum(shard.data.nbytes for shard in engine.states.local_shards("momentum"))
     assert held <= memory["moments"] <= memory["master"] // 2
     assert abs(formula["moments"] - formula["master"] / 2) <= 2  # each is rounded up to whole bytes
     engine.save(tmp_path)
@@ -100,10 +100,10 @@ def test_masters_alone_are_loaded_before_the_first_update(tmp_path: Path) -> Non
     """As of an imported model: the states have their initial values, whatever they were."""
     engine = start_with(BF16_STATE)
     save_only(engine, tmp_path, "master")
-    before = [digest(tensor) for kind in ("master", "momentum") for _, tensor in engine.full_state(kind)]
+    before = [digest(tensor) for kind in ("master", "momentum") for _, tensor in engine.states.full_state(kind)]
     assert train_small(engine).applied
     engine.load(tmp_path)
-    assert [digest(tensor) for kind in ("master", "momentum") for _, tensor in engine.full_state(kind)] == before
+    assert [digest(tensor) for kind in ("master", "momentum") for _, tensor in engine.states.full_state(kind)] == before
     assert engine.applied_steps == 0
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 import dtrain
 from dtrain.checkpoint.directory import committed_checkpoints
-from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CorruptionError
+from dtrain.parameters.model_states import MASTER
 from tests.engines.helpers import batch, start, train_step
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.fault_counts import FaultCounts
@@ -68,14 +68,14 @@ def tensors(engine: StepEngine, kind: str) -> list[tuple[str, str, Tensor]]:
     if kind == "buffer":
         return [("table", kind, engine.module.get_buffer("table"))]
     if kind == "frozen":
-        shards = [(shard.name, kind, shard.data) for shard in engine.frozen_shards()]
-        return shards or [(name, kind, p) for name, p in engine.replicated_frozen().items() if p.numel()]
+        shards = [(shard.name, kind, shard.data) for shard in engine.states.frozen_shards()]
+        return shards or [(name, kind, p) for name, p in engine.states.replicated_frozen().items() if p.numel()]
     if kind != REPLICA:
-        return [(shard.name, kind, shard.data) for shard in engine.local_shards(kind) if shard.data.numel()]
+        return [(shard.name, kind, shard.data) for shard in engine.states.local_shards(kind) if shard.data.numel()]
     if engine.name == "fsdp2" or engine.options.zero_stage == 3:
-        return [(shard.name, kind, shard.data) for shard in engine.compute_shards()]
+        return [(shard.name, kind, shard.data) for shard in engine.states.compute_shards()]
     found = []
-    owned = {shard.name: shard for shard in engine.local_shards(MASTER)}
+    owned = {shard.name: shard for shard in engine.states.local_shards(MASTER)}
     for name, parameter in engine.module.named_parameters():
         if parameter.requires_grad:
             flat, own = parameter.detach().view(-1), owned.get(name)

@@ -68,7 +68,7 @@ def diverge(rank: int, world: int, options: dict[str, Any], methods: list[str], 
         engine.save(path / "old")
     if "wait_for_save" in methods:
         engine.save(path / "waited", asynchronous=True)
-    masters = [shard.data.clone() for shard in engine.local_shards("master")]
+    masters = [shard.data.clone() for shard in engine.states.local_shards("master")]
     try:
         METHODS[methods[rank]](engine, path)
         engine.comm.barrier()  # a method without collectives of its own meets the others at the next one
@@ -85,7 +85,7 @@ def diverge(rank: int, world: int, options: dict[str, Any], methods: list[str], 
         with pytest.raises(CommunicationError, match="the process group was closed when its ranks failed"):
             make_communicator(torch.distributed.group.WORLD, engine.device)
     if "load" not in methods:
-        assert all(torch.equal(a, s.data) for a, s in zip(masters, engine.local_shards("master"), strict=True))
+        assert all(torch.equal(a, s.data) for a, s in zip(masters, engine.states.local_shards("master"), strict=True))
     (path / f"ended-{rank}").touch()
     while time.monotonic() < seen[2] + 2 * LIMIT_S and len(list(path.glob("ended-*"))) < world:
         time.sleep(0.01)  # the others end without the help of this process's end

@@ -213,7 +213,7 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
         arguments[name] = STEP_ARGUMENTS[name]
     elif other:
         run = replace(RUN, accumulation=2)
-    masters = [shard.data for shard in engine.local_shards("master")]
+    masters = [shard.data for shard in engine.states.local_shards("master")]
     before = [master.clone() for master in masters]  # after the write, because an FP32 parameter is its master
     try:
         forward_backward(engine, run, 1)

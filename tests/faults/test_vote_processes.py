@@ -79,7 +79,7 @@ def faults_of(engine: NativeEngine) -> list[Fault]:
 
 
 def snapshot(engine: NativeEngine) -> list[Tensor]:
-    trained = (tensor for kind in engine.saved_dtypes for tensor in engine._held(kind))
+    trained = (tensor for kind in engine.states.saved_dtypes for tensor in engine._held(kind))
     return [tensor.clone() for tensor in (*trained, *engine._storages()["compute"])]
 
 
@@ -130,7 +130,7 @@ def run(rank: int, world: int, options: dict[str, Any]) -> list[tuple[str, str]]
         assert engine.loss_scale.scale == expected_scale, f"{fault}: a bad gradient halves it, a bad loss leaves it"
         untouched = all(torch.equal(a, b) for a, b in zip(before, snapshot(engine), strict=True))
         # at stage 3 a rank may hold only padding, which never changes
-        holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.owned_shards("master"))
+        holds_some = engine.options.zero_stage < 3 or any(True for _ in engine.states.owned_shards("master"))
         assert untouched is not (outcome.applied and holds_some), f"{fault}: masters, moments and replicas"
         clean = attempt(engine, None)
         assert clean.applied, f"{fault}: the next clean step must apply"

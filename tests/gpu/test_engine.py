@@ -180,7 +180,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
     engine = make_engine("bf16", stage, reproducible=True)
     outcomes = train(engine, 2)
     for start in (2, 5):  # the second save goes into the memory of the first
-        expected = {name: tensor.clone() for name, tensor in engine.full_state("exp_avg")}
+        expected = {name: tensor.clone() for name, tensor in engine.states.full_state("exp_avg")}
         path = engine.save(tmp_path, asynchronous=True)
         outcomes += train(engine, 3)  # nothing waits for the copy, nor looks at an outcome
         assert engine.wait_for_save() == path

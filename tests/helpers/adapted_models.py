@@ -128,13 +128,13 @@ def train(engine: NativeEngine, steps: range = range(3)) -> list[float]:
 
 def float8_weights(engine: NativeEngine) -> dict[str, Tensor]:
     """The frozen weights that FP8 products compute with; all ranks call."""
-    return {name: values.clone() for weights in engine.frozen_float8 for name, values in weights.full()}
+    return {name: values.clone() for weights in engine.states.frozen_float8 for name, values in weights.full()}
 
 
 def held(engine: NativeEngine) -> dict[str, list[tuple[int, Tensor]]]:
     """Returns what this rank holds of the frozen parameters, by name: (first element, values)."""
-    found = {shard.name: [(shard.start, shard.data.clone())] for shard in engine.frozen_shards()}
-    whole = {name: [(0, tensor.clone().view(-1))] for name, tensor in engine.replicated_frozen().items()}
+    found = {shard.name: [(shard.start, shard.data.clone())] for shard in engine.states.frozen_shards()}
+    whole = {name: [(0, tensor.clone().view(-1))] for name, tensor in engine.states.replicated_frozen().items()}
     float8 = {name: [(0, tensor.view(-1))] for name, tensor in float8_weights(engine).items()}
     assert not found.keys() & whole.keys()
     return found | whole | float8

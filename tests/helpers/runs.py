@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.rng import rng_key
 from dtrain.engine.step import StepEngine
+from dtrain.parameters.model_states import MAIN_GRAD
 from tests.helpers.oracle import AdamWSettings, Oracle, OracleStep, assert_close_to_largest, normwise_error
 from tests.helpers.zoo import make
 
@@ -83,7 +83,7 @@ def main_gradients(engine: StepEngine, run: Run, step: int) -> dict[str, Tensor]
     engine.finish_gradients()
     total = run.accumulation * engine.world_size
     divisor = engine.loss_scale.scale * sum(run.weight(step, index) for index in range(total))
-    return {name: (gradient / divisor).clone() for name, gradient in engine.full_state(MAIN_GRAD)}
+    return {name: (gradient / divisor).clone() for name, gradient in engine.states.full_state(MAIN_GRAD)}
 
 
 def train_engine(engine: StepEngine, run: Run) -> Result:

@@ -80,7 +80,7 @@ def audit(ranks: int) -> dict[str, float]:
     """The intervals of an audit at stage 2, each of which is fingerprinted by itself."""
     with planned_run(ranks).engine() as (engine, _):
         found: list[Any] = []
-        taken = seconds(lambda: found.extend(engine.whole_compute_shards()))
+        taken = seconds(lambda: found.extend(engine.states.whole_compute_shards()))
         return {"seconds": taken, "intervals": len(found)}
 
 
@@ -112,7 +112,7 @@ def gradient(ranks: int) -> dict[str, float]:
 def _reports(ranks: int) -> list[dict[str, Any]]:
     """Returns what each rank reports of its file when llama-8b is saved."""
     with planned_run(ranks).engine() as (engine, _):
-        plans, kinds = engine.sharded.layouts, list(engine.saved_dtypes)
+        plans, kinds = engine.sharded.layouts, list(engine.states.saved_dtypes)
     reports = []
     for rank in range(ranks):
         file = f"r{rank:04d}.safetensors"

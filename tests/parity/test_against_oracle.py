@@ -35,7 +35,7 @@ def train_all(rank: int, world: int, runs: list[Run]) -> list[Result]:
         with mock.patch.object(deepspeed_config, "PERSISTENT", 0):
             engine = start(run)
         original = make(run.model).build(0)
-        for name, master in engine.full_state("master"):
+        for name, master in engine.states.full_state("master"):
             assert torch.equal(master, original.get_parameter(name)), f"{run}: {name} was rounded"
         results.append(train_engine(engine, run))
         assert not isinstance(engine, DeepSpeedEngine) or engine._deepspeed.global_steps == run.steps

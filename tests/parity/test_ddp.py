@@ -151,7 +151,7 @@ def masters_of_both(rank: int, world: int) -> dict[str, Masters]:
 def masters_and_bits(engine: Any) -> tuple[dict[str, Tensor], list[Tensor]]:
     # for each unused parameter that the library finds, the host would wait for the device
     assert engine.name == "native" or not engine._replicated.find_unused_parameters
-    return engine.master_state(), [shard.data.clone() for shard in engine.local_shards("master")]
+    return engine.master_state(), [shard.data.clone() for shard in engine.states.local_shards("master")]
 
 
 def test_a_loss_may_come_from_anywhere_and_a_loop_may_be_left() -> None:

@@ -36,7 +36,7 @@ def train(precision: str, loss_scale: str | float) -> tuple[list[float], float, 
         engine.backward(loss)
         if step == 0:
             engine.finish_gradients()
-            grads = [g for _, g in engine.full_state("main_grad")]
+            grads = [g for _, g in engine.states.full_state("main_grad")]
             zeros = sum(int((g == 0).sum()) for g in grads) / sum(g.numel() for g in grads)
         losses.append(engine.step().loss * 1e6)
     return losses, zeros, engine.loss_scale.scale
@@ -57,7 +57,9 @@ def test_underflow_is_fixed_by_scaling() -> None:
 
 
 def state(engine: Any) -> list[Tensor]:
-    return [shard.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for shard in engine.local_shards(kind)]
+    return [
+        shard.data.clone() for kind in ("master", "exp_avg", "exp_avg_sq") for shard in engine.states.local_shards(kind)
+    ]
 
 
 def overflow_then_recover(rank: int, world: int, name: str) -> list[tuple[dtrain.StepOutcome, bool]]:
@@ -102,5 +104,5 @@ def test_the_gradient_of_a_frequent_token_is_summed_in_fp32() -> None:
     assert isinstance(engine, NativeEngine)
     engine.backward((engine(tokens) * 0.01).float().sum())
     engine.finish_gradients()
-    ((_, grad),) = engine.full_state("main_grad")
+    ((_, grad),) = engine.states.full_state("main_grad")
     torch.testing.assert_close(grad[3], torch.full((4,), 20.48), rtol=5e-3, atol=0)

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import recorded
 from dtrain.distributed.progress import Phase
 from dtrain.engine.interface import Engine
@@ -29,6 +28,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.model_states import LocalStates
 from dtrain.parameters.running_backward import require_running
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
@@ -50,21 +50,23 @@ class DdpEngine(StepEngine):
 
     def __init__(self, request: EngineRequest) -> None:
         model = request.model
-        super().__init__(request, backward_names(find_groups(model)))
+        self._ddp_states = states = DdpStates(request, self.name, request.step.zero_stage)
+        super().__init__(request, states, backward_names(find_groups(model)))
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        states.parameters = self._parameters
         # FP32, because the parameters are the masters; contiguous, because shards are flat views
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float().contiguous()
-        self._float8_weights = _cache_float8(model, self.contract)
-        numbers = self.plan.numbers
+        states.float8_weights = _cache_float8(model, self.contract)
+        numbers = states.plan.numbers
         shards = [
             LocalShard(name, tuple(p.shape), 0, p.detach().view(-1), torch.empty(0), numbers[name], replicated=True)
             for name, p in self._parameters.items()
         ]
-        self._local_shards = LocalShards(shards, self.plan, self.comm)
+        states.local = LocalShards(shards, states.plan, self.comm)
         self._gradients = _Gradients(self.monitor, self.comm.process_group)
         # tensor hooks run before a gradient is accumulated, so it is weighted before it enters a bucket
-        for number, name in enumerate(self.backward_names):
+        for number, name in enumerate(self._backward_names):
             parameter = self._parameters[name]
             parameter.register_hook(self._gradients.hook(name, number, ref(parameter)))
             parameter.register_post_accumulate_grad_hook(self._gradients.after_accumulation(name, number))
@@ -89,18 +91,18 @@ class DdpEngine(StepEngine):
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self.module(*args, **kwargs)
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         replicated = self._replicated
-        if replicated is None or not self._is_last:
+        if replicated is None or not self._batch.current.is_last:
             accumulates = nullcontext() if replicated is None else replicated.no_sync()
-            with self._gradients.weighted(weight, self._micro_batch), accumulates:
+            with self._gradients.weighted(weight, self._batch.number), accumulates:
                 self._differentiate(loss)
             return
         self._agree_on_sums()
-        with self._gradients.weighted(weight, self._micro_batch):
+        with self._gradients.weighted(weight, self._batch.number):
             self._differentiate(replicated(loss))
         self._add_zeros()
 
@@ -131,7 +133,7 @@ class DdpEngine(StepEngine):
         """
         if self._replicated is not None:
             self._finish_sums(self._replicated)
-        for shard in self._local_shards.shards:
+        for shard in self._ddp_states.local.shards:
             parameter = self._parameters[shard.name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -157,56 +159,60 @@ class DdpEngine(StepEngine):
             )
 
     def _update(self, scalars: UpdateScalars) -> None:
-        self._local_shards.update(scalars)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        # the weights are the masters; only their FP8 copies are cast again, at their next use
-        for weights in self._float8_weights:
-            weights.invalidate()
+        self._ddp_states.local.update(scalars)
+        self.states.refresh()
 
     def _clear_gradients(self) -> None:
         for parameter in self._parameters.values():
             parameter.grad = None
-        for shard in self._local_shards.shards:
+        for shard in self._ddp_states.local.shards:
             shard.main_grad = torch.empty(0)
         self._gradients.num_summed = 0
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self._local_shards.owned_shards(kind)
-
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self._local_shards.local_shards(kind)
-
-    def replicated_masters(self) -> Collection[str]:
-        return self._parameters
-
-    def _check_live(self) -> None:
-        self.contract.check_parameters(self.module)
+    def _watch_reductions(self) -> None:
         self._gradients.reduce_dtype_check = ReduceDtypeCheck(self.policy)
 
-    def _check_step(self) -> None:
-        super()._check_step()
-        for shard in self._local_shards.shards:
-            parameter = self._parameters[shard.name]
-            check_in_place(shard.name, parameter, parameter, shard.master)
 
-    def _held(self, kind: str) -> list[Tensor]:
-        return self._local_shards.tensors(kind)
+class DdpStates(LocalStates):
+    """Whole masters, optimizer states and main grads on every rank.
+
+    Attributes:
+        parameters: the trained parameters, which are the masters, by name.
+        float8_weights: their FP8 copies.
+    """
+
+    parameters: Mapping[str, nn.Parameter]
+    float8_weights: Sequence[QuantizedWeight] = ()
+
+    def refresh(self) -> None:
+        # the weights are the masters; only their FP8 copies are cast again, at their next use
+        for weights in self.float8_weights:
+            weights.invalidate()
+
+    def replicated_masters(self) -> Collection[str]:
+        return self.parameters
+
+    def check(self) -> None:
+        super().check()
+        self.contract.check_parameters(self.module)
+
+    def check_step(self) -> None:
+        super().check_step()
+        for shard in self.local.shards:
+            parameter = self.parameters[shard.name]
+            check_in_place(shard.name, parameter, parameter, shard.master)
 
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
-            "compute": [tensor for weights in self._float8_weights for tensor in weights.cached()],
+            "compute": [tensor for weights in self.float8_weights for tensor in weights.cached()],
             "unsharded": [],
-            "main_grad": [p.grad for p in self._parameters.values() if p.grad is not None],
+            "main_grad": [p.grad for p in self.parameters.values() if p.grad is not None],
             "unreduced_grad": [],
-            **self._local_shards.storages,
+            **self.local.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist within a step only."""
+        """Returns bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist in a step only."""
         held = 4 * self.num_parameters
         return {
             "compute": 0,

@@ -18,6 +18,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.blocks.recompute import Forward
 from dtrain.engine.parts.forward_calls import kept_buffers
+from dtrain.engine.parts.part import StepPart, StepUnderWay
 from dtrain.errors import ConfigError
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.regions import trace_regions, traces_regions
@@ -47,7 +48,7 @@ def resolve_compile(mode: str, device: torch.device) -> str:
     return "none"
 
 
-class CompiledBlocks:
+class CompiledBlocks(StepPart):
     """Compiles the forwards of blocks, and counts the graphs.
 
     Compiled code runs in training only: validation and generation meet other shapes, each of which would take a
@@ -106,7 +107,7 @@ class CompiledBlocks:
         finally:
             self._seconds += time.monotonic() - start
 
-    def end_step(self, step: int) -> None:
+    def after_update(self, step: StepUnderWay) -> None:
         """Logs the graphs of the first step, and warns of those that a later step has compiled, with the reason.
 
         All ranks call; after a measurement they agree here.
@@ -128,7 +129,8 @@ class CompiledBlocks:
             if breaks := _graph_breaks() - self._breaks:
                 logger.warning("compiled blocks are cut by %d graph breaks; %s", breaks, _first_break())
             return
-        logger.warning("step %d compiled blocks again: %s, %d so far; %s", step, graphs, self.num_graphs, _reason())
+        again = "step %d compiled blocks again: %s, %d so far; %s"
+        logger.warning(again, step.number + 1, graphs, self.num_graphs, _reason())
 
     def _measured(
         self, forwards: Sequence[Forward], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

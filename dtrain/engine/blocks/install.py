@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from torch import nn
 
 from dtrain.config.blocks import Blocks
+from dtrain.distributed.communicator import Communicator
 from dtrain.engine.blocks.compiled import CompiledBlocks
 from dtrain.engine.blocks.recompute import recomputed
+from dtrain.engine.request import StepOptions
 from dtrain.errors import ConfigError
 from dtrain.parameters.groups import callable_parts, find_units
 from dtrain.precision.forward import own_forward, replace_forward
@@ -83,3 +85,12 @@ def install_blocks(
             forwards[own, recomputes] = forward if compiled is None else compiled.wrap(forward)
         if forwards[own, recomputes] is not own:
             replace_forward(block, forwards[own, recomputes])
+
+
+def compile_blocks(model: nn.Module, options: StepOptions, comm: Communicator) -> CompiledBlocks | None:
+    """Makes the blocks of ``model`` recomputed or compiled ones, as the options say; returns what compiles them."""
+    blocks = options.blocks
+    compiled = CompiledBlocks(comm, measures=blocks.compile == "auto") if blocks.compile != "none" else None
+    has_hooks = options.zero_stage == 3 or options.engine.name == "fsdp2"
+    install_blocks(model, blocks, getattr(options.engine, "sharding_units", []) if has_hooks else [], compiled)
+    return compiled

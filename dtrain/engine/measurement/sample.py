@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 from dtrain.checkpoint.snapshot import TensorShard
@@ -12,11 +12,11 @@ from dtrain.engine.measurement.float8 import Float8Measurement
 from dtrain.engine.measurement.hooks import hookable_modules, matching_modules
 from dtrain.engine.measurement.totals import max_over_ranks, sum_over_ranks
 from dtrain.engine.measurement.updates import UpdateMeasurement
-from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.magnitudes import MagnitudeCounts
+from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.histogram import Histogram
@@ -26,14 +26,16 @@ from dtrain.precision.rules import format_name
 
 
 class PrecisionSample:
-    """Implements :class:`dtrain.engine.interface.PrecisionMeasurement` for one step of ``engine``.
+    """Implements :class:`dtrain.engine.interface.PrecisionMeasurement` for one step.
 
     Args:
-        engine: between two steps.
+        states: of the model.
         activations: patterns of module names.
         backward_names: the names of the trained parameters, as ``monitor`` numbers them.
         monitor: counts the gradients of the step.
         scale: of the loss in the step.
+        step: counted from 1.
+        finalize: finalizes the last step.
 
     Attributes:
         outcome: of the step, once it is taken.
@@ -41,28 +43,31 @@ class PrecisionSample:
 
     def __init__(
         self,
-        engine: StateEngine,
+        states: ModelStates,
         activations: Sequence[str],
         *,
         backward_names: Sequence[str],
         monitor: GradientMonitor,
         scale: LossScaleState,
+        step: int,
+        finalize: Callable[[], None],
     ) -> None:
-        modules = matching_modules(engine.module, activations, "engine.measure_precision")
-        masters = {shard.name: shard for shard in _masters(engine)}
+        modules = matching_modules(states.module, activations, "engine.measure_precision")
+        masters = {shard.name: shard for shard in _masters(states)}
         linears = {
-            name: module for name, module in hookable_modules(engine.module).items() if isinstance(module, Float8Linear)
+            name: module for name, module in hookable_modules(states.module).items() if isinstance(module, Float8Linear)
         }
         self.outcome: StepOutcome | None = None
-        self._engine = engine
+        self._states = states
+        self._finalize = finalize
         self._names = backward_names
         self._monitor = monitor
         self._scale, self._scale_rule = scale.scale, scale.rule
-        self._activations = ActivationMeasurement(modules, engine.device)
-        self._float8 = Float8Measurement(linears, masters, engine.device)
+        self._activations = ActivationMeasurement(modules, states.comm.device)
+        self._float8 = Float8Measurement(linears, masters, states.comm.device)
         self._magnitudes: MagnitudeCounts | None = None
         self._update: UpdateMeasurement | None = None
-        self._step = engine.attempted_steps + 1
+        self._step = step
         self._report: PrecisionReport | None = None
         self._hooks = ExitStack()
         self._is_open = False
@@ -86,15 +91,15 @@ class PrecisionSample:
     def begin_update(self) -> None:
         """Takes what backward has recorded, and copies the masters."""
         self.close_hooks()
-        engine = self._engine
+        states = self._states
         self._magnitudes = self._monitor.magnitudes
         numbers = {name: number for number, name in enumerate(self._names)}
-        self._update = UpdateMeasurement(_masters(engine), numbers, engine.device)
+        self._update = UpdateMeasurement(_masters(states), numbers, states.comm.device)
 
     def end_update(self) -> None:
         """Compares the masters with their copy."""
         assert self._update is not None
-        self._update.finish(_masters(self._engine))
+        self._update.finish(_masters(self._states))
 
     def require_single_step(self) -> None:
         """Raises ``UsageError`` if the step has been taken."""
@@ -106,14 +111,14 @@ class PrecisionSample:
         if self._is_open:
             raise UsageError("report() inside engine.measure_precision; call it after the context")
         if self._report is None and self.outcome is not None:
-            _ = self._engine.applied_steps  # [Note: finalize before the next collective]
+            self._finalize()  # [Note: finalize before the next collective]
             self._report = self._summed(self.outcome.applied)
         return self._report
 
     def _summed(self, applied: bool) -> PrecisionReport:
-        engine, comm = self._engine, self._engine.comm
+        states, comm = self._states, self._states.comm
         # none: every micro-batch was a dummy
-        own = self._magnitudes or MagnitudeCounts(len(self._names), engine.device)
+        own = self._magnitudes or MagnitudeCounts(len(self._names), comm.device)
         counts = sum_over_ranks(comm, own.counts, label="counts of gradients").tolist()
         largest = max_over_ranks(comm, own.largest, label="largest gradients").tolist()
         updates: Sequence[UpdateShares | None] = [None] * len(counts)
@@ -129,8 +134,8 @@ class PrecisionSample:
             parameters.append(
                 ParameterPrecision(
                     name,
-                    math.prod(engine.shapes[name]),
-                    _gradient_format(engine.contract, name),
+                    math.prod(states.shapes[name]),
+                    _gradient_format(states.contract, name),
                     top / self._scale if math.isfinite(top) else None,
                     histogram,
                     GradientShares.of(histogram, top, factor),
@@ -148,9 +153,9 @@ class PrecisionSample:
         )
 
 
-def _masters(engine: StateEngine) -> Iterator[TensorShard]:
+def _masters(states: ModelStates) -> Iterator[TensorShard]:
     """Yields this rank's share of the masters; over all ranks each element once, so the other replicas have none."""
-    return engine.owned_shards(MASTER) if engine.mesh.replicate.rank == 0 else iter(())
+    return states.owned_shards(MASTER) if states.mesh.replicate.rank == 0 else iter(())
 
 
 def _gradient_format(contract: Contract, name: str) -> str:

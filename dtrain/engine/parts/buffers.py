@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
 from dtrain.distributed.communicator import Communicator
+from dtrain.engine.parts.part import StepPart
 from dtrain.engine.parts.running_statistics import running_statistics
 
 _UNWRITTEN, _OTHER_BITS, _WRITTEN = range(3)
@@ -41,7 +42,7 @@ class _Shared:
     fingerprint: int
 
 
-class SharedBuffers:
+class SharedBuffers(StepPart):
     """Gives all ranks rank 0's persistent buffers: running statistics, and those written since all had the same.
 
     A buffer that nothing has written stays: a flipped bit in rank 0's would become a write on the others, which an
@@ -57,7 +58,7 @@ class SharedBuffers:
         self._comm = comm
         self._shared: dict[str, _Shared] = {}
 
-    def remember(self) -> None:
+    def loaded(self) -> None:
         """Notes that all ranks have the same buffers."""
         if self._comm.world_size > 1:
             _, others = self._buffers()

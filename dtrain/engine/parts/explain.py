@@ -8,7 +8,7 @@ norm are restored, and no gradient reaches a parameter.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.logging import logger
+from dtrain.engine.forward import ModelForward
 from dtrain.engine.outcome import Culprit, Origin
-from dtrain.engine.parts.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
+from dtrain.engine.parts.forward_calls import KeptForwards, kept_buffers
+from dtrain.engine.parts.part import Forward
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
 
@@ -27,12 +29,12 @@ class SkipExplainer:
     """Explains a skipped step when it is finalized.
 
     Args:
-        engine: runs the forwards.
+        forward: runs the forwards.
         calls: the forwards of the step.
     """
 
-    def __init__(self, engine: ForwardEngine, calls: ForwardCalls) -> None:
-        self._engine = engine
+    def __init__(self, forward: ModelForward, calls: KeptForwards) -> None:
+        self._forward = forward
         self._calls = calls
 
     def explain(self, culprit: Culprit | None, loss_scale: float) -> Culprit | None:
@@ -42,16 +44,16 @@ class SkipExplainer:
         """
         if culprit is None or culprit.micro_batch is None:
             return culprit
-        calls = self._calls.last(culprit.micro_batch)
-        search = _Search(self._engine, calls, needs_calls=self._engine.comm.rank == culprit.rank)
+        calls = self._calls.of(culprit.step, culprit.micro_batch)
+        search = _Search(self._forward, calls, needs_calls=self._forward.comm.rank == culprit.rank)
         try:
-            with kept_buffers(self._engine.module):
+            with kept_buffers(self._forward.module):
                 origin = self._agree(culprit.rank, search.search_forward)
-                if origin is None and self._engine.searches_backward:
+                if origin is None and self._forward.searches_backward:
                     owner = (culprit.tensor or "").rpartition(".")[0] if culprit.tensor is not None else None
                     origin = self._agree(culprit.rank, partial(search.search_backward, loss_scale, owner))
         except _ExplanationError as error:
-            if self._engine.comm.rank == 0:
+            if self._forward.comm.rank == 0:
                 logger.warning("the skip of step %d is not explained further: %s", culprit.step + 1, error)
             return culprit
         finally:
@@ -66,7 +68,7 @@ class SkipExplainer:
             own["origin"] = None if found is None else asdict(found)
         except Exception as error:  # of the user's model, or out of memory; the run itself has lost nothing
             own["error"] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        records = [json.loads(text) for text in self._engine.comm.exchange_text(json.dumps(own))]
+        records = [json.loads(text) for text in self._forward.comm.exchange_text(json.dumps(own))]
         for other, record in enumerate(records):
             if record["error"] is not None:
                 raise _ExplanationError(f"rank {other}: {record['error']}")
@@ -84,21 +86,21 @@ class _Search:
     ``needs_calls``: whether there must be one; another rank's micro-batch may be a dummy that ran none.
     """
 
-    def __init__(self, engine: ForwardEngine, calls: list[ForwardCall], *, needs_calls: bool) -> None:
-        self._engine = engine
+    def __init__(self, forward: ModelForward, calls: Sequence[Forward], *, needs_calls: bool) -> None:
+        self._forward = forward
         self._calls = calls
         self._needs_calls = needs_calls
-        self._recorder = ModuleRecorder(engine.module)
+        self._recorder = ModuleRecorder(forward.module)
         self._loss: Tensor | None = None
 
     def search_forward(self) -> Origin | None:
         if self._needs_calls and not self._calls:
             raise RuntimeError("its forward was not kept; set engine.explain_skips before the step")
-        engine = self._engine
+        forward = self._forward
         # without a graph where only the forward is searched: a library must not wait for its backward
-        with torch.set_grad_enabled(engine.searches_backward), self._recorder.recording():
+        with torch.set_grad_enabled(forward.searches_backward), self._recorder.recording():
             for call in self._calls:
-                loss = find_loss(engine.run_forward(call.key, call.args, call.kwargs))
+                loss = find_loss(forward.run(call.key, call.args, call.kwargs))
                 self._loss = loss if loss is not None else self._loss
         if self._recorder.failures:
             raise RuntimeError(self._recorder.failures[0])
@@ -124,7 +126,7 @@ class _Search:
             return None
         with torch.enable_grad():
             scaled = self._loss * loss_scale
-        with self._engine.backward_precision():
+        with self._forward.backward_precision():
             self._recorder.run_backward(scaled)
         self._loss = None
         # the last in forward whose gradient is not finite is the first in backward
@@ -175,14 +177,14 @@ class _Search:
     def nothing_found(self, culprit: Culprit) -> str:
         if culprit.phase == "forward loss":
             return "the forward of the model is finite, so the loss went wrong after it"
-        if not self._engine.searches_backward:
-            return f"the forward is finite; engine={self._engine.name} does not search the backward"
+        if not self._forward.searches_backward:
+            return f"the forward is finite; engine={self._forward.engine} does not search the backward"
         return "the forward is finite, and its loss is computed outside of the model, so the backward was not searched"
 
     def close(self) -> None:
         self._loss = None
         self._recorder.drop_graph()
-        self._engine.discard_forward()
+        self._forward.discard()
 
 
 def _newest(records: list[TensorRecord]) -> list[TensorRecord]:

@@ -2,76 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dtrain.distributed.communicator import Communicator
+from dtrain.config.audit import Audit
+from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
+from dtrain.engine.vote.decide import DecodedDecision
+
+REPLAYED = 0
+"""Number of the micro-batch that an audit computes again."""
 
 
-class ForwardEngine(Protocol):
-    """The part of :class:`dtrain.engine.step.StepEngine` that runs a micro-batch again; see there."""
-
-    name: str
-    module: nn.Module
-    comm: Communicator
-    searches_backward: bool
-
-    def run_forward(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Runs the model's forward under the contract, with random numbers seeded by ``key``."""
-
-    def backward_precision(self) -> AbstractContextManager[None]:
-        """Context of a backward: forwards that recomputation repeats there follow the contract."""
-
-    def discard_forward(self) -> None:
-        """Releases what the engine holds of a forward that gets no backward."""
-
-
-@dataclass(frozen=True)
-class ForwardCall:
-    """A call of the engine: the key of its random numbers, None for none, and its arguments."""
-
-    key: int | None
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
-class ForwardCalls:
-    """Keeps references to the arguments of a step's forwards until the step is finalized.
+class KeptForwards(StepPart):
+    """Keeps references to the arguments of a step's forwards, if they may be run again, until the step is finalized.
 
     The caller must not overwrite them before the next step.
+
+    Args:
+        settings: which steps are replayed.
     """
 
-    def __init__(self) -> None:
-        self._current: dict[int, list[ForwardCall]] = {}  # of the step under way, by micro-batch
-        self._last: dict[int, list[ForwardCall]] = {}  # of the last step, until it is finalized
+    def __init__(self, settings: Audit) -> None:
+        self._settings = settings
+        self._calls: dict[int, dict[int, list[Forward]]] = {}  # by step and micro-batch
 
-    def remember(self, micro_batch: int, key: int | None, args: Any, kwargs: Any, *, is_first: bool) -> None:
-        """Keeps the arguments of a forward, the first of its micro-batch or a later one."""
-        if is_first:  # of its micro-batch: those before it were given up
-            self._current[micro_batch] = []
-        args, kwargs = pytree.tree_map(_without_graph, (args, kwargs))
-        self._current.setdefault(micro_batch, []).append(ForwardCall(key, args, kwargs))
+    def before_forward(self, call: Forward) -> None:
+        is_replayed = call.micro_batch == REPLAYED and self._settings.replays(call.step + 1)
+        if not call.is_training or not (call.is_explained or is_replayed):
+            return
+        if call.begins_step:  # a step that ended the run is never finalized
+            self._calls = {step: calls for step, calls in self._calls.items() if step == call.step - 1}
+        of_step = self._calls.setdefault(call.step, {})
+        if call.is_first:
+            of_step[call.micro_batch] = []
+        args, kwargs = pytree.tree_map(_without_graph, (call.args, call.kwargs))
+        of_step.setdefault(call.micro_batch, []).append(replace(call, args=args, kwargs=kwargs))
 
-    def end_step(self) -> None:
-        """The arguments kept so far are those of the step that is to be finalized."""
-        self._last, self._current = self._current, {}
+    def of(self, step: int, micro_batch: int) -> Sequence[Forward]:
+        """Returns the forwards of a micro-batch of attempted step ``step``, counted from 0."""
+        return self._calls.get(step, {}).get(micro_batch, ())
 
-    def forget(self) -> None:
-        """Releases the last step's arguments."""
-        self._last = {}
+    def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
+        self._calls.pop(decision.step, None)
 
-    def current(self, micro_batch: int) -> list[ForwardCall]:
-        """Returns the forwards of a micro-batch of the step under way."""
-        return self._current.get(micro_batch, [])
-
-    def last(self, micro_batch: int) -> list[ForwardCall]:
-        """Returns the forwards of a micro-batch of the last step."""
-        return self._last.get(micro_batch, [])
+    def end_step(self, step: StepUnderWay) -> None:
+        if step.outcome is None:  # the next step has the same number
+            self._calls.pop(step.number, None)
 
 
 def _without_graph(value: Any) -> Any:

@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
+from dtrain.config.audit import Audit
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.deterministic import deterministic_kernels
-from dtrain.engine.parts.forward_calls import ForwardCall, ForwardCalls, ForwardEngine, kept_buffers
+from dtrain.engine.forward import ModelForward
+from dtrain.engine.parts.forward_calls import REPLAYED, KeptForwards, kept_buffers
+from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
 from dtrain.errors import Corruption, CorruptionError, UsageError
+from dtrain.parameters.model_states import ModelStates
 from dtrain.parameters.running_backward import backward_of
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import named_tensors
 
-_MICRO_BATCH = 0
 _NUM_LISTED = 8  # tensors in the message
-
-
-class ReplayedEngine(ForwardEngine, Protocol):
-    """The part of :class:`dtrain.engine.step.StepEngine` that a replay needs."""
-
-    attempted_steps: int
-
-    def unsharded_parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the tensors that stand for sharded parameters in the model while these are unsharded."""
 
 
 @dataclass
@@ -47,37 +40,39 @@ class _Pass:
             self.values.append(fingerprint_tensor([(values, 0)], values.device)[0])
 
 
-class MicroBatchReplay:
+class MicroBatchReplay(StepPart):
     """Replays the first micro-batch of a step on each rank, before the update.
 
     No gradient reaches a main grad, because it is no backward of the engine: [Note: another engine's backward]. Buffers
     and random numbers are as before afterwards.
 
     Args:
-        engine: runs the forwards.
+        settings: which steps are replayed.
+        forward: runs the forwards.
+        states: of the model.
         calls: those of the step under way.
     """
 
-    def __init__(self, engine: ReplayedEngine, calls: ForwardCalls) -> None:
-        self._engine = engine
+    def __init__(self, settings: Audit, forward: ModelForward, states: ModelStates, calls: KeptForwards) -> None:
+        self._settings = settings
+        self._forward = forward
+        self._states = states
         self._calls = calls
 
-    def keeps(self, micro_batch: int) -> bool:
-        """Whether the forwards of that micro-batch are needed."""
-        return micro_batch == _MICRO_BATCH
-
-    def check(self, loss_scale: float) -> None:
-        """Compares two passes; all ranks call together, because forwards may communicate.
+    def before_update(self, step: StepUnderWay) -> None:
+        """Compares two passes, if the step is replayed; all ranks call together, because forwards may communicate.
 
         Raises:
             CorruptionError: a rank's passes differ; the same on every rank.
             UsageError: a pass failed on a rank.
         """
-        engine, calls = self._engine, self._calls.current(_MICRO_BATCH)
+        if not self._settings.replays(step.number + 1):
+            return
+        calls = self._calls.of(step.number, REPLAYED)
         found = on_every_rank(
-            engine.comm,
+            self._forward.comm,
             "audit.replay_every: computing a micro-batch again",
-            lambda: self._compare(calls, loss_scale),
+            lambda: self._compare(calls, step.loss_scale),
             UsageError,
         )
         corruptions = [
@@ -90,20 +85,20 @@ class MicroBatchReplay:
             listed = "; ".join(map(str, corruptions[:_NUM_LISTED]))
             more = f"; and {len(corruptions) - _NUM_LISTED} more" if len(corruptions) > _NUM_LISTED else ""
             raise CorruptionError(
-                f"step {engine.attempted_steps}: forward and backward of micro-batch {_MICRO_BATCH}, computed twice "
+                f"step {step.number}: forward and backward of micro-batch {REPLAYED}, computed twice "
                 f"from the same weights, inputs and random numbers, differ on rank {' and '.join(map(str, ranks))}; in "
                 f"the order of computation: {listed}{more}. Nothing was updated. The arithmetic of that machine is "
                 f"wrong at times, or a module of the model depends on something else than its inputs",
                 corruptions,
             )
 
-    def _compare(self, calls: list[ForwardCall], loss_scale: float) -> list[tuple[str, str]]:
+    def _compare(self, calls: Sequence[Forward], loss_scale: float) -> list[tuple[str, str]]:
         """Returns kind and name of the tensors that differ, in the order of computation."""
         try:
             with deterministic_kernels():
                 first, second = (self._run(calls, loss_scale) for _ in range(2))
         finally:
-            self._engine.discard_forward()
+            self._forward.discard()
         if first.keys != second.keys:
             pairs = zip(first.keys, second.keys, strict=False)
             shorter = min(len(first.keys), len(second.keys))
@@ -114,16 +109,16 @@ class MicroBatchReplay:
         differs = (torch.stack(first.values) != torch.stack(second.values)).tolist()
         return [key for key, other in zip(first.keys, differs, strict=True) if other]
 
-    def _run(self, calls: list[ForwardCall], loss_scale: float) -> _Pass:
-        engine, result = self._engine, _Pass()
+    def _run(self, calls: Sequence[Forward], loss_scale: float) -> _Pass:
+        forward, result = self._forward, _Pass()
         with ExitStack() as stack:
-            stack.enter_context(kept_buffers(engine.module))
+            stack.enter_context(kept_buffers(forward.module))
             roots: list[Tensor] = []
             with torch.enable_grad():
                 for number, call in enumerate(calls):
                     # a forward in eval mode has no key: both passes need the same numbers, and the caller's kept
                     key = number if call.key is None else call.key
-                    output = engine.run_forward(key, call.args, call.kwargs)
+                    output = forward.run(key, call.args, call.kwargs)
                     loss = find_loss(output)
                     for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
                         result.add("loss" if tensor is loss else "output", name, tensor)
@@ -132,15 +127,15 @@ class MicroBatchReplay:
             for name, parameter in self._parameters().items():
                 stack.callback(parameter.register_hook(partial(_add_gradient, result, name)).remove)
             if roots:
-                with backward_of(self), engine.backward_precision():
+                with backward_of(self), forward.backward_precision():
                     torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
-            for name, buffer in engine.module.named_buffers():
+            for name, buffer in forward.module.named_buffers():
                 result.add("buffer", name, buffer)
         return result
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         """Returns the tensors at which the gradients of the trained parameters arrive."""
-        found = dict(self._engine.module.named_parameters()) | self._engine.unsharded_parameters()
+        found = dict(self._forward.module.named_parameters()) | self._states.unsharded_parameters()
         return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
 
 

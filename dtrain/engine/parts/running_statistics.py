@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.engine.deterministic import keeps_running_statistics
+from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
 
 
 def running_statistics(model: nn.Module) -> Iterator[Tensor]:
@@ -25,7 +26,7 @@ class _Kept:
     before: Tensor
 
 
-class RunningStatistics:
+class RunningStatistics(StepPart):
     """Keeps the running statistics as they were before the step under way.
 
     A forward writes them before it is known whether its step is applied. One of a NaN or an overflow would stay in them
@@ -40,19 +41,28 @@ class RunningStatistics:
         self._has_any = any(True for _ in running_statistics(model))
         self._kept: list[_Kept] = []
 
-    def keep(self, *, begins: bool) -> None:
-        """Copies the statistics before a forward, unless an earlier forward of the step has.
+    def before_forward(self, call: Forward) -> None:
+        """Copies the statistics, unless an earlier forward of the step has.
 
-        Args:
-            begins: whether the step begins with this forward; those before it were given up.
+        A forward without gradients outside of a micro-batch is the caller's own, as when statistics are measured again.
         """
-        if not self._has_any or (self._kept and not begins):
+        if not self._has_any or not call.belongs_to_step or (self._kept and not call.begins_step):
             return
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for buffer in running_statistics(self._model):
             # a write to .data is not counted: the graph of a forward that awaits its backward may hold the buffer
             by_dtype.setdefault(buffer.dtype, []).append(buffer.data.view(-1))
         self._kept = [_Kept(live, torch.cat(live)) for live in by_dtype.values()]
+
+    def after_update(self, step: StepUnderWay) -> None:
+        assert step.decision is not None
+        self.restore(step.decision.code)
+
+    def end_step(self, step: StepUnderWay) -> None:
+        self.restore()  # of a step that was not taken
+
+    def loaded(self) -> None:
+        self.forget()
 
     def forget(self) -> None:
         """Releases the copies: the statistics stay as they are."""

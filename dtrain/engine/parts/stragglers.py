@@ -22,6 +22,9 @@ import torch
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.distributed.progress import Phase, Progress
+from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.parts.part import StepPart, StepUnderWay
+from dtrain.engine.vote.decide import DecodedDecision
 
 SLOW = 1.2
 """A rank is slow if it is busy for more than this times the median."""
@@ -76,7 +79,7 @@ class BusyTimes:
         )
 
 
-class BusyMeter:
+class BusyMeter(StepPart):
     """Measures this rank's busy time, and compares it with the others' at the end of each window.
 
     Args:
@@ -101,7 +104,17 @@ class BusyMeter:
         self._window_steps = 0
         self._warned: tuple[int, Phase | None] | None = None
 
-    def end_step(self, step: int) -> float:
+    def before_update(self, step: StepUnderWay) -> None:
+        step.busy_s = self._end(step.number)
+
+    def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
+        self._compare(decision.step, decision.hosts.column("busy_s"))
+
+    def end_step(self, step: StepUnderWay) -> None:
+        if step.outcome is not None:
+            self._begin(step.number + 1)
+
+    def _end(self, step: int) -> float:
         """Ends the timing of ``step`` before its vote; returns the busy seconds of the window that it ends, else 0."""
         is_recorded = self._events is not None and self._events.stop()  # also if nothing is to be compared any more
         self._num_steps += self._events is None or is_recorded
@@ -114,14 +127,14 @@ class BusyMeter:
         self._before, self._window_steps, self._num_steps = now, self._num_steps, 0
         return sum(self._window)
 
-    def begin_step(self, step: int) -> None:
+    def _begin(self, step: int) -> None:
         """Begins the timing of ``step`` after the update of the one before it."""
         if self._events is None or not self.every or self._comm.world_size == 1:
             return
         if step % _SAMPLE_EVERY == 2 and (step + 1) % self.every:
             self._events.start()
 
-    def compare(self, step: int, seconds: Sequence[float]) -> None:
+    def _compare(self, step: int, seconds: Sequence[float]) -> None:
         """Compares the busy ``seconds`` of all ranks in the window that ``step`` ended; all ranks call.
 
         They gather the phases if a rank is slow, which all of them see.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -22,38 +22,38 @@ from torch import Tensor, nn
 from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger
-from dtrain.engine.model_state import MASTER, StateEngine
+from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
+from dtrain.engine.run_state import RunState
+from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import written_difference
 from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
 from dtrain.parameters.groups import matching_parameters
+from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import RemainderPair
 
 _BITS = {2: torch.int16, 4: torch.int32}
 _MODIFY = "write weights inside `with engine.modify_weights():`"
 
 
-class WrittenWeights:
+class WrittenWeights(StepPart):
     """Notices writes to an engine's parameters, takes them over, and shows whole masters for writing.
 
     Args:
-        engine: its parameters are read at the first :meth:`remember`, when it is complete.
+        states: the parameters are read at the first :meth:`remember`, when they are complete.
+        run: its applied steps.
 
     Attributes:
-        text: what this rank has written since the engine's own last write, as JSON: fingerprints by name.
-        hash: of ``text``; 0 if nothing was written.
-        names: of the parameters in ``text``.
         is_modifying: whether a block of :meth:`modified` is running.
     """
 
-    def __init__(self, engine: StateEngine) -> None:
-        self._engine = engine
+    def __init__(self, states: ModelStates, run: RunState) -> None:
+        self._states = states
+        self._run = run
         self._parameters: dict[str, nn.Parameter] = {}
         self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # module, key: tied parameters have several
         self._versions: list[int] = []
         self._unsharded_versions: dict[str, int] = {}
-        self.text = "{}"
-        self.hash = 0
-        self.names: Collection[str] = ()
         self.is_modifying = False
         self._rounded: set[str] = set()  # parameters whose masters have lost their remainders by a write
         self._was_written = False  # on all ranks: they have agreed on a write
@@ -63,32 +63,49 @@ class WrittenWeights:
     def remember(self) -> None:
         """Counts all writes so far as the engine's own; called after each of them."""
         if not self._parameters:
-            model = self._engine.module
+            model = self._states.module
             self._parameters = dict(model.named_parameters())
             self._places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
         self._versions = [parameter._version for parameter in self._parameters.values()]
-        self._unsharded_versions = {name: p._version for name, p in self._engine.unsharded_parameters().items()}
+        self._unsharded_versions = {name: p._version for name, p in self._states.unsharded_parameters().items()}
 
-    def take(self) -> None:
-        """Takes over what this rank has written since :meth:`remember`; before the vote, which compares ``hash``.
+    def loaded(self) -> None:
+        self.remember()
+
+    def before_forward(self, call: Forward) -> None:
+        self.require_closed("__call__")
+
+    def before_reduction(self, step: StepUnderWay) -> None:
+        """Takes over what this rank has written since :meth:`remember`; the vote compares its hash.
 
         Raises:
             UsageError: the write cannot reach a master.
         """
-        self.names = written = self._found()
-        self.text = json.dumps(written, sort_keys=True)
-        # 7 bytes: integers of the vote's records have 63 bits
-        self.hash = int.from_bytes(hashlib.sha256(self.text.encode()).digest()[:7], "big") or 1 if written else 0
+        written = self._found()
+        text = json.dumps(written, sort_keys=True)
+        if written:
+            step.written_text, step.written_names = text, tuple(written)
+            # 7 bytes: integers of the vote's records have 63 bits
+            step.written_weights = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big") or 1
+            self._was_written = True
         self._adopt(written)
+
+    def after_update(self, step: StepUnderWay) -> None:
+        self.remember()
+
+    def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
+        """Waits for ranks that still read the weights, if the user has written before; the next write may follow."""
+        if self._was_written:  # only then, because it takes a collective in each step
+            self._states.await_readers()
 
     def take_together(self) -> Collection[str]:
         """Compares with the other ranks first, then takes over; all ranks call. Returns the names of what was written.
 
         Raises:
             DivergenceError: the ranks have written different values; nothing was taken over.
-            UsageError: as in :meth:`take`.
+            UsageError: as in :meth:`before_reduction`.
         """
-        found = on_every_rank(self._engine.comm, "", self._found, UsageError, expected=(UsageError,))
+        found = on_every_rank(self._states.comm, "", self._found, UsageError, expected=(UsageError,))
         if any(other != found[0] for other in found):
             raise DivergenceError(written_difference(found))
         if found[0]:
@@ -122,8 +139,8 @@ class WrittenWeights:
         Raises:
             UsageError: a write is lost, because the engine holds the weight elsewhere, or the parameter was replaced.
         """
-        engine = self._engine
-        unsharded = engine.unsharded_parameters()
+        states = self._states
+        unsharded = states.unsharded_parameters()
         lost = [name for name, p in unsharded.items() if p._version != self._unsharded_versions.get(name, 0)]
         for module, key, parameter in self._places:
             current = module._parameters.get(key)
@@ -139,15 +156,15 @@ class WrittenWeights:
             return []
         pairs = zip(self._parameters, versions, self._versions, strict=True)
         names = [name for name, version, before in pairs if version != before]
-        unreachable = engine.unreachable_parameters() if names else ()
+        unreachable = states.unreachable_parameters() if names else ()
         lost += [name for name in names if name in unreachable]
         if lost:
             for name in lost:
                 _restore_placeholder(self._parameters[name])
             self.remember()  # raised once: the masters are as they were
             raise UsageError(
-                f"parameter '{lost[0]}' was written to while engine={engine.name} at zero_stage="
-                f"{engine.options.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
+                f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
+                f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
                 f"{len(lost)}); {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
@@ -160,7 +177,7 @@ class WrittenWeights:
         of its master was written, so all of that master becomes the weight.
         """
         self._disown_source(names)
-        for shard in self._engine.local_shards(MASTER) if names else ():
+        for shard in self._states.local_shards(MASTER) if names else ():
             parameter = self._parameters[shard.name]
             if shard.name not in names or _is_dtensor(parameter):  # a DTensor's values are the masters
                 continue
@@ -178,7 +195,7 @@ class WrittenWeights:
         self._restart_states(names)
 
     def _warn_of_rounding(self, name: str) -> None:
-        if name not in self._rounded and self._engine.rank == 0:
+        if name not in self._rounded and self._states.comm.rank == 0:
             logger.warning(
                 f"parameter '{name}' was written to; with engine.master=remainder all of its FP32 master is now the "
                 f"written BF16 weight, also where the write changed nothing; {_MODIFY}, which keeps the rest"
@@ -188,25 +205,19 @@ class WrittenWeights:
     @torch.no_grad()
     def _restart_states(self, names: Collection[str]) -> None:
         """Before the first update, a state that starts as the master (the moving average) follows what was written."""
-        engine = self._engine
-        kinds = [kind for kind, spec in engine.plan.specs.items() if spec.init is None]
-        if not names or not kinds or engine.applied_steps:
+        states = self._states
+        kinds = [kind for kind, spec in states.plan.specs.items() if spec.init is None]
+        if not names or not kinds or self._run.applied_steps:
             return
-        masters = {shard.name: shard for shard in engine.local_shards(MASTER)}
-        for shard in (shard for kind in kinds for shard in engine.local_shards(kind)):
+        masters = {shard.name: shard for shard in states.local_shards(MASTER)}
+        for shard in (shard for kind in kinds for shard in states.local_shards(kind)):
             if shard.name in names:
-                engine.plan.specs[shard.kind].fill(shard.data, masters[shard.name].data)
+                states.plan.specs[shard.kind].fill(shard.data, masters[shard.name].data)
 
     def _disown_source(self, names: Collection[str]) -> None:
         """Lets checkpoints hold the frozen weights again if some of them are among ``names``, which were written."""
-        if not self._engine.frozen.keys().isdisjoint(names):
-            self._engine.frozen_source = None
-
-    def expect_more(self) -> None:
-        """Waits for ranks that still read the weights, if the user has written before; the next write may follow."""
-        self._was_written = self._was_written or self.hash != 0
-        if self._was_written:  # only then, because it takes a collective in each step
-            self._engine.await_readers()
+        if not self._states.frozen.keys().isdisjoint(names):
+            self._states.frozen_source = None
 
     # -- engine.modify_weights ---------------------------------------------------------------------------------------
 
@@ -216,15 +227,15 @@ class WrittenWeights:
             raise UsageError(f"engine.{verb} inside engine.modify_weights; call it after the with block")
 
     @contextmanager
-    def modified(self, patterns: Sequence[str], refresh: Callable[[], None]) -> Iterator[None]:
-        """See :meth:`dtrain.engine.interface.Engine.modify_weights`; ``refresh`` casts masters to compute weights."""
-        engine = self._engine
+    def modified(self, patterns: Sequence[str]) -> Iterator[None]:
+        """See :meth:`dtrain.engine.interface.Engine.modify_weights`."""
+        states = self._states
         self.take_together()
         chosen = self._chosen(patterns)
-        engine.open_weights(chosen)
-        states = ((name, tensor.clone()) for name, tensor in engine.full_state(MASTER) if name in chosen)
-        values = dict(states) | {name: tensor.clone() for name, tensor in engine.full_frozen() if name in chosen}
-        frozen = [name for name in values if name in engine.frozen and engine.frozen_source]
+        states.open_weights(chosen)
+        masters = ((name, tensor.clone()) for name, tensor in states.full_state(MASTER) if name in chosen)
+        values = dict(masters) | {name: tensor.clone() for name, tensor in states.full_frozen() if name in chosen}
+        frozen = [name for name in values if name in states.frozen and states.frozen_source]
         prints = {name: _fingerprint(values[name]) for name in frozen}
         before = {name: self._parameters[name].data for name in values if not _is_dtensor(self._parameters[name])}
         failure: Exception | None = None
@@ -240,27 +251,27 @@ class WrittenWeights:
             failure = error
         finally:
             self._put_back(before)
-            engine.open_weights(())
+            states.open_weights(())
             self.is_modifying = False
             pairs = zip(self._parameters.items(), self._versions, strict=True)
             # others may have been written too: that is noticed later
             self._versions = [p._version if name in values else before for (name, p), before in pairs]
         self._agree(values, failure)
-        for shard in engine.local_shards(MASTER):
+        for shard in states.local_shards(MASTER):
             if shard.name in values:
                 shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
         self._restart_states(values)
         self._disown_source([name for name in frozen if _fingerprint(values[name]) != prints[name]])
-        engine.take_frozen({name: value for name, value in values.items() if name in engine.frozen})
+        states.take_frozen({name: value for name, value in values.items() if name in states.frozen})
         self._was_written = True
-        refresh()
+        states.refresh()
         self.remember()
 
     def _chosen(self, patterns: Sequence[str]) -> set[str]:
         if not patterns:
             return set(self._parameters)
         try:
-            return matching_parameters(self._engine.module, patterns, "modify_weights")
+            return matching_parameters(self._states.module, patterns, "modify_weights")
         except ConfigError as error:
             raise UsageError(str(error)) from None
 
@@ -307,7 +318,7 @@ class WrittenWeights:
     def _agree(self, values: Mapping[str, Tensor], failure: Exception | None) -> None:
         """Compares ``values`` over the ranks; a failure on one is raised on all."""
         report = {"error": describe(failure)} if failure else {name: _fingerprint(v) for name, v in values.items()}
-        reports = [json.loads(text) for text in self._engine.comm.exchange_text(json.dumps(report))]
+        reports = [json.loads(text) for text in self._states.comm.exchange_text(json.dumps(report))]
         if failure is not None:
             raise failure
         rank = next((rank for rank, other in enumerate(reports) if "error" in other), None)

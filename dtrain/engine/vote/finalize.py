@@ -12,6 +12,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.evidence import CalibrationEvidence
@@ -94,7 +95,9 @@ class StepFinalizer:
 
     Args:
         comm: the ranks.
+        run: its applied steps.
         locate_culprit: returns the culprit of a skipped step, if it has one; all ranks call it together.
+        on_finalized: called with each outcome and decision that did not end the run; all ranks call it together.
         evidence: what a calibration of the loss scale reports beside its choice; None: nothing.
 
     Attributes:
@@ -102,18 +105,18 @@ class StepFinalizer:
         skips: counts skipped steps.
         config_text: what all ranks must agree on, as canonical JSON.
         is_synchronous: whether the engine finalizes each step at its end.
-        applied_steps: updates of the masters.
         save_failed: whether a rank has reported that the save under way has failed; whoever raises the failure resets
             it.
-        on_decision: called with each decision that did not end the run; all ranks call it together.
     """
 
     def __init__(
         self,
         comm: Communicator,
+        run: RunState,
         scale: LossScaleState,
         skips: SkipCounter,
         locate_culprit: Callable[[DecodedDecision], Culprit | None],
+        on_finalized: Callable[[StepOutcome, DecodedDecision], None],
         config_text: str,
         *,
         is_synchronous: bool,
@@ -123,11 +126,11 @@ class StepFinalizer:
         self.skips = skips
         self.config_text = config_text
         self.is_synchronous = is_synchronous
-        self.applied_steps = 0
         self.save_failed = False
-        self.on_decision: Callable[[DecodedDecision], None] | None = None
         self._comm = comm
+        self._run = run
         self._locate_culprit = locate_culprit
+        self._on_finalized = on_finalized
         self._evidence = evidence
         self._readback = Readback(comm.device)
         self._read: Callable[[], DecodedDecision] | None = None  # of the last step, until that is finalized
@@ -202,10 +205,9 @@ class StepFinalizer:
         # a non-finite forward loss leaves the scale alone: no scale fixes it
         if outcome.reason in (None, "overflow"):
             self._update_scale(found_inf=not outcome.applied, max_abs_grad=decision.max_abs_grad)
-        if self.on_decision is not None:
-            self.on_decision(decision)
+        self._on_finalized(outcome, decision)
         if outcome.applied:
-            self.applied_steps += 1
+            self._run.applied_steps += 1
             self.skips.applied(outcome)
         else:
             self.skips.skipped(outcome, decision, self.scale)

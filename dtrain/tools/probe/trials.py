@@ -17,9 +17,9 @@ from dtrain.config.schema import RunConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.adapters.native import NativeEngine
-from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.outcome import StepOutcome
 from dtrain.models import build_model
+from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.float8.options import resolve_float8
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.fp16_products import FP16Products
@@ -169,7 +169,7 @@ class FormatTraining:
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradient of the last step by parameter, before clipping, times the loss scale."""
-        return dict(self.engine.full_state(MAIN_GRAD))
+        return dict(self.engine.states.full_state(MAIN_GRAD))
 
     def first_cosine(self, reference: Mapping[str, Tensor]) -> float:
         """Returns the cosine of the gradients of the step just taken with ``reference``; NaN after a failure."""

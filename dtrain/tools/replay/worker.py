@@ -23,11 +23,11 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device, connect, connect_by_file, disconnect
-from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, ConfigError, NonFiniteError
 from dtrain.models import build_model
+from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import ModuleRecorder
 from dtrain.telemetry.metrics import finite
@@ -199,7 +199,7 @@ class _Replayer:
         engine = self.engine
         engine.finish_gradients()
         divisor = engine.loss_scale.scale * sum_weights
-        return write_gradients(folder, engine.full_state(MAIN_GRAD), divisor, writes=engine.rank == 0)
+        return write_gradients(folder, engine.states.full_state(MAIN_GRAD), divisor, writes=engine.rank == 0)
 
     def _vote(self) -> tuple[StepOutcome, Culprit | None]:
         try:

@@ -99,7 +99,7 @@ def trace_run(run: PlannedRun, efficiency: float, step_ms: float | None) -> Trac
             Buffer(layout.name, layout.numel, sum(slot.stop - slot.start for slot in layout.slots))
             for layout in engine.sharded.layouts
         ]
-        shard_ranks = engine.mesh.shard.world_size
+        shard_ranks = engine.states.mesh.shard.world_size
         exchange = engine.sharded.reducer.exchange
         sends = {send.label: send.dtype.itemsize for send in getattr(exchange, "sends", ())}
         return Traced(run, traces, count, startup, sends, engine.memory(), sizes, _saved(engine), shard_ranks)
@@ -107,7 +107,7 @@ def trace_run(run: PlannedRun, efficiency: float, step_ms: float | None) -> Trac
 
 def _saved(engine: NativeEngine) -> tuple[int, int]:
     """Returns the bytes that rank 0 saves, and those of all ranks, if these have as many for each parameter."""
-    own = {kind: list(engine.owned_shards(kind)) for kind in engine.saved_dtypes}
+    own = {kind: list(engine.states.owned_shards(kind)) for kind in engine.states.saved_dtypes}
     nbytes = sum(shard.nbytes for shards in own.values() for shard in shards)
     elements = max(sum(shard.data.numel() for shard in shards) for shards in own.values())
     whole = sum(slot.spec.numel for layout in engine.sharded.layouts for slot in layout.slots)

@@ -11,9 +11,10 @@ from typing import Any
 from dtrain.config.engines import Native
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY
 from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
-from dtrain.engine.adapters.native import TRANSFER, NativeEngine
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ConfigError
 from dtrain.planning.memory import PER_SAMPLE, UNSHARDED, StepMemory, split_memory
+from dtrain.sharding.states import TRANSFER
 from dtrain.train.memory.plan import FITS, MemoryPlan, plan_memory, saved_copy
 from dtrain.train.planned import PlannedRun
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from dtrain.engine.model_state import StateEngine
+from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
 from dtrain.planning.heap import Heap
 from dtrain.planning.memory import NUM_STEPS, UNSHARDED, Margin, StepMemory, margin, run_steps
@@ -119,13 +119,13 @@ def _notes(run: PlannedRun) -> Iterator[str]:
         yield "the plan counts the inputs of recomputed blocks on the device; model.offload_activations moves them away"
 
 
-def saved_copy(run: PlannedRun, engine: StateEngine) -> int:
+def saved_copy(run: PlannedRun, engine: Engine) -> int:
     """Returns the bytes of :data:`SAVED_COPY` while a step runs."""
     config = run.config
     is_copied = config.checkpoint.asynchronous and 0 < config.train.save_every < config.train.steps
     if run.device.type != "cpu" or not is_copied:
         return 0
-    return sum(shard.nbytes for kind in engine.saved_dtypes for shard in engine.owned_shards(kind))
+    return sum(shard.nbytes for kind in engine.states.saved_dtypes for shard in engine.states.owned_shards(kind))
 
 
 def largest_micro_batch(run: PlannedRun, plan: MemoryPlan) -> int:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.model_state import MASTER
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CorruptionError
+from dtrain.parameters.model_states import MASTER
 from tests.engines.helpers import batch, held, same, state_digests, train_step
 from tests.engines.matrix import Case, Trial, check
 from tests.helpers.bit_flips import flip_bit
@@ -24,7 +24,7 @@ def flip_master(engine: StepEngine, rank: int) -> str:
     engine.comm.barrier()  # the other ranks may still gather from this one
     if engine.rank != rank:
         return ""
-    shard = next(shard for shard in engine.local_shards(MASTER) if shard.data.numel())
+    shard = next(shard for shard in engine.states.local_shards(MASTER) if shard.data.numel())
     flip_bit(shard.data, 0, 20)
     return shard.name
 

@@ -96,7 +96,7 @@ def float8_casts_a_weight_once_a_step(trial: Trial) -> None:
         return linear.quantized_weight.copies(linear.get_parameter("weight"))[0].values
 
     def master() -> Tensor:
-        whole = dict(engine.full_state("master"))[f"{FLOAT8[0]}.weight"]
+        whole = dict(engine.states.full_state("master"))[f"{FLOAT8[0]}.weight"]
         return quantize(whole, E4M3, rowwise=False).values
 
     at_first = digest(copies())

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion, Muon
-from dtrain.engine.model_state import MAIN_GRAD
 from dtrain.engine.step import StepEngine
 from dtrain.optim import flat, matrix
+from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.remainder import RemainderPair, split
 from dtrain.sharding.group import FlatBuffer
 from tests.engines.helpers import Plain, batch, computed, digest, state_digests, train_step
@@ -200,7 +200,9 @@ def bf16_gradients_are_those_of_fp32_up_to_one_rounding_an_addition(trial: Trial
         for index in engine.accumulate(range(trial.rank, micro_batches, trial.ranks)):
             engine.backward(engine(tokens=batch(index)), weight=1.0 + index)
         engine.finish_gradients()
-        found[grad_dtype, micro_batches] = {name: tensor.float() for name, tensor in engine.full_state(MAIN_GRAD)}
+        found[grad_dtype, micro_batches] = {
+            name: tensor.float() for name, tensor in engine.states.full_state(MAIN_GRAD)
+        }
     full, low = found["fp32", 4], found["bf16", 4]
     for name, want in full.items():
         assert torch.linalg.vector_norm(low[name] - want) <= 4 * 2**-8 * torch.linalg.vector_norm(want), name
@@ -213,7 +215,7 @@ DECAY = 0.9
 
 
 def averages_of(engine: StepEngine, kind: str = "ema") -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.full_state(kind)}
+    return {name: tensor.clone() for name, tensor in engine.states.full_state(kind)}
 
 
 def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
@@ -229,7 +231,7 @@ def moving_average_follows_applied_steps_and_is_swapped_in(trial: Trial) -> None
         for index in engine.accumulate([trial.rank]):
             engine.backward(engine(tokens=batch(index)) * (math.inf if step == 3 else 1.0))
         if engine.step().applied:
-            masters = dict(engine.full_state("master"))
+            masters = dict(engine.states.full_state("master"))
             expected = {name: old + (1 - DECAY) * (masters[name] - old) for name, old in expected.items()}
     assert equal(averages_of(engine), expected)
     before, loss = averages_of(engine, "master"), computed(engine)
@@ -241,6 +243,6 @@ def moving_average_follows_applied_steps_and_is_swapped_in(trial: Trial) -> None
     assert torch.equal(computed(engine), loss)
     assert train_step(engine, 2).applied
     memory, formula = engine.memory(), engine.memory_formula()
-    held = 3 * sum(shard.data.nbytes for shard in engine.local_shards("ema"))
+    held = 3 * sum(shard.data.nbytes for shard in engine.states.local_shards("ema"))
     assert held <= memory["moments"] <= 3 * memory["master"]  # without the padding of the last shards
     assert abs(formula["moments"] - 3 * formula["master"]) <= 12  # each is rounded up to whole bytes

@@ -73,7 +73,7 @@ def test_intervals_do_not_grow_with_the_ranks() -> None:
     counts = []
     for ranks in (64, 1024):
         with planned_run(ranks, model=_TINY).engine() as (engine, _):
-            counts.append(len(list(engine.whole_compute_shards())))
+            counts.append(len(list(engine.states.whole_compute_shards())))
             num_parameters = len(list(engine.module.parameters()))
     assert num_parameters < counts[1] <= counts[0]
 
@@ -86,7 +86,7 @@ def test_wholes_have_the_sums_of_their_parts_and_the_same_own_parts(precision: s
     comm = planned_ranks(5, NCCL, CPU, lambda _: None, Timeline(CPU))
     options: dict[str, Any] = {"zero_stage": stage, "precision": precision, "comm": comm}
     engine = dtrain.initialize(model, optimizer=dtrain.AdamW(compile=False), **options)
-    parts, wholes = list(engine.compute_shards()), list(engine.whole_compute_shards())
+    parts, wholes = list(engine.states.compute_shards()), list(engine.states.whole_compute_shards())
     assert _sums(parts) == _sums(wholes)
     assert list(_own(parts)) == list(_own(wholes))
     assert (stage in (1, 2)) == any(shard.is_gathered for shard in wholes)

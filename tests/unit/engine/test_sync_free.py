@@ -92,7 +92,7 @@ def attempt(engine: NativeEngine, kind: str) -> StepOutcome:
 
 
 def states(engine: NativeEngine) -> list[Tensor]:
-    trained = [tensor for kind in engine.saved_dtypes for tensor in engine._held(kind)]
+    trained = [tensor for kind in engine.states.saved_dtypes for tensor in engine._held(kind)]
     return [*trained, *engine._storages()["compute"]]
 
 

@@ -69,7 +69,9 @@ def test_names_are_listed_only_where_they_differ() -> None:
     made = record_of(torch.optim.SGD([{"params": odd["a[0]*"].parameters(), "lr": 2.0},
                                       {"params": odd["a0"].parameters()}], 1.0), odd)  # fmt: skip
     engine = dtrain.initialize(odd, optimizer=made, precision="fp32")
-    factors = {name: engine.plan.classes[number].lr_factor for name, number in engine.plan.numbers.items()}
+    factors = {
+        name: engine.states.plan.classes[number].lr_factor for name, number in engine.states.plan.numbers.items()
+    }
     assert factors == {"a[0]*.weight": 1.0, "a[0]*.bias": 1.0, "a0.weight": 0.5, "a0.bias": 0.5}
 
 

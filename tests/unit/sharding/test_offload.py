@@ -103,7 +103,9 @@ def train(engine: Any, num_steps: int = 3, weights: Sequence[float] = (1.0, 3.0)
 
 
 def state(engine: Any) -> dict[tuple[str, str], Tensor]:
-    return {(kind, name): t.clone() for kind in engine.saved_dtypes for name, t in engine.full_state(kind)}
+    return {
+        (kind, name): t.clone() for kind in engine.states.saved_dtypes for name, t in engine.states.full_state(kind)
+    }
 
 
 def is_equal(one: Any, other: Any) -> bool:

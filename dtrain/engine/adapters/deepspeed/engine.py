@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,8 @@ from dtrain.distributed.progress import Phase
 from dtrain.engine.adapters.deepspeed import config as deepspeed_config
 from dtrain.engine.adapters.deepspeed import library as deepspeed_library
 from dtrain.engine.adapters.deepspeed.optimizer import Partition, RuleOptimizer
-from dtrain.engine.adapters.deepspeed.state import zero_state
+from dtrain.engine.adapters.deepspeed.state import ZeroState, zero_state
 from dtrain.engine.interface import Engine
-from dtrain.engine.model_state import MAIN_GRAD, MASTER
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
@@ -29,6 +27,7 @@ from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.local_shards import check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.model_states import MAIN_GRAD, MASTER, ModelStates
 from dtrain.parameters.running_backward import require_running, running_engine
 from dtrain.parameters.squares import sum_squares
 from dtrain.sharding.layout import ParamSpec
@@ -63,7 +62,8 @@ class DeepSpeedEngine(StepEngine):
     def __init__(self, request: EngineRequest) -> None:
         model = request.model
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        super().__init__(request, tuple(reversed(trained)))
+        self._ds_states = states = DeepSpeedStates(request, self.name, request.step.zero_stage)
+        super().__init__(request, states, tuple(reversed(trained)))
         stage = self.options.zero_stage
         self.forward_communicates = stage == 3
         self.library_config = deepspeed_config.generate(request)
@@ -72,22 +72,22 @@ class DeepSpeedEngine(StepEngine):
             parameter.data = parameter.data.reshape(-1).view(parameter.shape)
         # before DeepSpeed rounds the weights and makes its masters from the rounded ones
         originals = self._originals(trained)
-        dtypes, numbers = self.contract.replica_dtypes, self.plan.numbers
+        dtypes, numbers = self.contract.replica_dtypes, states.plan.numbers
         specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], numbers[name]) for name, p in trained.items()}
         self._order: list[int] = []  # numbers of this micro-batch's gradients in the order of backward
         self._record_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
-        self._optimizer = RuleOptimizer(self.plan, trained)
+        self._optimizer = states.optimizer = RuleOptimizer(states.plan, trained)
         self._deepspeed = deepspeed_library.start(model, self._optimizer, self.library_config, self.device)
         self._deepspeed._backward_prologue = partial(self._output_reached, self._deepspeed._backward_prologue)
-        self._zero = zero_state(self._deepspeed, specs)
+        self._zero = states.zero = zero_state(self._deepspeed, specs)
         if not self._zero.reduces_each:
             self._deepspeed.enable_backward_allreduce = False  # reduced once, at the end of the step
-        for shard in self.local_shards(MASTER) if originals else ():
+        for shard in states.local_shards(MASTER) if originals else ():
             shard.data.copy_(originals[shard.name][shard.start : shard.stop])
         self._optimizer.add_states(self._zero.partitions)  # only now: an average starts as the master
-        self._trained = {name: (p, self._updated_values(p)) for name, p in trained.items()}
+        states.trained = {name: (p, states.updated_values(p)) for name, p in trained.items()}
         self.check_contract()
 
     def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ class DeepSpeedEngine(StepEngine):
     def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
         def record(number: int, grad: Tensor | None) -> None:
             if running_engine() is not self:
-                self._refuse(self.backward_names[number])
+                self._refuse(self._backward_names[number])
             self._order.append(number)
             if grad is None:  # a backward of the user's own has returned None
                 return
@@ -112,9 +112,9 @@ class DeepSpeedEngine(StepEngine):
 
         def record_finiteness(number: int, parameter: Tensor) -> None:
             if parameter.grad is not None:
-                self.monitor.record_finiteness(self._micro_batch, number, parameter.grad)
+                self.monitor.record_finiteness(self._batch.number, number, parameter.grad)
 
-        for number, name in enumerate(self.backward_names):
+        for number, name in enumerate(self._backward_names):
             trained[name].register_hook(partial(record, number))
             # after hooks that are added to the parameter later, and before DeepSpeed's own, which reduces
             trained[name].register_post_accumulate_grad_hook(partial(record_finiteness, number))
@@ -144,14 +144,14 @@ class DeepSpeedEngine(StepEngine):
 
     # -- the step ----------------------------------------------------------------------------------------------------
 
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         return self._deepspeed(*args, **kwargs)
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
         if not loss.requires_grad:
             return
         scaled = loss * self.loss_scale.scale
-        self._deepspeed.set_gradient_accumulation_boundary(self._is_last)
+        self._deepspeed.set_gradient_accumulation_boundary(self._batch.current.is_last)
         self._order.clear()
         self._zero.begin_backward()
         with self._observed():
@@ -202,81 +202,80 @@ class DeepSpeedEngine(StepEngine):
                 f"diverged, so load a checkpoint"
             )
 
-    def _refresh(self) -> None:
-        self._zero.refresh()
-
-    def _refresh_averaged(self) -> None:
-        self._zero.release()  # else the next forwards would compute with the old unsharded weights
-        super()._refresh_averaged()
-
     def _clear_gradients(self) -> None:
         self._zero.clear(stepped=self._has_stepped)
         self._has_stepped = self._is_finished = False
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def _check_live(self) -> None:
+    def _watch_reductions(self) -> None:
         self._reduce_dtype_check = ReduceDtypeCheck(self.policy)  # rebuilt after each load
 
-    def _check_step(self) -> None:
-        super()._check_step()
-        self.contract.check_parameters(self.module)
-        for name, (parameter, weights) in self._trained.items():
-            check_in_place(name, parameter, self._updated_values(parameter), weights)
 
-    def _updated_values(self, parameter: nn.Parameter) -> Tensor:
+class DeepSpeedStates(ModelStates):
+    """The states in DeepSpeed's optimizer.
+
+    Attributes:
+        zero, optimizer: of the engine, which sets them.
+        trained: each trained parameter, and the values that DeepSpeed updates, by name.
+    """
+
+    zero: ZeroState
+    optimizer: RuleOptimizer
+    trained: Mapping[str, tuple[nn.Parameter, Tensor]]
+
+    def refresh(self) -> None:
+        self.zero.release()  # else the next forwards would compute with the old unsharded weights
+        self.zero.refresh()
+
+    def check_step(self) -> None:
+        super().check_step()
+        self.contract.check_parameters(self.module)
+        for name, (parameter, weights) in self.trained.items():
+            check_in_place(name, parameter, self.updated_values(parameter), weights)
+
+    def updated_values(self, parameter: nn.Parameter) -> Tensor:
         """Returns the values that DeepSpeed updates: the parameter's own, or at stage 3 this rank's shard of them."""
         values: Any = parameter
-        return (values.ds_tensor if self.options.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
+        return (values.ds_tensor if self.zero_stage == 3 else values).detach()  # type: ignore[no-any-return]
 
     def owned_shards(self, kind: str) -> Iterator[TensorShard]:
         """Yields this rank's partition of ``kind``; at stage 0, where nothing is sharded, an equal share of each."""
         for shard in self.local_shards(kind):
-            if self.options.zero_stage:
+            if self.zero_stage:
                 yield shard
                 continue
-            start, stop = (shard.stop * rank // self.world_size for rank in (self.rank, self.rank + 1))
+            start, stop = (shard.stop * rank // self.comm.world_size for rank in (self.comm.rank, self.comm.rank + 1))
             yield shard.part(start, stop)
 
     def local_shards(self, kind: str) -> Iterator[TensorShard]:
         partitions, dtype = self._partitions(kind), self.saved_dtypes.get(kind, torch.float32)
-        for partition, values in zip(partitions, self._held(kind), strict=True):
+        for partition, values in zip(partitions, self.held(kind), strict=True):
             flat = values.detach().view(-1)
             for found in partition.intervals:
                 data = flat[found.offset : found.offset + found.stop - found.start]
                 yield TensorShard(found.spec.name, kind, found.spec.shape, dtype, found.start, found.stop, data)
 
     def replicated_masters(self) -> Collection[str]:
-        return () if self.options.zero_stage else self.shapes
+        return () if self.zero_stage else self.shapes
 
     def compute_shards(self) -> Iterator[ComputeShard]:
-        return self._zero.compute_shards()
+        return self.zero.compute_shards()
 
     def _partitions(self, kind: str) -> list[Partition]:
         """Returns the partitions whose parameters have ``kind``; those of one partition are of one update class."""
         return [
-            p for p in self._zero.partitions if kind in (MASTER, MAIN_GRAD) or kind in self._optimizer.state[p.master]
+            p for p in self.zero.partitions if kind in (MASTER, MAIN_GRAD) or kind in self.optimizer.state[p.master]
         ]
 
-    def _held(self, kind: str) -> list[Tensor]:
+    def held(self, kind: str) -> list[Tensor]:
         if kind == MAIN_GRAD:
-            return self._zero.main_grads()
+            return self.zero.main_grads()
         masters = [partition.master for partition in self._partitions(kind)]
-        return masters if kind == MASTER else [self._optimizer.state[master][kind] for master in masters]
-
-    def save(self, *args: Any, **kwargs: Any) -> Path | None:
-        with self._whole_frozen():
-            return super().save(*args, **kwargs)
-
-    def load(self, path: str | Path) -> dict[str, Any]:
-        self._zero.release()  # as before an average
-        with self._whole_frozen():
-            return super().load(path)
+        return masters if kind == MASTER else [self.optimizer.state[master][kind] for master in masters]
 
     @contextmanager
-    def _whole_frozen(self) -> Iterator[None]:
+    def whole_frozen(self) -> Iterator[None]:
         """Inside, frozen parameters are whole on every rank; at stage 3 DeepSpeed shards them too."""
-        if self.options.zero_stage < 3 or not self.frozen:
+        if self.zero_stage < 3 or not self.frozen:
             yield
             return
         import deepspeed
@@ -284,23 +283,15 @@ class DeepSpeedEngine(StepEngine):
         with deepspeed.zero.GatheredParameters(list(self.frozen.values()), modifier_rank=0):
             yield
 
-    def full_frozen(self) -> Iterator[tuple[str, Tensor]]:
-        with self._whole_frozen():
-            yield from super().full_frozen()
-
-    def take_frozen(self, values: Mapping[str, Tensor]) -> None:
-        with self._whole_frozen() if values else nullcontext():
-            super().take_frozen(values)
-
     def open_weights(self, names: Collection[str]) -> None:
-        self._zero.release()
+        self.zero.release()
 
     def unreachable_parameters(self) -> Collection[str]:
         """Returns those that DeepSpeed shards: an empty tensor between uses, or a copy that is not gathered again."""
-        return [*self.shapes, *self.frozen] if self.options.zero_stage == 3 else ()
+        return [*self.shapes, *self.frozen] if self.zero_stage == 3 else ()
 
     def _storages(self) -> dict[str, list[Tensor]]:
-        zero = self._zero
+        zero = self.zero
         # at stage 3 a parameter is an empty tensor between steps, and its shard lies beside it
         frozen: list[Any] = list(self.frozen.values())
         return {
@@ -314,15 +305,15 @@ class DeepSpeedEngine(StepEngine):
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers; at stage 0 masters are weights."""
         formula = memory_formula(
-            STAGES[self.options.zero_stage],
+            STAGES[self.zero_stage],
             numel=self.num_parameters,
             state_bytes=self.state_bytes,
-            replica_bytes=self.num_parameters * self.policy.compute_dtype.itemsize,
+            replica_bytes=self.num_parameters * self.contract.policy.compute_dtype.itemsize,
             fp32_numel=0,
             frozen_bytes=self.frozen_bytes,
-            num_ranks=self.world_size,
+            num_ranks=self.comm.world_size,
         )
-        return formula if self.options.zero_stage else formula | {"compute": 0}
+        return formula if self.zero_stage else formula | {"compute": 0}
 
 
 def _check_model(request: EngineRequest) -> None:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import ensure_process_group
@@ -36,6 +35,7 @@ from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.parameters.model_states import LocalStates
 
 
 def build(request: EngineRequest) -> Engine:
@@ -56,27 +56,29 @@ class Fsdp2Engine(StepEngine):
         model, comm, contract = request.model, request.comm, request.contract
         assert isinstance(request.step.engine, FSDP2)
         groups = find_groups(model, request.step.engine.sharding_units)
-        super().__init__(request, backward_names(groups))
+        self._fsdp2_states = states = Fsdp2States(request, self.name, request.step.zero_stage)
+        super().__init__(request, states, backward_names(groups))
         plan = plan_units(model, groups, contract)
         largest = comm.world_size * max(sum(shard_widths(unit.shapes, comm.world_size)) for unit in plan.units)
-        order = {name: number for number, name in enumerate(self.backward_names)}
+        order = {name: number for number, name in enumerate(self._backward_names)}
         self._state = BackwardState(comm, largest, order, self.monitor)
         self._replicated = ReplicatedParameters(
-            plan.replicated, contract.replica_dtypes, self.plan.numbers, comm, self._state.record
+            plan.replicated, contract.replica_dtypes, states.plan.numbers, comm, self._state.record
         )
         self._reshards = request.step.zero_stage == 3
         mesh = _mesh(comm)
         self._units = [_ShardedUnit(model, unit, mesh, self._state, reshards=self._reshards) for unit in plan.units]
         sharded = chain.from_iterable(
-            unit.local_shards(comm.rank, self.plan.numbers, self.shapes) for unit in self._units
+            unit.local_shards(comm.rank, states.plan.numbers, states.shapes) for unit in self._units
         )
-        self._local_shards = LocalShards([*sharded, *self._replicated.local_shards], self.plan, comm)
+        states.local = LocalShards([*sharded, *self._replicated.local_shards], states.plan, comm)
+        states.units, states.replicated, states.backward_state = self._units, self._replicated, self._state
         self._is_finished = True
         self.check_contract()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
-    def _forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _call_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -93,18 +95,18 @@ class Fsdp2Engine(StepEngine):
         return self._units[-1].module
 
     def _backward(self, loss: Tensor, weight: Weight) -> None:
-        self._state.begin(weight, self._micro_batch)
+        self._state.begin(weight, self._batch.number)
         self._is_finished = False
         is_second_order = self._state.is_second_order
         # stage 2 keeps weights unsharded over the micro-batches of a step
-        reshards = self._reshards or self._is_last
+        reshards = self._reshards or self._batch.current.is_last
         for unit in self._units:
             unit.module.set_reshard_after_backward(reshards and not is_second_order, recurse=False)
             unit.module.set_requires_gradient_sync(True, recurse=False)
         (loss * self.loss_scale.scale).backward()
         if is_second_order:
             reduce_after_backward(self._root)
-            self._reshard()
+            self._fsdp2_states.reshard()
         self._state.end()
         for unit in self._units:
             unit.module.set_requires_gradient_sync(False, recurse=False)
@@ -130,67 +132,69 @@ class Fsdp2Engine(StepEngine):
         self._state.reduce_dtype_check = None
 
     def _update(self, scalars: UpdateScalars) -> None:
-        self._local_shards.update(scalars)
-        self._refresh()
-
-    def _refresh(self) -> None:
-        self._reshard()  # so that the next use of a unit gathers the updated weights
-        self._replicated.refresh()
-
-    def _reshard(self) -> None:
-        for unit in self._units:
-            unit.reshard()
-            if self._state.is_second_order:
-                unit.module.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
-                unit.module.set_reshard_after_backward(True, recurse=False)
-        self._state.is_second_order = False
+        self._fsdp2_states.local.update(scalars)
+        self.states.refresh()
 
     def _clear_gradients(self) -> None:
         for unit in self._units:
             unit.gradient.is_fresh = True
 
-    # -- state -------------------------------------------------------------------------------------------------------
-
-    def owned_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self._local_shards.owned_shards(kind)
-
-    def local_shards(self, kind: str) -> Iterator[TensorShard]:
-        return self._local_shards.local_shards(kind)
-
-    def replicated_masters(self) -> Collection[str]:
-        return {shard.name for shard in self._replicated.local_shards}
-
-    def compute_shards(self) -> Iterator[ComputeShard]:
-        for unit in self._units:
-            yield from unit.compute_shards(self.rank)
-        yield from self._replicated.compute_shards(self.rank)
-
-    def _check_live(self) -> None:
+    def _watch_reductions(self) -> None:
         self._state.reduce_dtype_check = ReduceDtypeCheck(self.policy)
 
-    def _check_step(self) -> None:
-        super()._check_step()
-        for unit in self._units:
+
+class Fsdp2States(LocalStates):
+    """The states of the units, which ``fully_shard`` shards, and of the replicated parameters.
+
+    Attributes:
+        units, replicated, backward_state: of the engine, which sets them.
+    """
+
+    units: Sequence[_ShardedUnit]
+    replicated: ReplicatedParameters
+    backward_state: BackwardState
+
+    def refresh(self) -> None:
+        self.reshard()  # so that the next use of a unit gathers the updated weights
+        self.replicated.refresh()
+
+    def reshard(self) -> None:
+        """Reshards all units, which a backward of second order has kept unsharded."""
+        is_second_order, self.backward_state.is_second_order = self.backward_state.is_second_order, False
+        for unit in self.units:
+            unit.reshard()
+            if is_second_order:
+                unit.module.set_reshard_after_forward(unit.reshards_after_forward, recurse=False)
+                unit.module.set_reshard_after_backward(True, recurse=False)
+
+    def replicated_masters(self) -> Collection[str]:
+        return {shard.name for shard in self.replicated.local_shards}
+
+    def compute_shards(self) -> Iterator[ComputeShard]:
+        for unit in self.units:
+            yield from unit.compute_shards(self.comm.rank)
+        yield from self.replicated.compute_shards(self.comm.rank)
+
+    def check_step(self) -> None:
+        super().check_step()
+        for unit in self.units:
             unit.check()
-        self._replicated.check()
+        self.replicated.check()
 
     def open_weights(self, names: Collection[str]) -> None:
-        for unit in self._units:
+        for unit in self.units:
             unit.open_weights(bool(names))
 
     def unsharded_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for unit in self._units for name, p in unit.unsharded_parameters()}
-
-    def _held(self, kind: str) -> list[Tensor]:
-        return self._local_shards.tensors(kind)
+        return {name: p for unit in self.units for name, p in unit.unsharded_parameters()}
 
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
-            "compute": [*chain.from_iterable(unit.shards for unit in self._units), *self._replicated.replicas],
-            "unsharded": list(chain.from_iterable(unit.unsharded() for unit in self._units)),
-            "main_grad": [*(unit.gradient.main_grad for unit in self._units), *self._replicated.main_grads],
-            "unreduced_grad": self._state.buffers,
-            **self._local_shards.storages,
+            "compute": [*chain.from_iterable(unit.shards for unit in self.units), *self.replicated.replicas],
+            "unsharded": list(chain.from_iterable(unit.unsharded() for unit in self.units)),
+            "main_grad": [*(unit.gradient.main_grad for unit in self.units), *self.replicated.main_grads],
+            "unreduced_grad": self.backward_state.buffers,
+            **self.local.storages,
         }
 
     def memory_formula(self) -> dict[str, int]:
@@ -199,13 +203,13 @@ class Fsdp2Engine(StepEngine):
         FP32 weights in low-precision units and frozen weights are replicated. Unsharded weights are freed between steps
         at both stages; on CPU a rank keeps its shard of the compute weights, which the others read.
         """
-        world_size = self.world_size
-        shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self._units]
+        world_size = self.comm.world_size
+        shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self.units]
         sharded = -(-sum(numel for numel, _ in shards) // world_size)
-        held = sharded + sum(math.prod(shard.shape) for shard in self._replicated.local_shards)
-        compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self._units) else 0
-        replicated = self.plan.state_bytes({s.name: math.prod(s.shape) for s in self._replicated.local_shards})
-        replicas = sum(tensor.nbytes for tensor in self._replicated.replicas)
+        held = sharded + sum(math.prod(shard.shape) for shard in self.replicated.local_shards)
+        compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self.units) else 0
+        replicated = self.plan.state_bytes({s.name: math.prod(s.shape) for s in self.replicated.local_shards})
+        replicas = sum(tensor.nbytes for tensor in self.replicated.replicas)
         return {
             "compute": -(-compute // world_size) + replicas,
             "main_grad": 4 * held,

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.format.device_fingerprint import fingerprint_tensor, flat
-from dtrain.engine.model_state import StateEngine
 from dtrain.engine.parts.audit.judge import Key
 from dtrain.engine.parts.buffers import counts_writes
 from dtrain.engine.parts.running_statistics import running_statistics
+from dtrain.parameters.model_states import ModelStates
 
 
 @dataclass(frozen=True)
@@ -30,33 +30,33 @@ class _Constant:
 
 
 class Constants:
-    """The frozen parameters and buffers of one engine; those that were written since are left out.
+    """The frozen parameters and buffers of one model; those that were written since are left out.
 
     Args:
-        engine: its tensors are read at each call.
+        states: the tensors are read at each call.
     """
 
-    def __init__(self, engine: StateEngine) -> None:
-        self._engine = engine
+    def __init__(self, states: ModelStates) -> None:
+        self._states = states
         self._recorded: dict[Key, _Constant] = {}
 
     @property
     def strict(self) -> set[str]:
         """Names of the frozen parameters that only the engine can write, so that every change is a fault."""
-        float8 = (name for weights in self._engine.frozen_float8 for name in weights.names)
-        return {*(shard.name for shard in self._engine.frozen_shards()), *float8}
+        float8 = (name for weights in self._states.frozen_float8 for name in weights.names)
+        return {*(shard.name for shard in self._states.frozen_shards()), *float8}
 
     def forget(self) -> None:
         """Drops all fingerprints, because the tensors were loaded or modified."""
         self._recorded.clear()
 
     def _tensors(self) -> Iterator[tuple[Key, Tensor]]:
-        codes = (weights.codes() for weights in self._engine.frozen_float8)
-        for shard in chain(self._engine.frozen_shards(), *codes):
+        codes = (weights.codes() for weights in self._states.frozen_float8)
+        for shard in chain(self._states.frozen_shards(), *codes):
             yield (shard.kind, shard.name), shard.data
-        for name, values in self._engine.replicated_frozen().items():
+        for name, values in self._states.replicated_frozen().items():
             yield ("frozen", name), values
-        module = self._engine.module
+        module = self._states.module
         # batch norm writes its running statistics without counting, and a rank without a forward does not write them
         statistics = set(map(id, running_statistics(module)))
         for name, buffer in module.named_buffers():
@@ -81,7 +81,7 @@ class Constants:
         live = self._live()
         keys = [key for key, old in self._recorded.items() if old.is_unwritten(live.get(key))]
         if not keys:
-            return [], torch.zeros(0, dtype=torch.bool, device=self._engine.device)
+            return [], torch.zeros(0, dtype=torch.bool, device=self._states.comm.device)
         before = torch.stack([self._recorded[key].fingerprint for key in keys])
         return keys, self._fingerprints([live[key] for key in keys]) != before
 
@@ -90,4 +90,4 @@ class Constants:
         self._recorded.pop(key, None)
 
     def _fingerprints(self, tensors: list[Tensor]) -> Tensor:
-        return fingerprint_tensor([(flat(tensor), 0) for tensor in tensors], self._engine.device)
+        return fingerprint_tensor([(flat(tensor), 0) for tensor in tensors], self._states.comm.device)

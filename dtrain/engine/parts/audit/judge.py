@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dtrain.engine.model_state import MASTER
 from dtrain.errors import Corruption
+from dtrain.parameters.model_states import MASTER
 
 Key = tuple[str, str]
 """Kind and name of a tensor."""

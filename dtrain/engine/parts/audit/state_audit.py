@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -22,11 +23,15 @@ from dtrain.checkpoint.format.device_fingerprint import bits_of, fingerprint_ten
 from dtrain.checkpoint.format.fingerprint import MASK
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.audit import Audit
-from dtrain.engine.model_state import StateEngine
+from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.audit.constants import Constants
 from dtrain.engine.parts.audit.judge import Copies, Key, RankFindings, judge
+from dtrain.engine.parts.part import StepPart, StepUnderWay
+from dtrain.engine.run_state import RunState
+from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.errors import CorruptionError
 from dtrain.parameters.compute_shard import ComputeShard
+from dtrain.parameters.model_states import ModelStates
 
 
 @dataclass(frozen=True)
@@ -45,11 +50,12 @@ class _Fingerprints:
     values: Tensor
 
 
-class StateAudit:
+class StateAudit(StepPart):
     """Records and checks the bits of one engine's states.
 
     Args:
-        engine: its states are read from the first call on, when they exist.
+        states: they are read from the first call on, when they exist.
+        run: its attempted steps.
         settings: which steps are audited; without ``every`` nothing is recorded, and only a save of several replicas
             is checked.
 
@@ -58,18 +64,54 @@ class StateAudit:
         error: the corruption that was found; the states must not be used until others are loaded.
     """
 
-    def __init__(self, engine: StateEngine, settings: Audit) -> None:
+    def __init__(self, states: ModelStates, run: RunState, settings: Audit) -> None:
         self.settings = settings
         self.error: CorruptionError | None = None
-        self._engine = engine
+        self._states = states
+        self._run = run
         self._record: _Fingerprints | None = None
-        self._constants = Constants(engine)
+        self._constants = Constants(states)
         self._written: set[str] = set()  # parameters that the user has written since the record
 
     @property
     def is_pending(self) -> bool:
         """Whether there is a record, which the next update must check; equal on all ranks."""
         return self._record is not None
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Keeps a :class:`CorruptionError` of the block, which later calls raise again until a checkpoint is loaded."""
+        try:
+            yield
+        except CorruptionError as error:
+            self.error = error
+            raise
+
+    # -- at each step ------------------------------------------------------------------------------------------------
+
+    def before_update(self, step: StepUnderWay) -> None:
+        """Checks the record of an earlier update."""
+        if self.is_pending:
+            with self.noting():
+                self.check(step.written_names, step.written_weights)
+
+    def after_update(self, step: StepUnderWay) -> None:
+        if self.is_pending:  # not before: if the step fails, the record still protects what is saved
+            self.forget()
+        if self.settings.is_due(step.number + 1) or (self.settings.every and step.is_saved):
+            self.record()
+
+    def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
+        """Records what a stop saves; on a GPU the weights may be others by now."""
+        is_current = self._states.comm.device.type == "cpu"
+        if self.settings.every and is_current and outcome.stop_requested and not self.is_pending:
+            self.record()
+
+    def loaded(self) -> None:
+        """Drops everything, because all states are others."""
+        self.error = None
+        self._constants.forget()
+        self.forget()
 
     # -- the record --------------------------------------------------------------------------------------------------
 
@@ -84,12 +126,6 @@ class StateAudit:
         """Drops the record, because an update follows."""
         self._record = None
         self._written.clear()
-
-    def reset(self) -> None:
-        """Drops everything, because all states were loaded."""
-        self.error = None
-        self._constants.forget()
-        self.forget()
 
     def exclude(self, names: Collection[str]) -> None:
         """Leaves parameters out until the next record: the user has written to them."""
@@ -110,13 +146,13 @@ class StateAudit:
         pairs = list(zip(record.keys, record.values.tolist(), strict=True))[record.num_copies :]
         return {key: value & MASK for key, value in pairs if key[1] not in self._written}
 
-    def _states(self, names: Collection[str] | None) -> Iterator[tuple[bool, TensorShard]]:
+    def _intervals(self, names: Collection[str] | None) -> Iterator[tuple[bool, TensorShard]]:
         """Yields (whether this rank saves it, interval) of the masters and states of ``names``; None: of all."""
-        engine, replicated = self._engine, self._engine.replicated_masters()
-        saves = engine.mesh.replicate.rank == 0
-        for kind in engine.saved_dtypes:
-            owned = {shard.name: shard for shard in engine.owned_shards(kind)} if replicated and saves else {}
-            for shard in engine.local_shards(kind):
+        states, replicated = self._states, self._states.replicated_masters()
+        saves = states.mesh.replicate.rank == 0
+        for kind in states.saved_dtypes:
+            owned = {shard.name: shard for shard in states.owned_shards(kind)} if replicated and saves else {}
+            for shard in states.local_shards(kind):
                 if names is not None and shard.name not in names:
                     continue
                 if shard.name not in replicated:
@@ -128,10 +164,10 @@ class StateAudit:
                     yield is_owned, shard.part(start, stop)
 
     def _read(self, names: Collection[str] | None = None, *, only_copies: bool = False) -> _Fingerprints:
-        found = [item for item in self._states(names) if item[1].values.numel() and not (only_copies and item[0])]
+        found = [item for item in self._intervals(names) if item[1].values.numel() and not (only_copies and item[0])]
         # the kinds of one interval together, because they share the weights of the fingerprint
         found.sort(key=lambda item: (item[0], item[1].name, item[1].start))
-        values = fingerprint_tensor([(shard.values, shard.start) for _, shard in found], self._engine.device)
+        values = fingerprint_tensor([(shard.values, shard.start) for _, shard in found], self._states.comm.device)
         keys = [(shard.kind, shard.name, shard.start) for _, shard in found]
         return _Fingerprints(keys, sum(not is_owned for is_owned, _ in found), values)
 
@@ -149,15 +185,15 @@ class StateAudit:
         Raises:
             CorruptionError: the same on every rank.
         """
-        comm, mesh, record = self._engine.comm, self._engine.mesh, self._record
+        comm, mesh, record = self._states.comm, self._states.mesh, self._record
         excluded = self._written | set(written)
-        replicated = set(self._engine.replicated_masters()) - excluded
+        replicated = set(self._states.replicated_masters()) - excluded
         reads_all = record is not None or mesh.is_hybrid
         live = self._read(None if reads_all else replicated, only_copies=saves and record is not None)
-        states = live if record is None or not saves else record
+        saved = live if record is None or not saves else record
         # without audits only the replicas are compared, at a save. Not by owner: the fingerprint of a whole is the sum
         # of those of its parts, of which there are as many as ranks
-        shards = list(self._engine.whole_compute_shards()) if self.settings.every else []
+        shards = list(self._states.whole_compute_shards()) if self.settings.every else []
         shards = [shard for shard in shards if shard.name not in excluded]
         gathered = [shard for shard in shards if shard.is_gathered]
         copies = self._fingerprints_of(gathered)
@@ -168,16 +204,16 @@ class StateAudit:
         if record is not None:
             differs = live.values != record.values[: len(live.keys)]
             differing.append(self._weigh(differs, [int(name not in excluded) for _, name, _ in live.keys]))
-        replicas = {name for _, name, _ in states.keys} - replicated - excluded if mesh.is_hybrid else set()
+        replicas = {name for _, name, _ in saved.keys} - replicated - excluded if mesh.is_hybrid else set()
         # order of the columns: equal if the ranks can be compared; 0; then equal, the last at each place of a replica
         row = torch.stack(
             [
                 torch.full((), written_hash, dtype=torch.int64, device=comm.device),
                 torch.stack(differing).sum(),
                 self._weigh(has_changed, [0 if name in strict else _salt(kind, name) for kind, name in constants]),
-                self._weigh(states.values, [_salt(k, n) if n in replicated else 0 for k, n, _ in states.keys]),
+                self._weigh(saved.values, [_salt(k, n) if n in replicated else 0 for k, n, _ in saved.keys]),
                 self._weigh(copies, [_salt(shard.kind, shard.name) for shard in gathered]),
-                self._weigh(states.values, [_salt(k, n) if n in replicas else 0 for k, n, _ in states.keys]),
+                self._weigh(saved.values, [_salt(k, n) if n in replicas else 0 for k, n, _ in saved.keys]),
             ]
         )
         rows = comm.gather_rows(row, label="audit").tolist()
@@ -188,7 +224,7 @@ class StateAudit:
             other[1] or other[2:-1] != rows[0][2:-1] or other[-1] != rows[rank % places][-1]
             for rank, other in enumerate(rows)
         ):
-            shards = list(self._engine.compute_shards()) if self.settings.every else []
+            shards = list(self._states.compute_shards()) if self.settings.every else []
             shards = [shard for shard in shards if shard.name not in excluded]
             copies = self._fingerprints_of([shard for shard in shards if shard.is_gathered])
             self._search(shards, copies, replicated, excluded)
@@ -197,7 +233,7 @@ class StateAudit:
                 self._constants.drop(key)
 
     def _fingerprints_of(self, shards: Sequence[ComputeShard]) -> Tensor:
-        return fingerprint_tensor([(shard.data, shard.start) for shard in shards], self._engine.comm.device)
+        return fingerprint_tensor([(shard.data, shard.start) for shard in shards], self._states.comm.device)
 
     def _weigh(self, values: Tensor, weights: Sequence[int]) -> Tensor:
         """Returns the sum of ``values`` times ``weights`` mod 2^64, 0-dim int64."""
@@ -208,7 +244,7 @@ class StateAudit:
 
     def _search(self, shards: Sequence[ComputeShard], copies: Tensor, replicated: set[str], excluded: set[str]) -> None:
         """Raises what all ranks find together; finds nothing if the bits that differ are of NaN."""
-        comm, mesh, live = self._engine.comm, self._engine.mesh, self._read()
+        comm, mesh, live = self._states.comm, self._states.mesh, self._read()
         evidence = self._evidence(live, shards, excluded, replicated)
         texts = comm.exchange_text(json.dumps(asdict(evidence)))
         everyone = [RankFindings.from_dict(json.loads(text)) for text in texts]
@@ -233,7 +269,7 @@ class StateAudit:
                 held.append(Copies(shard.kind, shard.name, by_rank, first + shard.owner, shard.is_master))
         found = judge(everyone, held)
         if found:
-            raise CorruptionError.of_state(self._engine.attempted_steps, found)
+            raise CorruptionError.of_state(self._run.attempted_steps, found)
 
     def _evidence(
         self, live: _Fingerprints, shards: Sequence[ComputeShard], excluded: set[str], replicated: set[str]
@@ -258,7 +294,7 @@ class StateAudit:
 
     def _differing_intervals(self, live: _Fingerprints, excluded: set[str]) -> tuple[tuple[str, str, int, int], ...]:
         """Returns those that another replica holds with other bits, without those of ``excluded``; all ranks call."""
-        replicas = self._engine.mesh.replicate
+        replicas = self._states.mesh.replicate
         if replicas.world_size == 1:
             return ()
         own = {key: value for key, value in zip(live.keys, live.values.tolist(), strict=True) if key[1] not in excluded}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import chain
@@ -18,7 +19,6 @@ from dtrain.checkpoint.format.training_state import KEYED_BY
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.arguments import checked_metrics
-from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.parts.checkpoint.compatibility import (
     check_same_model,
     replicated_tensors,
@@ -27,39 +27,47 @@ from dtrain.engine.parts.checkpoint.compatibility import (
     warn_of_other_bits,
 )
 from dtrain.engine.parts.checkpoint.frozen_weights import proven_float8, read_float8, saved_float8
+from dtrain.engine.parts.part import StepPart, StepUnderWay
+from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
 from dtrain.parameters.groups import aliases
+from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import RemainderPair
 
 _PAIR_ELEMENTS = 1 << 24  # of a master that is a pair, read at a time
 _CAST_ELEMENTS = 1 << 20  # of a frozen tensor, compared with its saved values at a time
 
 
-class Checkpointer:
+class Checkpointer(StepPart):
     """Saves and loads one engine; the last step is finalized before each call that all ranks make.
 
     Args:
-        engine: the engine, whose shards and state are saved.
-        finalizer: holds the applied steps and the loss scale, and learns from the vote that a save has failed.
+        states: of the model, whose shards are saved.
+        run: its counters are saved.
+        finalizer: holds the loss scale, and learns from the vote that a save has failed.
+        noting: context that keeps a ``CorruptionError``.
 
     Attributes:
         load_failed: whether the last load failed after it had begun to overwrite tensors.
     """
 
-    def __init__(self, engine: StateEngine, finalizer: StepFinalizer) -> None:
-        self._engine = engine
-        self._comm = engine.comm
+    def __init__(
+        self,
+        states: ModelStates,
+        run: RunState,
+        finalizer: StepFinalizer,
+        noting: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._states = states
+        self._run = run
+        self._comm = states.comm
         self._finalizer = finalizer
-        self._saver = AsyncSaver(engine.comm)
+        self._noting = noting
+        self._saver = AsyncSaver(states.comm)
         self.load_failed = False
 
     # -- saving ------------------------------------------------------------------------------------------------------
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether this rank knows that the save under way cannot succeed; asks no other rank."""
-        return self._saver.has_failed
 
     def save(
         self,
@@ -81,7 +89,7 @@ class Checkpointer:
             snapshots.append(replace(snapshot, expected=expected or {}))
 
         # agreed on before the save: a rank without a snapshot would leave the others waiting in its collectives
-        on_every_rank(self._comm, f"saving step {self._engine.attempted_steps}", take, CheckpointError)
+        on_every_rank(self._comm, f"saving step {self._run.attempted_steps}", take, CheckpointError)
         save = self._saver.start if asynchronous else self._saver.save
         return save(directory, snapshots[0], retention)
 
@@ -95,15 +103,19 @@ class Checkpointer:
         self._finalizer.save_failed = False  # the failure that the vote reported is raised here, and only once
         return self._saver.wait()
 
-    def raise_failed_save(self) -> None:
-        """Raises the failure of a save if the last vote reported one; all ranks call.
+    def before_reduction(self, step: StepUnderWay) -> None:
+        """Raises the failure of a save if the last vote reported one.
 
         The vote is the only place where the ranks learn of it together. A rank that raised as soon as its own thread
         failed would leave the others waiting in the next collective.
         """
         if self._finalizer.save_failed:
             self._finalizer.save_failed = False
-            self._saver.raise_failure()
+            with self._noting():
+                self._saver.raise_failure()
+
+    def before_update(self, step: StepUnderWay) -> None:
+        step.save_failed = self._saver.has_failed
 
     def shut_down(self, *, cancel: bool) -> None:
         self._saver.shut_down(cancel=cancel)
@@ -111,43 +123,43 @@ class Checkpointer:
     def _snapshot(
         self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
     ) -> Snapshot:
-        engine, mesh = self._engine, self._engine.mesh
-        source = engine.frozen_source
+        states, run = self._states, self._run
+        mesh, source = states.mesh, states.frozen_source
         shards: list[TensorShard] = []
         if mesh.replicate.rank == 0:  # the others hold the same
-            shards += self._owned_shards(engine.saved_dtypes)
-            shards += chain(engine.frozen_shards(), saved_float8(engine)) if source is None else ()
+            shards += self._owned_shards(states.saved_dtypes)
+            shards += chain(states.frozen_shards(), saved_float8(states)) if source is None else ()
         if self._comm.rank == 0:  # all ranks hold these, so one of them writes
-            shards += _replicated_shards(engine, has_frozen=source is None)
+            shards += _replicated_shards(states, has_frozen=source is None)
         state = {
-            "run_id": engine.run_id,
-            "engine": engine.name,
+            "run_id": run.run_id,
+            "engine": states.engine,
             "world_size": self._comm.world_size,
-            "zero_stage": engine.options.zero_stage,
-            "contract": engine.contract.to_dict(),
+            "zero_stage": states.zero_stage,
+            "contract": states.contract.to_dict(),
             "versions": {"torch": str(torch.__version__), "python": platform.python_version()},
-            "optimizer": asdict(engine.options.optimizer),
+            "optimizer": asdict(states.plan.record),
             "engine_state": {
-                "attempted_steps": engine.attempted_steps,
-                "applied_steps": self._finalizer.applied_steps,
+                "attempted_steps": run.attempted_steps,
+                "applied_steps": run.applied_steps,
                 "loss_scale": self._finalizer.scale.to_dict(),
-                "rules": [rule.state_dict() for rule in engine.plan.rules],
+                "rules": [rule.state_dict() for rule in states.plan.rules],
             },
-            "rng": {"seed": engine.seed, "keyed_by": KEYED_BY},
-            "data_cursor": engine.data_cursor,
-            "aliases": aliases(engine.module),
+            "rng": {"seed": run.seed, "keyed_by": KEYED_BY},
+            "data_cursor": run.data_cursor,
+            "aliases": aliases(states.module),
             "metrics": checked_metrics(metrics),
             "config": dict(config),
             "extra": dict(extra),
         } | ({} if source is None else {"frozen_source": asdict(source)})
         if mesh.is_hybrid:
             state["shard_size"] = mesh.shard.world_size
-        return Snapshot(engine.attempted_steps, tuple(shards), state, num_files=mesh.shard.world_size)
+        return Snapshot(run.attempted_steps, tuple(shards), state, num_files=mesh.shard.world_size)
 
     def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
         """Yields this rank's share of masters and optimizer states, those of one parameter together."""
         found: dict[str, list[TensorShard]] = {}
-        for shard in chain(*map(self._engine.owned_shards, kinds)):
+        for shard in chain(*map(self._states.owned_shards, kinds)):
             found.setdefault(shard.name, []).append(shard)
         yield from chain(*found.values())
 
@@ -162,15 +174,15 @@ class Checkpointer:
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         training_state(reader)
-        check_same_model(reader, self._engine)
+        check_same_model(reader, self._states)
         self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
         on_every_rank(self._comm, f"reading {reader.path}", lambda: self._read(reader), CheckpointError)
         if training_state(reader).source is None:
-            read_float8(reader, self._engine)
-            self._engine.frozen_source = None  # the frozen weights are the checkpoint's own
+            read_float8(reader, self._states)
+            self._states.frozen_source = None  # the frozen weights are the checkpoint's own
         # of the live tensors, so that a wrong read, cast or copy is found too; the ranks of each replica prove all
-        shard_comm = self._engine.mesh.shard
+        shard_comm = self._states.mesh.shard
         if shard_comm is self._comm:
             reader.check_fingerprints(self._loaded_shards(reader), self._comm)
         else:  # a failure in one replica ends the load in all
@@ -182,22 +194,22 @@ class Checkpointer:
         return extra
 
     def _read(self, reader: CheckpointReader) -> None:
-        kinds = trained_kinds(reader, self._engine)
+        kinds = trained_kinds(reader, self._states)
         has_frozen = training_state(reader).source is None
         # every rank fills all that it holds, also what another rank has saved
-        shards = [*chain(*map(self._engine.local_shards, kinds))]
-        shards += self._engine.frozen_shards() if has_frozen else ()
+        shards = [*chain(*map(self._states.local_shards, kinds))]
+        shards += self._states.frozen_shards() if has_frozen else ()
         pairs = [shard for shard in shards if isinstance(shard.values, RemainderPair)]
         sharded = (ReadTarget(s.kind, s.name, s.start, s.values) for s in shards if isinstance(s.values, Tensor))
-        whole = replicated_tensors(self._engine, has_frozen=has_frozen)
+        whole = replicated_tensors(self._states, has_frozen=has_frozen)
         reader.read_into(chain(sharded, (ReadTarget(kind, name, 0, data) for kind, name, data in whole)))
         for shard in pairs:
             for start in range(shard.start, shard.stop, _PAIR_ELEMENTS):
                 part = shard.part(start, min(start + _PAIR_ELEMENTS, shard.stop))
                 part.write(reader.read(part.kind, part.name, part.start, part.stop).to(part.device, part.dtype))
-        masters = {shard.name: shard for shard in self._engine.local_shards(MASTER)}
-        for kind, spec in self._engine.plan.specs.items():
-            for shard in self._engine.local_shards(kind) if kind not in kinds else ():
+        masters = {shard.name: shard for shard in self._states.local_shards(MASTER)}
+        for kind, spec in self._states.plan.specs.items():
+            for shard in self._states.local_shards(kind) if kind not in kinds else ():
                 spec.fill(shard.data, masters[shard.name].data)  # all that this rank holds of both
 
     def _loaded_shards(self, reader: CheckpointReader) -> Iterator[TensorShard]:
@@ -207,14 +219,14 @@ class Checkpointer:
             CheckpointError: a frozen tensor is not what its saved values give when they are cast.
         """
         # over the ranks of a replica every element once
-        yield from self._owned_shards(trained_kinds(reader, self._engine))
+        yield from self._owned_shards(trained_kinds(reader, self._states))
         has_frozen = training_state(reader).source is None
         if has_frozen:
-            yield from proven_float8(reader, self._engine)
-        is_first = self._engine.mesh.shard.rank == 0
-        replicated = _replicated_shards(self._engine, has_frozen=has_frozen) if is_first else ()
+            yield from proven_float8(reader, self._states)
+        is_first = self._states.mesh.shard.rank == 0
+        replicated = _replicated_shards(self._states, has_frozen=has_frozen) if is_first else ()
         dtypes = {(tensor.kind, tensor.name): tensor.dtype for tensor in reader.tensors}
-        for shard in chain(self._engine.frozen_shards() if has_frozen else (), replicated):
+        for shard in chain(self._states.frozen_shards() if has_frozen else (), replicated):
             dtype = dtypes.get((shard.kind, shard.name), shard.dtype)
             if dtype == shard.dtype:
                 yield shard
@@ -235,7 +247,7 @@ class Checkpointer:
         Raises:
             CheckpointError: the checkpoint has them for other rules.
         """
-        rules, saved = self._engine.plan.rules, training_state(reader).engine_state.rules
+        rules, saved = self._states.plan.rules, training_state(reader).engine_state.rules
         if len(saved) != len(rules) and any(saved):
             raise CheckpointError(
                 f"{reader.path} holds the numbers of {len(saved)} optimizer groups, this run has {len(rules)}; resume "
@@ -250,22 +262,22 @@ class Checkpointer:
         return saved if len(saved) == len(rules) else [{} for _ in rules]
 
     def _restore(self, reader: CheckpointReader) -> dict[str, Any]:
-        engine, finalizer, saved = self._engine, self._finalizer, training_state(reader)
-        engine.attempted_steps = saved.engine_state.attempted_steps
-        finalizer.applied_steps = saved.engine_state.applied_steps
-        warn_of_other_bits(reader, engine)
+        run, finalizer, saved = self._run, self._finalizer, training_state(reader)
+        run.attempted_steps = saved.engine_state.attempted_steps
+        run.applied_steps = saved.engine_state.applied_steps
+        warn_of_other_bits(reader, self._states)
         finalizer.scale = finalizer.scale.restored(saved.engine_state.loss_scale)
-        for rule, values in zip(engine.plan.rules, self._rule_states(reader), strict=True):
+        for rule, values in zip(self._states.plan.rules, self._rule_states(reader), strict=True):
             rule.load_state_dict(values)
         finalizer.skips.reset()  # skips before the load say nothing about the loaded weights
-        engine.data_cursor = saved.data_cursor
+        run.data_cursor = saved.data_cursor
         if saved.rng.seed is not None:  # an imported model has none
-            engine.seed = saved.rng.seed
-        engine.run_id = saved.run_id
+            run.seed = saved.rng.seed
+        run.run_id = saved.run_id
         return saved.extra
 
 
-def _replicated_shards(engine: StateEngine, *, has_frozen: bool) -> Iterator[TensorShard]:
-    for kind, name, tensor in replicated_tensors(engine, has_frozen=has_frozen):
+def _replicated_shards(states: ModelStates, *, has_frozen: bool) -> Iterator[TensorShard]:
+    for kind, name, tensor in replicated_tensors(states, has_frozen=has_frozen):
         flat = tensor.contiguous().view(-1)
         yield TensorShard(name, kind, tuple(tensor.shape), tensor.dtype, 0, flat.numel(), flat)

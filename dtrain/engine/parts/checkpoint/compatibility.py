@@ -11,24 +11,24 @@ from torch import Tensor
 from dtrain.checkpoint import CheckpointReader
 from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.distributed.logging import logger
-from dtrain.engine.model_state import MASTER, StateEngine
 from dtrain.engine.parts.buffers import persistent_buffers
 from dtrain.engine.parts.checkpoint.frozen_weights import check_source
 from dtrain.errors import CheckpointError, nearest
 from dtrain.optim.average import EMA
+from dtrain.parameters.model_states import MASTER, ModelStates
 
 _FLOAT8_BITS = ("recipe", "grad_format", "emulate", "fast_accumulation")
 """The FP8 options that the bits of a product follow from."""
 
 
-def replicated_tensors(engine: StateEngine, *, has_frozen: bool) -> Iterator[tuple[str, str, Tensor]]:
+def replicated_tensors(states: ModelStates, *, has_frozen: bool) -> Iterator[tuple[str, str, Tensor]]:
     """Yields (kind, name, tensor) of what every rank holds in full: persistent buffers and frozen parameters.
 
     ``has_frozen``: whether the checkpoint holds the latter.
     """
-    for name, buffer in persistent_buffers(engine.module):
+    for name, buffer in persistent_buffers(states.module):
         yield "buffer", name, buffer
-    for name, parameter in engine.replicated_frozen().items() if has_frozen else ():
+    for name, parameter in states.replicated_frozen().items() if has_frozen else ():
         yield "frozen", name, parameter
 
 
@@ -42,26 +42,26 @@ def training_state(reader: CheckpointReader) -> TrainingState:
     return reader.training
 
 
-def check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
-    dtypes = engine.saved_dtypes
+def check_same_model(reader: CheckpointReader, states: ModelStates) -> None:
+    dtypes = states.saved_dtypes
     reader.require_kinds((*dtypes, "buffer", "frozen"))
     saved = {(t.kind, t.name): (tuple(t.shape), t.dtype) for t in reader.tensors if math.prod(t.shape)}
-    kinds = trained_kinds(reader, engine)
+    kinds = trained_kinds(reader, states)
     live = {
         (kind, name): (shape, dtypes[kind])
-        for name, shape in engine.shapes.items()
-        for kind in (MASTER, *engine.plan.kinds(name))
+        for name, shape in states.shapes.items()
+        for kind in (MASTER, *states.plan.kinds(name))
         if kind in kinds
     }
-    has_frozen = not check_source(training_state(reader), str(reader.path), engine.frozen_source)
-    replicated = replicated_tensors(engine, has_frozen=has_frozen)
+    has_frozen = not check_source(training_state(reader), str(reader.path), states.frozen_source)
+    replicated = replicated_tensors(states, has_frozen=has_frozen)
     live |= {(kind, name): (tuple(t.shape), t.dtype) for kind, name, t in replicated}
     if has_frozen:
-        live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in engine.frozen.items()}
+        live |= {("frozen", name): (tuple(p.shape), p.dtype) for name, p in states.frozen.items()}
     live = {key: (shape, dtype) for key, (shape, dtype) in live.items() if math.prod(shape)}
     for kind, name in live.keys() - saved.keys():
         names = [other for other_kind, other in saved if other_kind == kind]
-        if kind in engine.plan.specs and (MASTER, name) in saved:
+        if kind in states.plan.specs and (MASTER, name) in saved:
             raise CheckpointError(
                 f"{reader.path} has no {kind} of '{name}', which the optimizer keeps; resume with the optimizer and "
                 f"the groups that it was saved with"
@@ -90,7 +90,7 @@ def check_same_model(reader: CheckpointReader, engine: StateEngine) -> None:
             )
 
 
-def trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
+def trained_kinds(reader: CheckpointReader, states: ModelStates) -> list[str]:
     """Returns the kinds of trained tensors to load: masters and all states, or masters alone before the first update.
 
     An imported model has masters alone; its states have their initial values.
@@ -99,31 +99,31 @@ def trained_kinds(reader: CheckpointReader, engine: StateEngine) -> list[str]:
         CheckpointError: a state of the optimizer is missing.
     """
     saved = {tensor.kind for tensor in reader.tensors}
-    states = list(engine.plan.specs)
-    if EMA.name not in saved and EMA.name in states:  # the average starts from the loaded weights
-        states.remove(EMA.name)
-    missing = [name for name in states if name not in saved]
+    kinds = list(states.plan.specs)
+    if EMA.name not in saved and EMA.name in kinds:  # the average starts from the loaded weights
+        kinds.remove(EMA.name)
+    missing = [name for name in kinds if name not in saved]
     if not missing or MASTER not in saved:
-        return [MASTER, *states]
-    if missing == states and training_state(reader).engine_state.applied_steps == 0:
+        return [MASTER, *kinds]
+    if missing == kinds and training_state(reader).engine_state.applied_steps == 0:
         return [MASTER]
     raise CheckpointError(
         f"{reader.path} holds no {' and no '.join(map(repr, missing))}, the state that "
-        f"{type(engine.options.optimizer).__name__} keeps; resume with the optimizer that it was saved with"
+        f"{type(states.plan.record).__name__} keeps; resume with the optimizer that it was saved with"
     )
 
 
-def warn_of_other_bits(reader: CheckpointReader, engine: StateEngine) -> None:
-    if engine.ema_decay is not None and all(tensor.kind != EMA.name for tensor in reader.tensors):
+def warn_of_other_bits(reader: CheckpointReader, states: ModelStates) -> None:
+    if states.plan.ema_decay is not None and all(tensor.kind != EMA.name for tensor in reader.tensors):
         logger.warning(f"{reader.path} holds no moving average of the weights; it starts from the loaded ones")
     state = training_state(reader)
-    saved, own = state.optimizer.get("compile"), engine.plan.is_compiled
+    saved, own = state.optimizer.get("compile"), states.plan.is_compiled
     if saved is not None and saved != own:
         logger.warning(
             f"{reader.path} was saved with optim.compile={str(saved).lower()}, this run has {str(own).lower()}: the "
             f"two updates round differently, so the run resumes, but not bit for bit"
         )
-    contracts = (state.contract or {}, engine.contract.to_dict())
+    contracts = (state.contract or {}, states.contract.to_dict())
     before, now = map(_formats, contracts)
     changed = [name for name in now if before.get(name, now[name]) != now[name]]
     if changed:

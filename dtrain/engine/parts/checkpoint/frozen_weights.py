@@ -11,8 +11,8 @@ from dtrain.checkpoint.format.training_state import TrainingState
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
-from dtrain.engine.model_state import StateEngine
 from dtrain.errors import CheckpointError
+from dtrain.parameters.model_states import ModelStates
 
 
 def check_source(state: TrainingState, path: str, own: FrozenSource | None) -> bool:
@@ -37,29 +37,29 @@ def check_source(state: TrainingState, path: str, own: FrozenSource | None) -> b
     return True
 
 
-def saved_float8(engine: StateEngine) -> Iterator[TensorShard]:
+def saved_float8(states: ModelStates) -> Iterator[TensorShard]:
     """Yields this rank's part of the frozen weights that are held in FP8, in BF16, which has their values exactly."""
-    for weights in engine.frozen_float8:
+    for weights in states.frozen_float8:
         yield from weights.saved_shards()
 
 
-def read_float8(reader: CheckpointReader, engine: StateEngine) -> None:
+def read_float8(reader: CheckpointReader, states: ModelStates) -> None:
     """Casts the saved values of the frozen FP8 weights; all ranks call."""
-    for weights in engine.frozen_float8:
+    for weights in states.frozen_float8:
         values = weights.new_values()
         targets = [ReadTarget(shard.kind, shard.name, shard.start, shard.data) for shard in weights.shards(values)]
         # agreed on before the cast, in which the ranks communicate
-        on_every_rank(engine.comm, f"reading {reader.path}", partial(reader.read_into, targets), CheckpointError)
+        on_every_rank(states.comm, f"reading {reader.path}", partial(reader.read_into, targets), CheckpointError)
         weights.write(values)
 
 
-def proven_float8(reader: CheckpointReader, engine: StateEngine) -> Iterator[TensorShard]:
+def proven_float8(reader: CheckpointReader, states: ModelStates) -> Iterator[TensorShard]:
     """Yields the saved values of which this rank's frozen FP8 weights are the cast, those that it would save.
 
     Raises:
         CheckpointError: they are not.
     """
-    for weights in engine.frozen_float8:
+    for weights in states.frozen_float8:
         values = weights.new_values()
         for shard in weights.shards(values):
             saved = reader.read(shard.kind, shard.name, shard.start, shard.stop)
@@ -68,6 +68,6 @@ def proven_float8(reader: CheckpointReader, engine: StateEngine) -> Iterator[Ten
                 yield replace(shard, dtype=saved.dtype, values=saved)
         if not weights.is_cast_of(values):
             raise CheckpointError(
-                f"after loading {reader.path}, the frozen FP8 weights of '{weights.replica.layout.name}' "
+                f"after loading {reader.path}, the frozen FP8 weights of '{weights.name}' "
                 f"({', '.join(weights.names[:3])}, ...) are not the cast of what was saved"
             )

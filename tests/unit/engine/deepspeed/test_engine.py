@@ -161,12 +161,12 @@ def require_no_stale_gradients(stage: int, offload: str, precision: str) -> None
     step(engine, "sometimes_used", [0])
     for indices, taken in (([1, 0], 2), ([1], 1), ([0, 1], 2), ([0, 1, 0], 2), ([1, 0], 2)):
         model = entry.build(0)
-        model.load_state_dict({name: master.clone() for name, master in engine.full_state("master")})
+        model.load_state_dict({name: master.clone() for name, master in engine.states.full_state("master")})
         for _, index in zip(range(taken), engine.accumulate(indices), strict=False):
             engine.backward(entry.loss(engine, entry.batch(index)))
             entry.loss(model, entry.batch(index)).backward()
         engine.finish_gradients()
-        for name, got in engine.full_state("main_grad"):
+        for name, got in engine.states.full_state("main_grad"):
             own = model.get_parameter(name).grad
             want = torch.zeros_like(got) if own is None else own * engine.world_size
             tolerance = 1e-5 if precision == "fp32" else 3e-2
@@ -187,7 +187,7 @@ def ranks_that_differ(rank: int, world: int, folder: str) -> None:
             else:
                 engine.backward(entry.loss(engine, entry.batch(index)))
         engine.finish_gradients()
-        for name, got in engine.full_state("main_grad"):
+        for name, got in engine.states.full_state("main_grad"):
             want = model.get_parameter(name).grad
             torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance * float(want.abs().max()))
         assert engine.step().applied

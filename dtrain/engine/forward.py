@@ -1,0 +1,67 @@
+"""A forward of the model under the contract, as the engine runs it, and whoever runs a micro-batch again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import nn
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.observation import ForwardObserver
+from dtrain.engine.parts.part import Forward
+from dtrain.engine.rng import keyed_rng
+from dtrain.precision.contract import Contract
+from dtrain.precision.forward import Autocast
+
+
+class ModelForward:
+    """Runs the model of one engine.
+
+    Args:
+        module: the model.
+        comm: the ranks.
+        contract: the precision contract in force.
+        call: calls the model with ``args`` and ``kwargs``, as the engine's library wants it.
+        discard: releases what the engine holds of a forward that gets no backward.
+        engine: its name.
+        searches_backward: whether a backward can be repeated without its gradients reaching a main grad.
+
+    Attributes:
+        autocast: installs the contract on the model, and holds in a forward.
+        observer: checks the first forward against the contract.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        comm: Communicator,
+        contract: Contract,
+        call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any],
+        discard: Callable[[], None],
+        *,
+        engine: str,
+        searches_backward: bool,
+    ) -> None:
+        self.module, self.comm, self.engine = module, comm, engine
+        self.searches_backward = searches_backward
+        self.discard = discard
+        self.autocast = Autocast(contract, module, comm.device)
+        self.observer = ForwardObserver(module, contract)
+        self._call = call
+
+    def __call__(self, call: Forward) -> Any:
+        """Runs a call of the engine; the first one with a graph is checked against the contract."""
+        with self.observer.forward():
+            return self.run(call.key, call.args, call.kwargs)
+
+    def run(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs a forward under the contract; ``key`` seeds its random numbers, None leaves them."""
+        keyed: Any = nullcontext() if key is None else keyed_rng(self.comm.device, key)
+        with keyed, self.autocast():
+            return self.autocast.cast_output(self._call(args, kwargs))
+
+    def backward_precision(self) -> AbstractContextManager[None]:
+        """Context of a backward: forwards that recomputation repeats there follow the contract."""
+        return self.autocast.backward()

@@ -1,0 +1,198 @@
+"""What a training loop calls in each step; see :class:`dtrain.engine.interface.Engine` for the rest."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.engine.micro_batch import MicroBatches
+from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.parts.stragglers import BusyMeter
+from dtrain.engine.run_state import RunState
+from dtrain.engine.vote.finalize import StepFinalizer
+from dtrain.precision.contract import Contract
+from dtrain.precision.loss_scale import LossScaleState
+from dtrain.precision.policy import PrecisionPolicy
+
+Batch = TypeVar("Batch")
+
+
+class TrainingLoop(ABC):
+    """One training step on all ranks: forward, backward, reduction, vote, update.
+
+    Attributes:
+        module: the user's model, whose parameters the engine manages.
+        comm: the ranks that train together.
+        policy: the precision policy in force.
+        contract: that policy resolved on the model.
+        ema_decay: decay of the moving average of the weights; None: none is kept.
+        num_parameters: elements of all trained parameters.
+        library_config: configuration of the library below, as plain values; None if it takes none.
+        busy: compares how long the ranks are busy; set ``busy.every``, the same on all ranks, for other windows.
+        explain_skips: whether the culprit of a skipped step names the module where it went wrong
+            (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
+            the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
+    """
+
+    name: str
+    module: nn.Module
+    comm: Communicator
+    policy: PrecisionPolicy
+    contract: Contract
+    num_parameters: int
+    ema_decay: float | None
+    busy: BusyMeter
+    library_config: Mapping[str, Any] | None = None
+    explain_skips: bool = False
+
+    _batch: MicroBatches
+    _run: RunState
+    _finalizer: StepFinalizer
+
+    @property
+    def rank(self) -> int:
+        """Index of this rank."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.comm.world_size
+
+    @property
+    def device(self) -> torch.device:
+        """Device of this rank."""
+        return self.comm.device
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether reading an outcome costs nothing; else it waits for the device."""
+        return self._finalizer.is_synchronous
+
+    @property
+    def attempted_steps(self) -> int:
+        """Number of steps taken, skipped ones included."""
+        return self._run.attempted_steps
+
+    @attempted_steps.setter
+    def attempted_steps(self, steps: int) -> None:
+        self._run.attempted_steps = steps
+
+    @property
+    def applied_steps(self) -> int:
+        """Number of updates of the masters.
+
+        On a GPU this waits for the last step's decision, and ranks that skipped the step search for the culprit
+        together.
+        """
+        self._finalizer.finalize_step()
+        return self._run.applied_steps
+
+    @property
+    def loss_scale(self) -> LossScaleState:
+        """The loss-scale machine after the last step; on a GPU this waits for its decision."""
+        self._finalizer.finalize_step()
+        return self._finalizer.scale
+
+    @property
+    def data_cursor(self) -> int:
+        """Samples consumed so far; advanced by the caller, saved, and compared in each vote."""
+        return self._run.data_cursor
+
+    @data_cursor.setter
+    def data_cursor(self, samples: int) -> None:
+        self._run.data_cursor = samples
+
+    def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
+        """Holds the forward and the backward of the next micro-batch of this step.
+
+        ::
+
+            for index, (x, y) in enumerate(batch):
+                with engine.micro_batch(last=index == len(batch) - 1):
+                    engine.backward(loss_of(engine(x), y))
+            engine.step()
+
+        Every rank runs the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``. If
+        none was marked as the last, :meth:`step` reduces. An exception ends the batch: if no backward came before it,
+        the next micro-batch is the first again.
+
+        Args:
+            last: whether it is this rank's last one before :meth:`step`; its backward starts the reductions that need
+                all micro-batches.
+
+        Raises:
+            UsageError: inside another micro-batch, after the last one, or after a backward outside of any.
+        """
+        return self._batch.micro_batch(last=last)
+
+    def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
+        """Yields the micro-batches of ``batch``, each inside :meth:`micro_batch`.
+
+        Every rank gives the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``.
+
+        Raises:
+            UsageError: ``batch`` is empty or no iterable; called again before ``step``, unless the last loop ended
+                before any backward; or ``step`` was called inside the loop.
+        """
+        return self._batch.accumulate(batch)
+
+    def request_stop(self) -> None:
+        """Requests, through the next vote, that all ranks stop after that step; the request holds for one step."""
+        self._batch.stop_requested = True  # a rank that stopped alone would leave the others waiting in a collective
+
+    def expect_save(self) -> None:
+        """Declares that the weights after the next :meth:`step` will be saved; the same on all ranks, for one step.
+
+        Ranks that differ in it end in a :class:`dtrain.DivergenceError`.
+
+        The update then leaves fingerprints of what it wrote, which the save compares with what reaches the file.
+        Without it a save still audits all but the masters and optimizer states that only one rank holds.
+        """
+        self._batch.save_expected = True
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the model's own forward under the precision policy; returns what the model returns."""
+
+    @abstractmethod
+    def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
+        """Runs the backward of the mean ``loss`` of one micro-batch, times the loss scale.
+
+        Args:
+            loss: a 0-dim FP32 tensor, or a model output with a ``loss`` entry or attribute.
+            weight: of this loss in the global mean; a number or a 0-dim device tensor, for instance the micro-batch's
+                token count.
+
+        Raises:
+            ContractError: the loss is not FP32.
+            UsageError: a second backward on one micro-batch, or a weight that is negative or not finite.
+        """
+
+    @abstractmethod
+    def step(
+        self, *, lr: float | None = None, max_grad_norm: float | None = None, grad_factor: float = 1.0
+    ) -> StepOutcome:
+        """Reduces, votes, and updates on all ranks or on none.
+
+        All arguments must be the same on all ranks.
+
+        Args:
+            lr: overrides the schedule for this step, except of groups with a schedule of their own.
+            max_grad_norm: overrides the clipping threshold of :func:`dtrain.initialize` for this step; ``math.inf``
+                clips nothing, None keeps that threshold.
+            grad_factor: factor of this step's gradient, before its norm is taken. For loops that add the gradients of
+                their micro-batches instead of averaging them: the number of micro-batches.
+
+        Raises:
+            CorruptionError: the audit found wrong bits; nothing was updated. Load a checkpoint.
+            DivergenceError: the ranks no longer do the same thing; nothing was updated.
+            NonFiniteError: too many consecutive steps were skipped.
+            UsageError: without a backward before it.
+        """

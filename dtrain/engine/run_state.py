@@ -1,0 +1,24 @@
+"""The counters of a run, which an engine and its parts share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass
+class RunState:
+    """What a checkpoint keeps of a run beside its tensors; the engine and its parts share it.
+
+    Attributes:
+        run_id: of the run, kept by its checkpoints.
+        seed: keys the random numbers of forwards.
+        attempted_steps: steps taken, skipped ones included.
+        applied_steps: updates of the masters, by the steps that are finalized.
+        data_cursor: samples consumed so far.
+    """
+
+    run_id: str
+    seed: int
+    attempted_steps: int = 0
+    applied_steps: int = 0
+    data_cursor: int = 0
