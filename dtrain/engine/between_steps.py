@@ -70,22 +70,23 @@ class BetweenSteps:
         check_contract: Callable[[], None],
     ) -> None:
         self.comm = states.comm
-        self._states, self._run, self._batch, self._parts, self._forward = states, run, batch, parts, forward
+        self.parts = parts
+        self._states, self._run, self._batch, self._forward = states, run, batch, forward
         self._finalize = finalize
         self._check_contract = check_contract
         self._is_averaged = False  # inside ``ema``
 
     def require_usable(self, verb: str) -> None:
         """Raises the reason why ``engine.verb`` cannot be called now."""
-        self._parts.written.require_closed(verb)
-        if self._parts.audit.error is not None and verb != "load":
-            raise self._parts.audit.error
+        self.parts.written.require_closed(verb)
+        if self.parts.audit.error is not None and verb != "load":
+            raise self.parts.audit.error
         if self._batch.backward_failed:
             raise UsageError(
                 f"engine.{verb} after an engine.backward that failed half-way: this rank's gradients are incomplete, "
                 f"and its reductions out of step with the others'; build a new engine and load a checkpoint"
             )
-        if self._parts.checkpointer.load_failed and verb != "load":
+        if self.parts.checkpointer.load_failed and verb != "load":
             raise UsageError(
                 f"engine.{verb} after an engine.load that failed half-way: the weights are part old, part loaded; load "
                 f"a checkpoint that can be read, or build a new engine"
@@ -104,7 +105,7 @@ class BetweenSteps:
         return self.comm.schedule.progress.during(phase)
 
     def _take_written(self) -> None:
-        self._parts.audit.exclude(self._parts.written.take_together())
+        self.parts.audit.exclude(self.parts.written.take_together())
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -117,32 +118,32 @@ class BetweenSteps:
         check_save_options(options)
         if when_busy == "skip" and self.is_saving():
             return None
-        audit = self._parts.audit
+        audit = self.parts.audit
         with self._states.whole_frozen(), self._during(Phase.SAVE):
             self._finalize()
             self._take_written()
             with audit.noting():
                 if audit.settings.every or self._states.mesh.is_hybrid:  # replica 0 saves what the others have too
                     audit.check(saves=True)
-                return self._parts.checkpointer.save(path, expected=audit.expected(), **options)
+                return self.parts.checkpointer.save(path, expected=audit.expected(), **options)
 
     @names_collectives("prepare_saves")
     def prepare_saves(self) -> None:
-        self._parts.checkpointer.prepare()
+        self.parts.checkpointer.prepare()
 
     @names_collectives("is_saving")
     def is_saving(self) -> bool:
         self._finalize()
-        return self._parts.checkpointer.is_saving()
+        return self.parts.checkpointer.is_saving()
 
     @names_collectives("wait_for_save")
     def wait_for_save(self) -> Path | None:
-        with self._during(Phase.SAVE), self._parts.audit.noting():
+        with self._during(Phase.SAVE), self.parts.audit.noting():
             self._finalize()
-            return self._parts.checkpointer.wait()
+            return self.parts.checkpointer.wait()
 
     def leave_save(self, *, cancel: bool) -> None:
-        self._parts.checkpointer.shut_down(cancel=cancel)
+        self.parts.checkpointer.shut_down(cancel=cancel)
 
     @names_collectives("load")
     def load(self, path: str | Path) -> dict[str, Any]:
@@ -151,9 +152,9 @@ class BetweenSteps:
         with self._states.whole_frozen(), self._during(Phase.LOAD):
             self._finalize()
             # what a save under way found is about to be overwritten; if this load fails, it still counts
-            with suppress(CorruptionError), self._parts.audit.noting():
-                self._parts.checkpointer.wait()
-            extra = self._parts.checkpointer.load(directory)
+            with suppress(CorruptionError), self.parts.audit.noting():
+                self.parts.checkpointer.wait()
+            extra = self.parts.checkpointer.load(directory)
             self._states.refresh()  # only now: compute weights follow from the masters and the restored state
             self._check_contract()
         logger.info(f"loaded step {self._run.attempted_steps} ({self._run.applied_steps} applied)")
@@ -168,11 +169,11 @@ class BetweenSteps:
         self.require_usable("copy_buffers")
         with self._during(Phase.EVALUATION):
             self._finalize()
-            self._parts.buffers.copy()
+            self.parts.buffers.copy()
 
     @contextmanager
     def eval(self) -> Iterator[None]:
-        self._parts.written.refuse_lost("eval")
+        self.parts.written.refuse_lost("eval")
         with self._during(Phase.EVALUATION):
             self._finalize()  # [Note: finalize before the next collective]
             with self.comm.schedule.method("eval"), self._batch.evaluation(self._states.module):
@@ -181,19 +182,19 @@ class BetweenSteps:
     @contextmanager
     def measure_precision(self, activations: Sequence[str]) -> Iterator[PrecisionMeasurement]:
         self.require_usable("measure_precision")
-        with self._parts.samples.measured(activations) as sample:
+        with self.parts.samples.measured(activations) as sample:
             yield sample
 
     @property
     def compiled_graphs(self) -> int | None:
-        compiled = self._parts.compiled
+        compiled = self.parts.compiled
         return None if compiled is None or not compiled.is_on else compiled.num_graphs
 
     @contextmanager
     def ema(self) -> Iterator[None]:
         self.require_usable("ema")
         self._finalize()
-        written = self._parts.written
+        written = self.parts.written
         with self.comm.schedule.method("ema"):
             self._take_written()
             try:
@@ -209,19 +210,19 @@ class BetweenSteps:
     def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
         self._require_outside("modify_weights")
         self._finalize()
-        if self._parts.audit.is_pending:  # else a flipped bit would become one of the user's
+        if self.parts.audit.is_pending:  # else a flipped bit would become one of the user's
             self._take_written()
-            with self._parts.audit.noting():
-                self._parts.audit.check()
+            with self.parts.audit.noting():
+                self.parts.audit.check()
         return self._modified(patterns)
 
     @contextmanager
     def _modified(self, patterns: tuple[str, ...]) -> Iterator[None]:
         with self.comm.schedule.method("modify_weights"):
-            with self._parts.written.modified(patterns):
+            with self.parts.written.modified(patterns):
                 yield
-            self._parts.audit.renew()
-            self._parts.statistics.forget()  # the user may have written them too
+            self.parts.audit.renew()
+            self.parts.statistics.forget()  # the user may have written them too
 
     @contextmanager
     def full_model(self) -> Iterator[nn.Module]:
@@ -236,7 +237,7 @@ class BetweenSteps:
 
     @names_collectives("master_state")
     def master_state(self) -> dict[str, Tensor]:
-        self._parts.written.require_closed("master_state")
+        self.parts.written.require_closed("master_state")
         self._finalize()
         self._take_written()
         # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies

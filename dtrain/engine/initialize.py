@@ -33,7 +33,7 @@ from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.clip_warning import warn_of_clipping
 from dtrain.engine.deterministic import allow_deterministic_kernels, require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
-from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions, manage
+from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
 from dtrain.engine.settings import (
     audit_record,
     blocks_record,
@@ -165,7 +165,6 @@ def initialize(
     scale = LossScaleState.of(rule)
     mesh = Mesh.of(comm, record.shard_size if isinstance(record, Native) else None)
     request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
-    manage(model)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.adapters.{record.name}").build(request)
     warn_of_clipping(built)

@@ -87,7 +87,7 @@ _MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model aliv
 
 
 def manage(model: nn.Module) -> None:
-    """Notes that an engine takes ``model`` over: if its constructor fails half-way, the model is changed already."""
+    """Notes that an engine has taken ``model`` over."""
     _MANAGED.add(model)
 
 

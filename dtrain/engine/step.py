@@ -42,7 +42,7 @@ from dtrain.engine.parts.order import build_parts
 from dtrain.engine.parts.part import Forward, StepParts, StepUnderWay
 from dtrain.engine.parts.samples import PrecisionSamples
 from dtrain.engine.parts.stragglers import BusyMeter
-from dtrain.engine.request import EngineRequest
+from dtrain.engine.request import EngineRequest, manage
 from dtrain.engine.rng import rng_key
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.ballot import Ballot
@@ -84,6 +84,7 @@ class StepEngine(EngineHooks):
         backward_names: Sequence[str],
         monitor: GradientMonitor | None = None,
     ) -> None:
+        manage(request.model)  # first: a constructor that fails half-way has changed the model already
         self.module, self.comm, self.contract = request.model, request.comm, request.contract
         self.policy, self.ema_decay = request.contract.policy, request.plan.ema_decay
         self.states, self.num_parameters, self.options = states, states.num_parameters, request.step

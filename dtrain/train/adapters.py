@@ -32,7 +32,7 @@ class AdapterCheck:
         self._engine = engine
         self._names: list[str] = []
         self._handles: list[Any] = []
-        if not engine.attempted_steps:
+        if isinstance(engine, Engine) and not engine.attempted_steps:
             self._names = [name for name in engine.states.shapes if _ZEROS in name]
         self._has_computed = torch.zeros(len(self._names), dtype=torch.int64)
         for number, name in enumerate(self._names):

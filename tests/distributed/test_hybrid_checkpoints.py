@@ -168,10 +168,10 @@ def diverge(rank: int, world: int) -> Any:
     """An update of one rank writes other bits than those of the rank at its place, so its record is of no help."""
     engine = started(("native", 3, SHARD_SIZE), precision="fp32", audit=dtrain.Audit(every=1))
     train_step(engine, world)
-    engine._audit.forget()
+    engine._between.parts.audit.forget()
     flip_master(engine, 2)
-    engine._refresh()
-    engine._audit.record()
+    engine.states.refresh()
+    engine._between.parts.audit.record()
     return found_by(lambda: train_step(engine, world))
 
 

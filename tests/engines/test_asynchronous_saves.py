@@ -88,7 +88,7 @@ def _failures(rank: int, world: int, directory: Path) -> list[str]:
         train_step(engine, MICRO_BATCHES)
         with on_call("rename", fail) if rank == 0 else nullcontext():
             engine.save(directory, asynchronous=True)
-            engine._checkpointer._saver._thread.join()
+            engine._between.parts.checkpointer._saver._thread.join()
         messages.append(raised(collect))
         assert train_step(engine, MICRO_BATCHES).applied, "it was raised already"
     wrong = ({"extra": {"when": object()}}, {"metrics": {"val_loss": "0.5"}}, {"config": {1: 2, "a": 3}})
@@ -121,7 +121,7 @@ def _fails_behind_a_device(rank: int, world: int, directory: Path) -> dict[str, 
         with on_call("write", fail) if rank == world - 1 else nullcontext():
             engine.save(directory, asynchronous=True)
             if rank == world - 1:
-                until(lambda: engine._checkpointer.has_failed)
+                until(lambda: engine._between.parts.checkpointer._saver.has_failed)
             outcome = train_step(engine, MICRO_BATCHES)  # its vote says so
             assert reads[-1] != engine.attempted_steps - 1, "the step is not read yet"
             if rank == 0:

@@ -75,7 +75,7 @@ def test_a_model_without_them_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     counts = []
     for disabled in (False, True):
         if disabled:
-            for name in ("keep", "restore"):
+            for name in ("before_forward", "restore"):
                 monkeypatch.setattr(RunningStatistics, name, lambda *_, **__: None)
         for norms in (False, True):
             engine = start(nn.BatchNorm1d if norms else nn.LayerNorm, audit=0)

@@ -199,7 +199,7 @@ def step_differently(name: str, stage: int, rank: int, world: int) -> str:
     elif other and name == "loss_scale":
         engine._finalizer.scale = LossScaleState.of(dtrain.LossScale.of(8.0))
     elif other and name == "config_hash":
-        engine._config_hash += 1
+        engine._ballot._config_hash += 1
         finalizer = engine._finalizer
         finalizer.config_text = finalizer.config_text.replace('"max_grad_norm": 0.05', '"max_grad_norm": 0.5')
     elif other and name == "schedule_hash":

@@ -79,8 +79,8 @@ def faults_of(engine: NativeEngine) -> list[Fault]:
 
 
 def snapshot(engine: NativeEngine) -> list[Tensor]:
-    trained = (tensor for kind in engine.states.saved_dtypes for tensor in engine._held(kind))
-    return [tensor.clone() for tensor in (*trained, *engine._storages()["compute"])]
+    trained = (tensor for kind in engine.states.saved_dtypes for tensor in engine.states.held(kind))
+    return [tensor.clone() for tensor in (*trained, *engine.states.storages()["compute"])]
 
 
 def attempt(engine: NativeEngine, fault: Fault | None) -> dtrain.StepOutcome:

@@ -27,6 +27,7 @@ from dtrain.config.precision import LossScale
 from dtrain.distributed.mesh import Mesh
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.outcome import Culprit, StepOutcome
+from dtrain.engine.run_state import RunState
 from dtrain.engine.step import StepEngine
 from dtrain.engine.vote.culprit import Finding, locate_bad_gradient
 from dtrain.engine.vote.decide import REASONS
@@ -344,9 +345,10 @@ class Rank:
 
     def __init__(self, rank: int, trial: Trial, main_grads: list[Tensor]) -> None:
         self.rank, self.trial, self.device, self.state_device = rank, trial, CPU, CPU
-        self.layouts, self.backward_names = trial.model.layouts, trial.model.backward_names
+        self.layouts, self._backward_names = trial.model.layouts, trial.model.backward_names
         self.comm = self._comm = SimulatedCommunicator(rank, trial.world)
-        self.mesh = Mesh.of(self.comm, None)
+        self.states = SimpleNamespace(mesh=Mesh.of(self.comm, None), owned_shards=self.owned_shards)
+        self._run = RunState("", 0)
         self._losses = LossAccumulator(CPU)
         self.monitor = GradientMonitor(len(trial.model.backward_slots))
         placement = Placement.SHARD if trial.sharded else Placement.REPLICATE
@@ -356,7 +358,14 @@ class Rank:
         scale = LossScaleState.of(LossScale("calibrated", init=SCALE, calibration_steps=2))
         config = CONFIG.replace("1", "2") if "config_hash" in trial.differs and rank == trial.odd_rank else CONFIG
         self.finalizer = StepFinalizer(
-            self.comm, scale, SkipCounter(limit=2), self._locate_culprit, config, is_synchronous=False
+            self.comm,
+            self._run,
+            scale,
+            SkipCounter(limit=2),
+            self._locate_culprit,
+            lambda *_: None,
+            config,
+            is_synchronous=False,
         )
 
     def backward(self, gradients: dict[str, Tensor]) -> None:

@@ -69,7 +69,7 @@ def masters(engine: Any) -> torch.Tensor:
 def test_infinity_on_the_device_is_skipped_and_named() -> None:
     engine = make_engine("bf16", 2)
     before = masters(engine)
-    name = engine.backward_names[-1]
+    name = engine._backward_names[-1]
     handle = dict(engine.module.named_parameters())[name].register_hook(lambda g: g * float("inf"))
     outcome = train(engine, 1)[0]
     handle.remove()
@@ -188,7 +188,7 @@ def test_what_is_saved_while_training_goes_on_is_the_state_of_the_call(tmp_path:
         assert reader.step == start
         for name, tensor in expected.items():
             assert torch.equal(reader.read("exp_avg", name), tensor.cpu().flatten()), name
-    assert ON_CPU or all(block.is_pinned() for block in engine._checkpointer._saver._copy._blocks)
+    assert ON_CPU or all(block.is_pinned() for block in engine._between.parts.checkpointer._saver._copy._blocks)
     straight = make_engine("bf16", stage, reproducible=True)
     assert [outcome.loss for outcome in train(straight, 8)] == [outcome.loss for outcome in outcomes]
 
@@ -199,7 +199,7 @@ def test_a_save_that_fails_is_raised_by_a_step_that_can_be_called_again(tmp_path
     with mock.patch.object(storage, "write", side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))):
         engine.save(tmp_path, asynchronous=True)
         deadline = time.monotonic() + 30
-        while not engine._checkpointer.has_failed:
+        while not engine._between.parts.checkpointer._saver.has_failed:
             assert time.monotonic() < deadline
     train(engine, 1)  # its vote says so, and nobody has read it
     with pytest.raises(CheckpointError, match="failed on rank 0: No space left on device"):

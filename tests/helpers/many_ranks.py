@@ -19,6 +19,7 @@ from dtrain.config.precision import LossScale
 from dtrain.distributed.communicator import GradientSend
 from dtrain.distributed.transport.process_group import ProcessGroup
 from dtrain.distributed.transport.single_rank import SingleRank
+from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
@@ -72,7 +73,9 @@ def vote_host_work(rows: Tensor) -> Callable[[], None]:
     """Returns all that the host does in a step with the ``rows`` of all ranks: the decision and its outcome."""
     scale = LossScaleState.of(LossScale.of("dynamic"))
     comm, skips = Texts(len(rows)), SkipCounter(20)
-    finalizer = StepFinalizer(comm, scale, skips, lambda decision: None, "{}", is_synchronous=True)
+    finalizer = StepFinalizer(
+        comm, RunState("", 0), scale, skips, lambda decision: None, lambda *_: None, "{}", is_synchronous=True
+    )
     tensors = VoteTensors()
 
     def run() -> None:

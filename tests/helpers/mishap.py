@@ -152,7 +152,7 @@ def _record(file: Path) -> None:
     real = NativeEngine.__call__
 
     def call(engine: NativeEngine, *args: Any, **kwargs: Any) -> Any:
-        if not engine._evaluating:
+        if not engine._batch.is_evaluating:
             with file.open("a", encoding="utf-8") as lines:
                 lines.write("".join(f"{engine.attempted_steps} {sample_name(row)}\n" for row in kwargs["tokens"]))
         return real(engine, *args, **kwargs)

@@ -67,7 +67,7 @@ def build_parts(
     busy: BusyMeter,
 ) -> EngineParts:
     """Returns the parts of an engine; ``settings`` are those of audits."""
-    audit, forwards = StateAudit(states, run, settings), KeptForwards(settings)
+    audit, forwards = StateAudit(states, run, settings, finalizer), KeptForwards(settings)
     return EngineParts(
         phases=Phases(states.comm.schedule.progress),
         checkpointer=Checkpointer(states, run, finalizer, audit.noting),

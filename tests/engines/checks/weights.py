@@ -248,7 +248,7 @@ def lower_a_moment(engine: Any) -> None:
         state = engine._optimizer.state[engine._zero.partitions[0].master]
         state["exp_avg"] = state["exp_avg"].bfloat16()
     else:
-        moments = engine._local_shards._values["exp_avg"]
+        moments = engine.states.local._values["exp_avg"]
         moments[0] = moments[0].bfloat16()
 
 

@@ -17,7 +17,7 @@ import dtrain
 from dtrain.distributed.startup.setup import disconnect
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.engine.parts.explain import SkipExplainer
-from dtrain.engine.parts.forward_calls import ForwardCalls
+from dtrain.engine.parts.forward_calls import KeptForwards
 from tests.helpers import planted_faults as planted
 from tests.helpers.host_reads import forbidden, like_a_gpu
 
@@ -248,8 +248,8 @@ def test_a_rank_whose_dummy_ran_no_forward_takes_part() -> None:
     """The backward of a dummy may do without a forward (``weight=0``), so that there is nothing to run again."""
     found = {"origin": asdict(Origin("output", "middle", "Linear")), "error": None}
     comm = SimpleNamespace(rank=1, exchange_text=lambda text: [json.dumps(found), text])
-    engine: Any = SimpleNamespace(name="native", module=nn.Linear(2, 2), comm=comm, searches_backward=True)
-    engine.discard_forward = lambda: None
+    forward: Any = SimpleNamespace(engine="native", module=nn.Linear(2, 2), comm=comm, searches_backward=True)
+    forward.discard = lambda: None
     culprit = Culprit(rank=0, step=0, phase="forward loss", micro_batch=0)
-    explained = SkipExplainer(engine, ForwardCalls()).explain(culprit, 1.0)
+    explained = SkipExplainer(forward, KeptForwards(dtrain.Audit())).explain(culprit, 1.0)
     assert origin_of(explained).module == "middle"

@@ -120,8 +120,8 @@ def test_checkpoint_has_the_hash_of_its_config_without_secrets(tmp_path: Path) -
 
 def test_load_warns_of_another_update(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = start()
-    rule = replace(engine.options.optimizer, compile=True)
-    engine.options = replace(engine.options, optimizer=rule)  # what is recorded; the update stays what it is
+    plan = engine.states.plan  # what is recorded; the update stays what it is
+    engine.states.plan = replace(plan, record=replace(plan.record, compile=True))
     train_step(engine)
     start().load(engine.save(tmp_path))
     assert "was saved with optim.compile=true, this run has false" in caplog.text

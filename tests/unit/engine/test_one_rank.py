@@ -104,20 +104,22 @@ def test_eval_restores_the_mode_of_every_module_and_may_be_nested() -> None:
     assert modes == [False] * 3
     assert [module.training for module in (engine.module, *engine.module)] == [True, True, False, True]
     assert torch.is_grad_enabled()
-    before = engine._current.num_forwards
+    before = engine._batch.current.num_forwards
     with engine.eval():
         with engine.eval():
             pass
         engine.module.train()
         engine(X)
-    assert engine._current.num_forwards == before, "a forward inside eval() takes no random numbers from the training"
+    assert engine._batch.current.num_forwards == before, (
+        "a forward inside eval() takes no random numbers from the training"
+    )
 
 
 def test_a_record_and_its_shorthand_are_the_same() -> None:
     record = start(engine=dtrain.Native(zero_stage=3, prefetch=2, sharding_units=["0", "2"], keep_gathered=("2",)))
     shorthand = start(zero_stage=3, prefetch=2, sharding_units=("0", "2"), keep_gathered=["2"])
     assert record.options == shorthand.options
-    assert record._config_hash == shorthand._config_hash
+    assert record._ballot._config_hash == shorthand._ballot._config_hash
     assert train_step(record) == train_step(shorthand)
     assert start(engine=dtrain.Native(zero_stage=1), zero_stage=1).options.zero_stage == 1, "no contradiction"
 
@@ -220,7 +222,7 @@ def test_an_error_of_the_device_is_not_reported_as_a_dead_rank(error: type[Runti
 def test_an_engine_records_its_step_and_phase(tmp_path: Path) -> None:
     engine = start()
     memory = memoryview(bytearray(RECORD_BYTES))
-    engine.progress.move_to(memory)
+    engine.comm.schedule.progress.move_to(memory)
     seen: list[tuple[int, Phase]] = []
 
     def look(*_: Any) -> None:
@@ -243,4 +245,6 @@ def test_an_engine_records_its_step_and_phase(tmp_path: Path) -> None:
     for step in range(2):
         expected += [(step, Phase.FORWARD), (step, Phase.BACKWARD), (step, Phase.DATA), (step + 1, Phase.DATA)]
     assert seen == [*expected, (2, Phase.EVALUATION), (2, Phase.DATA)]
-    assert all(engine.progress.busy_s[phase] > 0 for phase in (Phase.UPDATE, Phase.EVALUATION, Phase.SAVE))
+    assert all(
+        engine.comm.schedule.progress.busy_s[phase] > 0 for phase in (Phase.UPDATE, Phase.EVALUATION, Phase.SAVE)
+    )

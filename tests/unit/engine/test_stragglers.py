@@ -60,11 +60,11 @@ def test_the_window_has_the_time_without_waits_evaluations_and_saves(clock: list
     times = {Phase.DATA: 1.0, Phase.FORWARD: 2.0, Phase.BACKWARD: 3.0, Phase.UPDATE: 4.0}
     for step in range(10):
         run_step(ranks, clock, {**times, Phase.EVALUATION: 100.0, Phase.SAVE: 50.0}, wait=7.0)
-        assert busy.end_step(step) == (50.0 if step in (4, 9) else 0.0)
+        assert busy._end(step) == (50.0 if step in (4, 9) else 0.0)
     for ranks, every in ((Ranks(1), 5), (Ranks(2), 0)):  # a single rank and no window compare nothing
         busy = meter(ranks, every)
         run_step(ranks, clock, {Phase.FORWARD: 1.0}, wait=0.0)
-        assert [busy.end_step(step) for step in range(10)] == [0.0] * 10
+        assert [busy._end(step) for step in range(10)] == [0.0] * 10
 
 
 @pytest.mark.parametrize(("ratio", "world_size"), [(1.0, 2), (1.19, 3), (1.21, 4), (2.0, 2), (1.21, 8)])
@@ -76,12 +76,12 @@ def test_a_rank_above_the_limit_is_named_with_its_phase(
     busy = meter(ranks)
     for step in range(5):
         run_step(ranks, clock, {Phase.FORWARD: 1.0, Phase.BACKWARD: 1.0}, wait=3.0)
-        seconds = busy.end_step(step)
+        seconds = busy._end(step)
     totals = [ratio * seconds if rank == slow else seconds for rank in range(world_size)]
     # all of the difference is in forward, although backward is longer
     ranks.rows = [[0.0, 3.0 + total - seconds, 7.0, 0.0] for total in totals]
     with caplog.at_level(logging.WARNING):
-        busy.compare(4, totals)
+        busy._compare(4, totals)
     assert busy.latest.median_ms == pytest.approx(2000)
     assert busy.latest.slowest_ms == pytest.approx(2000 * ratio)
     assert busy.latest.spread_ms == pytest.approx(2000 * (ratio - 1))
@@ -97,14 +97,14 @@ def test_a_rank_above_the_limit_is_named_with_its_phase(
 def test_rank_0_names_a_slow_rank_once(clock: list[float], caplog: pytest.LogCaptureFixture, rank: int) -> None:
     ranks = Ranks(2, rank=rank)
     busy = meter(ranks)
-    busy.compare(3, [0.0, 0.0])
+    busy._compare(3, [0.0, 0.0])
     assert busy.latest is None, "within a window nothing is compared"
     ranks.rows = [[1.0, 0.0, 0.0, 0.0], [2.0, 0.0, 0.0, 0.0]]
     run_step(ranks, clock, {Phase.DATA: 1.0}, wait=0.0)
     for step in range(5):
-        busy.end_step(step)
+        busy._end(step)
     for seconds in ([1.0, 2.0], [1.0, 2.0], [1.0, 1.1], [1.0, 2.0]):
-        busy.compare(4, seconds)
+        busy._compare(4, seconds)
     assert caplog.text.count("slow rank") == (2 if rank == 0 else 0)
     assert busy.latest.slowest_rank == 1
 
@@ -136,7 +136,7 @@ class Device:
 def gpu_step(step: int, busy: BusyMeter, ranks: Any, device: Device) -> tuple[bool, float]:
     """Returns whether the step was recorded, and the busy seconds of the window that it ends."""
     progress = ranks.schedule.progress
-    busy.begin_step(step)
+    busy._begin(step)
     device.finished = device.now  # the decision of the step before is read
     for phase, ms in ((Phase.DATA, 1), (Phase.FORWARD, 2), (Phase.BACKWARD, 4), (Phase.UPDATE, 8)):
         progress.begin(phase)
@@ -145,7 +145,7 @@ def gpu_step(step: int, busy: BusyMeter, ranks: Any, device: Device) -> tuple[bo
         progress.leave(1)
         device.now += ms
     is_recorded = progress.on_mark is not None
-    seconds = busy.end_step(step)
+    seconds = busy._end(step)
     device.now += 5000  # the vote and the update
     progress.begin(Phase.DATA)
     return is_recorded, seconds
@@ -161,7 +161,7 @@ def test_a_gpu_is_timed_by_events_in_every_fifth_step(monkeypatch: pytest.Monkey
         is_recorded, seconds = gpu_step(step, busy, ranks, device)
         assert is_recorded == (step % 5 == 2 and (step + 1) % every != 0)
         if seconds:
-            busy.compare(step, [seconds, seconds])
+            busy._compare(step, [seconds, seconds])
             assert busy.latest.median_ms == pytest.approx(15)
     assert (busy.latest is None) == (every == 1)
 
@@ -176,8 +176,8 @@ def test_a_gpu_records_nothing_if_nothing_is_compared(monkeypatch: pytest.Monkey
     for every in (0, 3):  # changed by the program in a recorded step
         device, ranks = Device(monkeypatch), Ranks(2, "cuda")
         busy = meter(ranks)
-        busy.begin_step(2)
+        busy._begin(2)
         busy.every = every
-        assert busy.end_step(2) == 0.0
+        assert busy._end(2) == 0.0
         assert ranks.schedule.progress.on_mark is None
         assert [gpu_step(step, busy, ranks, device)[1] for step in (3, 4)] == [0.0, 0.0]

@@ -92,8 +92,8 @@ def attempt(engine: NativeEngine, kind: str) -> StepOutcome:
 
 
 def states(engine: NativeEngine) -> list[Tensor]:
-    trained = [tensor for kind in engine.states.saved_dtypes for tensor in engine._held(kind)]
-    return [*trained, *engine._storages()["compute"]]
+    trained = [tensor for kind in engine.states.saved_dtypes for tensor in engine.states.held(kind)]
+    return [*trained, *engine.states.storages()["compute"]]
 
 
 @pytest.mark.parametrize(("stage", "read_probability"), [(0, 1.0), (2, 0.0), (3, 0.5)])

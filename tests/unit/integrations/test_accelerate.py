@@ -187,7 +187,7 @@ def test_whole_weights_and_the_users_module(tmp_path: Path) -> None:
     optimizer.step()
     model.eval()
     evaluating = []
-    module.register_forward_pre_hook(lambda *_: evaluating.append(model.driver.engine._evaluating))
+    module.register_forward_pre_hook(lambda *_: evaluating.append(model.driver.engine._batch.is_evaluating))
     with torch.inference_mode():
         want = model(tokens)
     assert evaluating == [True]

@@ -61,7 +61,9 @@ def test_weights_without_states_and_checkpoints_of_an_earlier_run(tmp_path: Path
     class Watch(transformers.TrainerCallback):
         def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             engine = kwargs["optimizer"].driver.engine
-            announced.append(engine._audit.is_pending)  # the update has left fingerprints of what it wrote
+            announced.append(
+                engine._between.parts.audit.is_pending
+            )  # the update has left fingerprints of what it wrote
 
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     run_trainer(EngineTrainer, tmp_path, save_only_model=True, **options)

@@ -202,7 +202,7 @@ def _around_a_broken_sample(rank: int, world: int, run_dir: str) -> tuple[list[A
     log_summary = run._log_summary
 
     def broken(engine: Any, *args: Any) -> Any:
-        seen.extend((len(handler.start_callbacks), engine.progress))
+        seen.extend((len(handler.start_callbacks), engine.comm.schedule.progress))
         raise ValueError("no text from me")
 
     def log_and_see(*args: Any) -> None:

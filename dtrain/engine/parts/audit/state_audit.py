@@ -29,6 +29,7 @@ from dtrain.engine.parts.audit.judge import Copies, Key, RankFindings, judge
 from dtrain.engine.parts.part import StepPart, StepUnderWay
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.decide import DecodedDecision
+from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CorruptionError
 from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.model_states import ModelStates
@@ -58,17 +59,19 @@ class StateAudit(StepPart):
         run: its attempted steps.
         settings: which steps are audited; without ``every`` nothing is recorded, and only a save of several replicas
             is checked.
+        finalizer: knows whether a step is finalized at its end.
 
     Attributes:
         settings: see above.
         error: the corruption that was found; the states must not be used until others are loaded.
     """
 
-    def __init__(self, states: ModelStates, run: RunState, settings: Audit) -> None:
+    def __init__(self, states: ModelStates, run: RunState, settings: Audit, finalizer: StepFinalizer) -> None:
         self.settings = settings
         self.error: CorruptionError | None = None
         self._states = states
         self._run = run
+        self._finalizer = finalizer
         self._record: _Fingerprints | None = None
         self._constants = Constants(states)
         self._written: set[str] = set()  # parameters that the user has written since the record
@@ -103,7 +106,7 @@ class StateAudit(StepPart):
 
     def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
         """Records what a stop saves; on a GPU the weights may be others by now."""
-        is_current = self._states.comm.device.type == "cpu"
+        is_current = self._finalizer.is_synchronous
         if self.settings.every and is_current and outcome.stop_requested and not self.is_pending:
             self.record()
 
