@@ -5,7 +5,7 @@ rolling hash of the order of collectives, in the :class:`CollectiveSchedule`. Th
 because gloo returns wrong sums silently if two ranks issue equally shaped collectives in a different order. Sums are
 FP32 always.
 
-There are four transports, and :func:`dtrain.distributed.startup.setup.make_communicator` chooses: ``SingleRank``,
+There are four transports, and :func:`dtrain.distributed.transport.choose.make_communicator` chooses: ``SingleRank``,
 ``ProcessGroup`` (NCCL), ``GlooGroup`` (CPU ranks, through sockets) and ``HostMemory`` (CPU ranks of one host, which
 read each other's buffers). What a transport needs - rings, messages, alignment, a process group - stays inside it. A
 collective returns a handle; what follows it is written where the handle is waited for.

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from dtrain.config.optim import AdamW, AdamWBF16
-from dtrain.optim.formula import Formula, FormulaRule
+from dtrain.optim.formula import Formula
+from dtrain.optim.formula_rule import FormulaRule
 from dtrain.optim.rule import SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
 
 _MOMENTS = (StateSpec("exp_avg"), StateSpec("exp_avg_sq"))

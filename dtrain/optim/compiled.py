@@ -22,7 +22,7 @@ from torch.utils.dlpack import from_dlpack
 
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
-from dtrain.optim.formula import MAX_BLOCK, Formula, FormulaRule
+from dtrain.optim.formula import MAX_BLOCK, Formula
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
 from dtrain.optim.stochastic import Noise, step_words, stream_start
 from dtrain.precision.remainder import RemainderPair, join, split
@@ -90,16 +90,29 @@ class CompiledUpdate:
     """The compiled update of the segments of an arena, built before the first step.
 
     Args:
-        rule: the optimizer.
+        name: of the optimizer, for messages.
+        formula: its update.
+        constants: returns what the formula is given, on a device.
         segments: the slices of each segment, of any update classes.
+        is_rounded: whether a state is BF16.
 
     Raises:
         ConfigError: the compiler failed.
     """
 
-    def __init__(self, rule: FormulaRule, segments: Sequence[Sequence[UpdateSlice]]) -> None:
-        self._rule = rule
-        self._coefficients, self._update = _compiled(rule.formula)
+    def __init__(
+        self,
+        name: str,
+        formula: Formula,
+        constants: Callable[[torch.device], Tensor],
+        segments: Sequence[Sequence[UpdateSlice]],
+        *,
+        is_rounded: bool,
+    ) -> None:
+        self._name = name
+        self._constants = constants
+        self._is_rounded = is_rounded
+        self._coefficients, self._update = _compiled(formula)
         self._segments = [
             [self._slice(block) for part in segment for block in part.cut(_block(part))] for segment in segments
         ]
@@ -114,11 +127,11 @@ class CompiledUpdate:
             device = part.weight_decay.device
             if scalars is not self._scalars:  # the first slice of this update
                 self._scalars, self._shared = scalars, {}
-                self._words = step_words(scalars.step, device) if self._rule.is_rounded else None
+                self._words = step_words(scalars.step, device) if self._is_rounded else None
             if part.lr_factor not in self._shared:
                 own = scalars.scaled(part.lr_factor)
                 self._shared[part.lr_factor] = self._coefficients(
-                    self._rule.constants(device), *own.tensors, own.grad_factor
+                    self._constants(device), *own.tensors, own.grad_factor
                 )
             self._run(part, self._shared[part.lr_factor])
 
@@ -143,7 +156,7 @@ class CompiledUpdate:
             None if part.replica is None else _rebased(part.replica),
             torch.full((), part.update_class.weight_decay, dtype=torch.float32, device=device),
             part.update_class.lr_factor,
-            stream_start(*part.origin, device) if self._rule.is_rounded else None,
+            stream_start(*part.origin, device) if self._is_rounded else None,
         )
 
     @torch.no_grad()
@@ -155,23 +168,23 @@ class CompiledUpdate:
         device = slices[0].weight_decay.device
         # separate tensors, because a graph is specialized on which of its inputs are the same one
         skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(5)]
-        self._words = step_words(1, device) if self._rule.is_rounded else None
+        self._words = step_words(1, device) if self._is_rounded else None
         # the largest of each kind, because the number of threads of a loop is decided for the first size
         by_size = sorted(slices, key=lambda part: part.tensors[0].numel())
         largest = {(part.pair is None, None if part.replica is None else part.replica.dtype): part for part in by_size}
         try:
             # one graph more for each mode of torch (threads, deterministic kernels) that the process has been in
             with torch._dynamo.config.patch(recompile_limit=64):
-                shared = self._coefficients(self._rule.constants(device), *skipped_by)
+                shared = self._coefficients(self._constants(device), *skipped_by)
                 for part in largest.values():
                     self._run(part, shared)
         except RuntimeError as error:  # all failures of the compiler are
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(
                 f"the update cannot be compiled on {device} ({type(error).__name__}: {reason}); install a C++ "
-                f"compiler, and Triton on a GPU, or set optim.compile=false, {self._rule.name}(compile=False)"
+                f"compiler, and Triton on a GPU, or set optim.compile=false, {self._name}(compile=False)"
             ) from error
-        logger.info("optimizer: %s compiled in %.1f s", self._rule.name, time.perf_counter() - started)
+        logger.info("optimizer: %s compiled in %.1f s", self._name, time.perf_counter() - started)
 
 
 def _copies_pairs(device: torch.device) -> bool:

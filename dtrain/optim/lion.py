@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from dtrain.config.optim import Lion
-from dtrain.optim.formula import Formula, FormulaRule
+from dtrain.optim.formula import Formula
+from dtrain.optim.formula_rule import FormulaRule
 from dtrain.optim.rule import StateSpec
 
 

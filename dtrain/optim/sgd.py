@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from dtrain.config.optim import SGD
-from dtrain.optim.formula import Formula, FormulaRule
+from dtrain.optim.formula import Formula
+from dtrain.optim.formula_rule import FormulaRule
 from dtrain.optim.rule import StateSpec, UpdateGroup, UpdateScalars
 
 

@@ -20,8 +20,8 @@ from dtrain.distributed.communicator import (
     require_fp32,
 )
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
+from dtrain.distributed.transport.all_to_all_exchange import AllToAllExchange
 from dtrain.distributed.transport.host_memory import ring_schedule
-from dtrain.distributed.transport.process_group import AllToAllExchange
 from dtrain.distributed.transport.ring_exchange import RingExchange
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.planning.timeline import REPLICATE, SHARD, WORLD, Timeline, Transfer

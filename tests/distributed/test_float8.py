@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import dtrain
 from dtrain.config.precision import Float8
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.float8.cast import E4M3, quantize

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import dtrain
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import ConfigError, ContractError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, assert_follows_the_oracle, forward_backward, start, train_all

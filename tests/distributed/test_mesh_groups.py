@@ -13,8 +13,8 @@ import torch.distributed as dist
 from dtrain.distributed import processes
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.startup.setup import make_communicator
 from dtrain.distributed.transport import shared_memory
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.ring_exchange import RingExchange
 from dtrain.errors import DivergenceError
 from tests.helpers.ranks import run_ranks

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.startup.setup import make_communicator
 from dtrain.distributed.transport import host_memory
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, forward_backward, start

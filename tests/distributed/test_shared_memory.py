@@ -17,9 +17,9 @@ from torch import Tensor
 
 from dtrain.distributed import processes
 from dtrain.distributed.communicator import Communicator, GradientSend
-from dtrain.distributed.startup import setup
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.logging import logger
 from dtrain.distributed.transport import pipes, shared_memory
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.host_memory import HostMemory, RingExchange
 from dtrain.errors import CommunicationError
 from tests.helpers.ranks import run_ranks
@@ -131,7 +131,7 @@ def fail_on_the_last(rank: int, world: int, what: str) -> tuple[str, str, list[b
     """Returns the reason, the kind of messages, which buffers are shared before and after, and if sums are right."""
     log: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(setup.logger, "info", log.append)
+        patch.setattr(logger, "info", log.append)
         if rank == world - 1:
             if what == "other host":
                 patch.setattr(processes, "host_identity", lambda: ["another", "host"])

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator, GradientHandle, GradientSend
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.startup.setup import make_communicator
 from dtrain.distributed.transport import host_memory
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.gloo_group import GlooGroup
 from dtrain.distributed.transport.host_memory import HostMemory
 from dtrain.distributed.transport.single_rank import SingleRank

@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.schedule import CollectiveSchedule
 from dtrain.distributed.transport import process_group
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.process_group import ProcessGroup
 from dtrain.distributed.transport.single_rank import SingleRank
 from tests.fake.device import DEVICE, QuickMode
@@ -206,7 +207,7 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[tuple[Communicator, C
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
             stack.callback(dist.destroy_process_group)
             assert dist.group.WORLD is not None
-            comm = FakeRanks(dist.group.WORLD, DEVICE, schedule)
+            comm = FakeRanks(dist.group.WORLD, DEVICE, make_communicator, schedule)
         for module, name, op, scale in replaced:
             stack.enter_context(mock.patch.object(module, name, found.replaced(op, getattr(module, name), scale)))
         stack.enter_context(_Watch(found.in_flight))

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from dtrain.distributed import processes
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import CommunicationError, DivergenceError
 from tests.helpers.fault_counts import FaultCounts
 from tests.helpers.ranks import run_ranks

@@ -23,7 +23,7 @@ from dtrain.checkpoint import Snapshot, open_newest, save, storage, verify
 from dtrain.checkpoint.lease import lease
 from dtrain.checkpoint.lease.lease import LeaseTiming, hold
 from dtrain.checkpoint.lease.lease_file import Holder, path_of, read_lease
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import CheckpointError
 from tests.helpers.checkpoints import ALONE, assert_holds, make_tensors, save_good, shards_of
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts

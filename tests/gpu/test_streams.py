@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import Handle
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.process_group import ProcessGroup, all_gather_single, reduce_scatter_single
 from dtrain.engine.vote.readback import Readback
 from dtrain.engine.vote.record import upload
@@ -29,7 +30,7 @@ SLEEP = 1_000_000_000
 
 def gather(output: Tensor, shard: Tensor) -> Handle:
     assert dist.group.WORLD is not None
-    return ProcessGroup(dist.group.WORLD, DEVICE).all_gather(output, shard, label="test")
+    return ProcessGroup(dist.group.WORLD, DEVICE, make_communicator).all_gather(output, shard, label="test")
 
 
 def filled(value: float) -> Tensor:

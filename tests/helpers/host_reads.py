@@ -31,7 +31,7 @@ _HOST_ONLY = {
     ("gloo_group.py", "GlooGroup._gather"),
     ("ring_exchange.py", "RingExchange.begin"),
     ("micro_batch_weight.py", "RankWeights._cut"),
-    ("formula.py", "_is_skipped"),
+    ("formula_rule.py", "_is_skipped"),
     ("rule.py", "UpdateScalars._has_factor"),
     ("squares.py", "_is_any"),
     ("squares.py", "_is_exact"),

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dtrain.cli.resolve import compose
 from dtrain.config.precision import LossScale
 from dtrain.distributed.communicator import GradientSend
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.process_group import ProcessGroup
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.run_state import RunState
@@ -93,7 +94,7 @@ def fake_group(ranks: int) -> Iterator[ProcessGroup]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     assert dist.group.WORLD is not None
     try:
-        yield ProcessGroup(dist.group.WORLD, torch.device("cpu"))
+        yield ProcessGroup(dist.group.WORLD, torch.device("cpu"), make_communicator)
     finally:
         dist.destroy_process_group()
 

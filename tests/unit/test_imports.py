@@ -1,11 +1,10 @@
-"""The graph of imports between modules has no cycle, imports for type checkers included."""
+"""The graph of imports between modules has no cycle; imports in functions and for type checkers count."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -21,27 +20,17 @@ MODULES = {
 }
 
 
-def module_level_imports(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements outside functions; those under ``if TYPE_CHECKING`` and in ``try`` and ``with`` count."""
-    for statement in body:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            yield statement
-        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef):
-            for block in ("body", "orelse", "finalbody"):
-                yield from module_level_imports(getattr(statement, block, []))
-
-
 def imported_modules(module: str, path: Path) -> set[str]:
-    """Modules of the project that ``module`` imports when it is imported itself."""
+    """Modules of the project that ``module`` imports at any time."""
     found = set()
-    for statement in module_level_imports(ast.parse(path.read_text(encoding="utf-8")).body):
+    for statement in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
-            continue
-        assert statement.level == 0, f"{path.relative_to(ROOT)}:{statement.lineno}: relative import"
-        for alias in statement.names:
-            submodule = f"{statement.module}.{alias.name}"
-            found.add(submodule if submodule in MODULES else str(statement.module))
+        elif isinstance(statement, ast.ImportFrom):
+            assert statement.level == 0, f"{path.relative_to(ROOT)}:{statement.lineno}: relative import"
+            for alias in statement.names:
+                submodule = f"{statement.module}.{alias.name}"
+                found.add(submodule if submodule in MODULES else str(statement.module))
     return found & MODULES.keys() - {module}
 
 

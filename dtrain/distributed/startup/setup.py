@@ -18,12 +18,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
 
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.descriptors import reserve_descriptors
-from dtrain.distributed.transport.gloo_group import GlooGroup
-from dtrain.distributed.transport.host_memory import HostMemory
-from dtrain.distributed.transport.process_group import ProcessGroup
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.distributed.transport.sockets import interface_address
 from dtrain.errors import ConfigError
@@ -117,34 +114,6 @@ def connect(
     dist.init_process_group(_backend(device), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
     comm = make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
     atexit.register(_leave, comm)
-    return comm
-
-
-def make_communicator(
-    group: dist.ProcessGroup | None, device: torch.device, *, shared_memory: bool = True
-) -> Communicator:
-    """Returns the communicator over ``group``; None or a group of one: over a single rank. All its ranks call.
-
-    Args:
-        group: the ranks.
-        device: where the tensors of the collectives live.
-        shared_memory: let CPU ranks of one host read each other's buffers; the same on all ranks.
-
-    Raises:
-        DivergenceError: ``shared_memory`` differs between the ranks.
-        CommunicationError: CPU ranks of ``group`` have failed before.
-    """
-    if group is None or dist.get_world_size(group) == 1:
-        return SingleRank(device)
-    if device.type != "cpu":
-        return ProcessGroup(group, device)
-    comm = GlooGroup(group, device, shares_memory=shared_memory)
-    reason = comm.memory_difference()
-    if not reason:
-        logger.info("the ranks share memory: buffers are read in place")
-        return HostMemory(group, device, comm.schedule, comm.messages)
-    if shared_memory:
-        logger.info(f"buffers are sent through sockets, not shared memory: {reason}")
     return comm
 
 

@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed import processes
-from dtrain.distributed.communicator import Communicator, Handle
+from dtrain.distributed.communicator import Handle
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.transport.connections import Connections
 from dtrain.distributed.transport.messages import MAX_PAYLOAD_BYTES, Message
 from dtrain.distributed.transport.pipes import Pipes
-from dtrain.distributed.transport.process_group import ProcessGroup
-from dtrain.distributed.transport.shared_memory import compare_hosts, try_on_every_rank
+from dtrain.distributed.transport.process_group import Choose, ProcessGroup
+from dtrain.distributed.transport.shared_memory import try_on_every_rank
 from dtrain.distributed.transport.sockets import Sockets
 from dtrain.errors import CommunicationError, DtrainError
 
@@ -39,9 +39,9 @@ class GlooGroup(ProcessGroup):
     Args:
         group: two or more ranks.
         device: the CPU.
+        choose: makes the communicators of the axes and the sibling.
         schedule: shared with the communicators of other axes; None: a new one.
         messages: of another communicator over ``group``; None: new connections.
-        shares_memory: whether ranks of one host may read each other's memory; the same on all ranks.
 
     Attributes:
         messages: the connections for the messages.
@@ -54,14 +54,12 @@ class GlooGroup(ProcessGroup):
         self,
         group: dist.ProcessGroup,
         device: torch.device,
+        choose: Choose,
         schedule: CollectiveSchedule | None = None,
         messages: Connections | None = None,
-        *,
-        shares_memory: bool = True,
     ) -> None:
         _require_open(group)
-        super().__init__(group, device, schedule)
-        self._shares_memory = shares_memory
+        super().__init__(group, device, choose, schedule)
         self.messages = messages or self._open_connections(group, device)
         self._to_start: deque[_AgreedWork] = deque()  # not started yet, in their order
         self.schedule.transports.add(self)
@@ -69,7 +67,7 @@ class GlooGroup(ProcessGroup):
     def _open_connections(self, group: dist.ProcessGroup, device: torch.device) -> Connections:
         # nothing can be agreed on yet; not in the shared schedule, because the groups of an axis may differ in the
         # kinds of connections that they try
-        exchange_text = ProcessGroup(group, device).exchange_text
+        exchange_text = ProcessGroup(group, device, self._choose).exchange_text
         hosts, reason = try_on_every_rank(processes.host_identity, exchange_text)
         is_one_host = not reason and hosts[0] is not None and all(host == hosts[0] for host in hosts)
         for kind in (Pipes, Sockets) if is_one_host else (Sockets,):
@@ -83,23 +81,6 @@ class GlooGroup(ProcessGroup):
             f"the ranks cannot connect to each other as gloo does ({reason}); set GLOO_SOCKET_IFNAME to the network "
             "interface that connects their hosts"
         )
-
-    def memory_difference(self) -> str:
-        """Returns why the ranks cannot read each other's memory, or nothing; all ranks call.
-
-        Raises:
-            DivergenceError: it is allowed on some ranks only.
-        """
-        return compare_hosts(self.exchange_text, is_allowed=self._shares_memory)
-
-    def _over(self, group: dist.ProcessGroup) -> Communicator:
-        axis = GlooGroup(group, self.device, self.schedule, shares_memory=self._shares_memory)
-        # all groups of an axis alike: transports issue different collectives
-        if any(self.exchange_text(axis.memory_difference())):
-            return axis
-        from dtrain.distributed.transport.host_memory import HostMemory  # here, because it inherits this class
-
-        return HostMemory(group, self.device, self.schedule, axis.messages, self)
 
     def _gather(self, what: Collective, row: Tensor) -> Tensor:
         if not 0 < row.nbytes <= MAX_PAYLOAD_BYTES:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.distributed.communicator import (
+    Communicator,
     GradientExchange,
     GradientSend,
     Handle,
@@ -30,10 +31,11 @@ from dtrain.distributed.transport.connections import Connections
 from dtrain.distributed.transport.gloo_group import GlooGroup
 from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.distributed.transport.messages import Message
-from dtrain.distributed.transport.process_group import sum_in_order
+from dtrain.distributed.transport.process_group import Choose
 from dtrain.distributed.transport.ring import RingSchedule
 from dtrain.distributed.transport.ring_exchange import RingExchange
 from dtrain.distributed.transport.shared_memory import SharedMemory
+from dtrain.distributed.transport.sums import sum_in_order
 from dtrain.errors import DivergenceError
 
 _ENTRY = struct.Struct("<5q")  # number of the collective, region, offset, bytes, weight of a buffer
@@ -48,6 +50,7 @@ class HostMemory(GlooGroup):
     Args:
         group: two or more ranks.
         device: the CPU.
+        choose: makes the communicators of the axes and the sibling.
         schedule: shared with the communicators of other axes; None: a new one.
         messages: of another communicator over ``group``; None: new connections.
         world: if this is an axis of a mesh, the communicator over all ranks.
@@ -57,11 +60,12 @@ class HostMemory(GlooGroup):
         self,
         group: dist.ProcessGroup,
         device: torch.device,
+        choose: Choose,
         schedule: CollectiveSchedule | None = None,
         messages: Connections | None = None,
-        world: GlooGroup | None = None,
+        world: Communicator | None = None,
     ) -> None:
-        super().__init__(group, device, schedule, messages)
+        super().__init__(group, device, choose, schedule, messages)
         self._ready_message = _ReadyMessage(self)
         members = None
         if world is not None and world.process_group is not None:

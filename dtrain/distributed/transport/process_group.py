@@ -22,7 +22,6 @@ from torch import Tensor
 from dtrain.distributed.communicator import (
     Communicator,
     GradientExchange,
-    GradientHandle,
     GradientSend,
     Handle,
     byte_view,
@@ -31,17 +30,30 @@ from dtrain.distributed.communicator import (
 )
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
+from dtrain.distributed.transport.all_to_all_exchange import AllToAllExchange
 from dtrain.distributed.transport.descriptors import reserve_descriptors
-from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT, PrivateExchange, Rows
+from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
+from dtrain.distributed.transport.sums import sum_in_order
 from dtrain.errors import CommunicationError, ConfigError
 
 # torch 2.13 renames the two; dtrain supports torch from 2.11 on.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 _MAX_TEXT_BYTES = 2**30  # of a rank; refused before it is allocated
-_WEIGHT_NUMEL = 64  # elements that a weight takes, so that the shards after it are aligned
+
+
+class Choose(Protocol):
+    """Chooses the transport over ``group``: :func:`dtrain.distributed.transport.choose.make_communicator`."""
+
+    def __call__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        *,
+        world: Communicator | None = None,
+        shared_memory: bool = ...,
+    ) -> Communicator: ...
 
 
 class ProcessGroup(Communicator):
@@ -50,6 +62,7 @@ class ProcessGroup(Communicator):
     Args:
         group: two or more ranks.
         device: where the tensors of the collectives live.
+        choose: makes the communicators of the axes and the sibling.
         schedule: shared with the communicators of other axes; None: a new one.
 
     Attributes:
@@ -57,10 +70,15 @@ class ProcessGroup(Communicator):
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, schedule: CollectiveSchedule | None = None
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        choose: Choose,
+        schedule: CollectiveSchedule | None = None,
     ) -> None:
         self.process_group: dist.ProcessGroup | None = group
         self.device = device
+        self._choose = choose
         self.rank = dist.get_rank(group)
         self.ranks = dist.get_process_group_ranks(group)
         self.world_size = dist.get_world_size(group)
@@ -157,8 +175,8 @@ class ProcessGroup(Communicator):
 
     def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
         if shard_size not in self._axes:
-            shard, replicate = self._axis_groups(shard_size)
-            self._axes[shard_size] = self._over(shard), self._over(replicate)
+            shard, replicate = (self._choose(group, self.device, world=self) for group in self._axis_groups(shard_size))
+            self._axes[shard_size] = shard, replicate
         return self._axes[shard_size]
 
     def _axis_groups(self, shard_size: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -185,10 +203,6 @@ class ProcessGroup(Communicator):
             known[shard_size] = shard, replicate
         return known[shard_size]
 
-    def _over(self, group: dist.ProcessGroup) -> Communicator:
-        """Returns the communicator over ``group``, one of an axis; all ranks call, each with its own."""
-        return ProcessGroup(group, self.device, self.schedule)
-
     def sibling(self) -> Communicator:
         group = self.process_group
         assert group is not None
@@ -200,9 +214,7 @@ class ProcessGroup(Communicator):
                 second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
             if not _siblings:
                 atexit.register(_end_siblings)
-            from dtrain.distributed.transport.gloo_group import GlooGroup  # here, because it inherits this class
-
-            _siblings[group] = GlooGroup(second, torch.device("cpu"))
+            _siblings[group] = self._choose(second, torch.device("cpu"), shared_memory=False)
         return _siblings[group]
 
     def release(self) -> None:
@@ -265,87 +277,8 @@ class _RowSum:
         sum_in_order(output, rows, rows[0].dtype)
 
 
-class _Sender(Protocol):
-    """What of :class:`ProcessGroup` the exchange uses."""
-
-    device: torch.device
-    world_size: int
-
-    def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle: ...
-
-
-class AllToAllExchange(PrivateExchange):
-    """Sends gradients from memory of this rank; the weight of a micro-batch follows each shard of its first send."""
-
-    def __init__(self, comm: _Sender, sends: Sequence[GradientSend]) -> None:
-        super().__init__(sends, comm.device, 2, comm.world_size * _WEIGHT_NUMEL)  # sent and received
-        self._comm = comm
-        self._weight = torch.empty(0)
-        self._first: _ReceivedGradient | None = None  # of this micro-batch
-
-    def gap(self, index: int) -> int:
-        return 0 if index else _WEIGHT_NUMEL
-
-    def begin(self, weight: Tensor) -> None:
-        self._weight, self._first = weight, None
-
-    def send(self, index: int) -> GradientHandle:
-        send, gradient, number = self.take_opened(index)
-        if self._first is None:
-            self.weights(gradient).copy_(self._weight)
-        received = self.pool.take("received", gradient.numel(), send.dtype)
-        sent = send.numel + self._comm.world_size * self.gap(index)
-        arrival = self._comm.all_to_all_single(received[:sent], gradient[:sent], label=send.label)
-        handle = _ReceivedGradient(self, number, index, (gradient, received), arrival, self._first)
-        self._first = self._first or handle
-        return handle
-
-    def shards(self, index: int, buffer: Tensor) -> Sequence[Tensor]:
-        """Returns the shard of each rank in ``buffer``, which was sent or received."""
-        numel = self.sends[index].numel // self._comm.world_size
-        stride = numel + self.gap(index)
-        return Rows(buffer[: self._comm.world_size * stride].view(self._comm.world_size, stride)[:, :numel])
-
-    def weights(self, buffer: Tensor) -> Tensor:
-        """Returns [world_size] FP32, the weights in the ``buffer`` of a first send."""
-        return buffer.view(self._comm.world_size, -1)[:, -_WEIGHT_NUMEL:].view(torch.float32)[:, 0]
-
-
-class _ReceivedGradient(GradientHandle):
-    """A gradient; ``first`` is the first one of its micro-batch, which holds the weights, or None if it is this one."""
-
-    def __init__(
-        self,
-        exchange: AllToAllExchange,
-        number: int,
-        index: int,
-        buffers: tuple[Tensor, Tensor],
-        arrival: Handle,
-        first: _ReceivedGradient | None,
-    ) -> None:
-        self.number = number
-        self.weights = torch.empty(0)
-        self._exchange = exchange
-        self._index = index
-        self._buffers = buffers
-        self._arrival = arrival
-        self._first = first
-
-    def wait(self) -> tuple[Sequence[Tensor], Tensor]:
-        self._arrival.wait()
-        _, received = self._buffers
-        if self._first is None:
-            self.weights = self._exchange.weights(received).clone()  # read after the buffer is given back
-        return self._exchange.shards(self._index, received), (self._first or self).weights
-
-    def release(self) -> None:
-        gradient, received = self._buffers
-        self._exchange.give_back(self._index, gradient)
-        self._exchange.pool.give("received", received)
-
-
 # by process group; torch keeps a group until all end, so those of each engine would pile up
-_siblings: WeakKeyDictionary[dist.ProcessGroup, ProcessGroup] = WeakKeyDictionary()
+_siblings: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 _axis_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]] = (
     WeakKeyDictionary()  # of a mesh, by shard size
 )
@@ -368,23 +301,3 @@ def _end_siblings() -> None:
         group, sibling.process_group = sibling.process_group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
-
-
-def sum_in_order(output: Tensor, rows: Sequence[Tensor], dtype: torch.dtype, copies: Sequence[Tensor] = ()) -> None:
-    """Writes the sum of two or more ``rows`` [n], from left to right, to ``output`` [n] FP32, which may be one of them.
-
-    Each row is rounded to ``dtype`` first, which does nothing if it is the row's own. The sum is copied to ``copies``,
-    which may be rows too.
-    """
-    first, *middle, last = rows
-    numel = max(output.numel(), 1)
-    size = min(_BLOCK, numel) if output.device.type == "cpu" else numel
-    scratch = torch.empty(size, dtype=output.dtype, device=output.device)
-    for start in range(0, output.numel(), size):
-        block = slice(start, start + size)
-        total = first[block].to(dtype).to(output.dtype)
-        for row in middle:
-            total = torch.add(total, row[block].to(dtype), out=scratch[: total.numel()])
-        torch.add(total, last[block].to(dtype), out=output[block])
-        for copy in copies:
-            copy[block].copy_(output[block])

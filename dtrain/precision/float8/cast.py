@@ -6,11 +6,8 @@ emulation gives the bits of ``torch._scaled_mm``, and compiled and eager casts a
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from types import FunctionType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,41 +59,15 @@ def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
     return compiled and device.type == "cuda"
 
 
-def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False) -> Quantized:
+def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Quantized:
     """Quantizes ``x`` [rows, columns] to ``dtype`` with one scale, or with one scale per row.
 
     Args:
         x: FP32, BF16 or FP16, of any strides.
         dtype: E4M3 or E5M2.
         rowwise: whether each row has its own scale.
-        compiled: whether to run as compiled code, which gives the same bits; see :func:`uses_kernels`.
     """
-    values, scale = _casts(_quantized, x, dtype, rowwise, compiled=compiled)(x, dtype, rowwise)[:2]
-    return Quantized(values, scale)
-
-
-def quantize_both(
-    x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool = False
-) -> tuple[Quantized, Quantized]:
-    """Quantizes ``x`` and its transpose; compiled, this reads ``x`` once for both casts."""
-    casts = _casts(_quantized_both, x, dtype, rowwise, compiled=compiled)
-    values, scale, transposed, transposed_scale = casts(x, dtype, rowwise)
-    return Quantized(values, scale), Quantized(transposed, transposed_scale)
-
-
-def _casts(
-    plain: Callable[..., tuple[Tensor, ...]], x: Tensor, dtype: torch.dtype, rowwise: bool, *, compiled: bool
-) -> Callable[..., tuple[Tensor, ...]]:
-    """Returns what does the work of ``plain`` for ``x`` with the same bits: kernels, compiled code, or ``plain``."""
-    if not (x.numel() and uses_kernels(x.device, compiled=compiled)):
-        return _compiled(plain, dtype, rowwise) if compiled else plain
-    from dtrain.kernels.quantize import quantize as by_kernels
-    from dtrain.precision.float8.proof import proves_quantize
-
-    both = plain is _quantized_both
-    if not proves_quantize(x, dtype, rowwise=rowwise, both=both):
-        return plain
-    return lambda x, dtype, rowwise: by_kernels(x, dtype, rowwise=rowwise, both=both)
+    return Quantized(*quantized(x, dtype, rowwise))
 
 
 def decode(values: Tensor) -> Tensor:
@@ -113,15 +84,17 @@ def dequantize(matrix: Quantized) -> Tensor:
     return decode(matrix.values) * (matrix.scale.unsqueeze(-1) if matrix.scale.dim() else matrix.scale)
 
 
-def _quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
+    """Returns the values and the scale of :func:`quantize`."""
     scale = scale_of(_amax(x, rowwise=rowwise), dtype)
     return cast(x, scale.unsqueeze(-1) if rowwise else scale, dtype).contiguous(), scale
 
 
-def _quantized_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    values, scale = _quantized(x, dtype, rowwise)
+def quantized_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns values and scale of ``x``, then those of its transpose."""
+    values, scale = quantized(x, dtype, rowwise)
     if rowwise:  # the transpose has scales of its own, so the values differ too
-        return values, scale, *_quantized(x.t(), dtype, rowwise)
+        return values, scale, *quantized(x.t(), dtype, rowwise)
     return values, scale, values.t().contiguous(), scale
 
 
@@ -141,11 +114,3 @@ def _table(dtype: torch.dtype) -> Tensor:
 
 def _new_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()
-
-
-@cache
-def _compiled(function: Callable[..., Any], dtype: torch.dtype, rowwise: bool) -> Callable[..., Any]:
-    # once per process and arguments, so that all Linears share the graphs
-    # torch keeps eight graphs per code object and then runs new cases eagerly: each combination gets its own code
-    own = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
-    return torch.compile(own, dynamic=True)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dtrain.precision.float8.cast import E4M3, Quantized, quantize, quantize_both
+from dtrain.precision.float8.cast import E4M3, Quantized
+from dtrain.precision.float8.compiled import quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import QuantizedWeight

@@ -18,6 +18,7 @@ from torch import Tensor
 from dtrain.distributed.logging import logger
 from dtrain.precision.fake import is_fake
 from dtrain.precision.float8 import cast
+from dtrain.precision.float8.matmul import ALIGNMENT, operand
 
 _ROWS, _COLUMNS = 256, 192  # more than a tile of each kernel in both directions
 _found: dict[tuple[Any, ...], str] = {}
@@ -97,7 +98,7 @@ def check_quantize(
     for non_finite in (None, math.inf, math.nan):
         x = adversarial(shape, non_finite).to(source).to(device)
         x = x.t().contiguous().t() if turned else x
-        want = cast._quantized_both(x, dtype, rowwise) if both else cast._quantized(x, dtype, rowwise)
+        want = cast.quantized_both(x, dtype, rowwise) if both else cast.quantized(x, dtype, rowwise)
         got = quantize(x, dtype, rowwise=rowwise, both=both)
         for name, own, expected in zip(("values", "scale", "transpose", "its scale"), got, want, strict=False):
             if different := _num_different(own, expected):
@@ -111,7 +112,6 @@ def check_quantize(
 def check_weights(device: torch.device, *, rowwise: bool) -> str:
     """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as :func:`check_quantize`."""
     from dtrain.kernels.float8 import ShardCasts, Transposes, WeightShard, set_scales
-    from dtrain.precision.float8.matmul import ALIGNMENT, operand
 
     for shape in ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3)):
         for non_finite in (None, math.nan):

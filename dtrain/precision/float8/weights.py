@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.fake import address
-from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, quantize, uses_kernels
+from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, uses_kernels
+from dtrain.precision.float8.compiled import quantize
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.proof import proves_weights

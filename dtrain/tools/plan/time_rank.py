@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 
 from dtrain.config.dump import config_from_dict, from_plain
-from dtrain.distributed.startup.setup import choose_device, connect_by_file, disconnect, make_communicator
+from dtrain.distributed.startup.setup import choose_device, connect_by_file, disconnect
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.planning.network import Network
 from dtrain.tools.plan.amdahl import Item, profile_items, record, speedups
 from dtrain.tools.ranks import open_result, read_job

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.model import ModelConfig
 from dtrain.distributed.progress import Phase
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
 from dtrain.models import build_model

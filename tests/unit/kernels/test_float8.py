@@ -157,7 +157,7 @@ def test_activations_have_the_casts_of_tensor_code(
 ) -> None:
     x = numbers(*drawn).to(source).to(device)
     x = {"dense": x, "transposed": x.t(), "expanded": x[:1].expand(x.shape)}[view]
-    want = eager._quantized_both(x, target, rowwise)
+    want = eager.quantized_both(x, target, rowwise)
     for got, expected in zip(quantize(x, target, rowwise=rowwise, both=True), want, strict=True):
         assert_same(got, expected)
         assert got.is_contiguous()
@@ -202,6 +202,6 @@ def test_a_cast_by_way_of_fp16_rounds_once(target: torch.dtype, monkeypatch: pyt
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     for seed in range(1, 5):
         x = numbers(seed, 60, 40)
-        want = eager._quantized_both(x, target, True)
+        want = eager.quantized_both(x, target, True)
         for got, expected in zip(quantize(x, target, rowwise=True, both=True), want, strict=True):
             assert_same(got, expected)

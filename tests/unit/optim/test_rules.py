@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
-from dtrain.optim import flat, formula
+from dtrain.optim import flat, formula_rule
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.rule import UpdateGroup, UpdateScalars
 from dtrain.precision.remainder import read, split
@@ -141,7 +141,7 @@ def test_found_inf_leaves_every_bit(record: Any) -> None:
 def test_a_device_decides_the_skip_itself(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, where the host does not know ``found_inf``; ``fullgraph`` proves the same for compiled updates."""
     arena = Arena(record, [DECAYED, PLAIN])
-    monkeypatch.setattr(formula, "_decides_on_host", lambda device: False)
+    monkeypatch.setattr(formula_rule, "_decides_on_host", lambda device: False)
     optimizer = arena.optimizer()
     before = arena.steps(optimizer)
     arena.main_grad.fill_(math.inf)
@@ -160,7 +160,7 @@ def test_blocks_give_the_same_bits(record: Any, monkeypatch: pytest.MonkeyPatch)
     classes = [DECAYED] * 5 + [PLAIN] * 2
     want = Arena(record, classes).steps()
     monkeypatch.setattr(flat, "_BLOCK", 3 * CHUNK)
-    monkeypatch.setitem(formula._BLOCK, "cpu", 2 * CHUNK + 100)
+    monkeypatch.setitem(formula_rule._BLOCK, "cpu", 2 * CHUNK + 100)
     assert same_bits(Arena(record, classes).steps(), want)
 
 
@@ -228,7 +228,7 @@ def test_tensors_of_any_shape_and_stride_are_updated_as_flat_ones(record: Any) -
 
 def test_tensors_of_which_one_is_strided_make_one_block() -> None:
     tensors = [torch.zeros(4, 4), torch.zeros(4, 4).t()]
-    assert [(start, [id(part) for part in parts]) for start, parts in formula._blocks(tensors, 4)] == [
+    assert [(start, [id(part) for part in parts]) for start, parts in formula_rule._blocks(tensors, 4)] == [
         (0, [id(tensor) for tensor in tensors])
     ]
 

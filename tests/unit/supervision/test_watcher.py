@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from dtrain.distributed.processes import process_start
 from dtrain.distributed.progress import Phase, Progress
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.supervision import supervised, watcher
 from dtrain.supervision.hang import PhaseLimits
 from dtrain.supervision.member import Member, WatchJob, share_progress

@@ -21,7 +21,7 @@ from dtrain.checkpoint.lease.lease_file import Holder, path_of
 from dtrain.config.model import HF_FACTORY, LOSS_KEYS, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig, WandbConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CommunicationError, ConfigError
 from dtrain.telemetry.metrics import write_summary

@@ -22,7 +22,7 @@ from dtrain.config.schema import CheckpointConfig, TrainConfig
 from dtrain.data import BatchLoader, SampleSource
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.startup.setup import make_communicator
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import Culprit, StepOutcome

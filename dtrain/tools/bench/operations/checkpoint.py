@@ -26,7 +26,8 @@ from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
 from dtrain.distributed.communicator import Communicator
-from dtrain.distributed.startup.setup import choose_device, make_communicator
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import ConfigError
 from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks
 from dtrain.tools.bench.operations.timing import measure_operations

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed.communicator import Communicator, GradientSend
-from dtrain.distributed.startup.setup import choose_device, make_communicator
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.host_memory import HostMemory
 from dtrain.sharding.layout import CHUNK
 from dtrain.tools.bench.operations.ranks import describe, run_rank, time_on_ranks

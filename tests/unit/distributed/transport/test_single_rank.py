@@ -1,4 +1,4 @@
-"""A single rank: when its host waits for the device, gradients in private memory, and ranks whose processes ended."""
+"""A single rank: when its host waits for the device, and gradients in private memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from dtrain.distributed.communicator import GradientExchange, GradientHandle, GradientSend
-from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.transport import gradient_buffers
 from dtrain.distributed.transport.single_rank import SingleRank
-from dtrain.errors import CommunicationError
 
 
 def sends(*numels: int) -> list[GradientSend]:
@@ -91,13 +89,3 @@ def test_text_needs_no_device_and_a_barrier_stops_the_host() -> None:
     assert no_values.exchange_text("a save") == ["a save"]
     with pytest.raises(NotImplementedError, match="meta"):
         no_values.barrier()
-
-
-def test_one_and_several_ranks_of_another_host_have_ended() -> None:
-    comm = SingleRank(torch.device("cpu"))
-    liveness = RankLiveness(comm)
-    liveness._host_names = dict.fromkeys((4, 5), "host1")
-    for rank, expected in ((4, "rank 4 on host1 has ended, so"), (5, "ranks 4-5 on host1 have ended, so")):
-        comm.schedule.ended_ranks.add(rank)
-        with pytest.raises(CommunicationError, match=f"^{expected}"), liveness.name_ended_rank():
-            raise CommunicationError("reduce failed")
