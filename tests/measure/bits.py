@@ -187,7 +187,7 @@ def state(case: Case, engine: Any, folder: Path) -> dict[str, str]:
 
 def digests(case: Case, folder: Path, comm: Any) -> dict[str, str]:
     """Returns digests of this rank's outcomes and states after three steps, and after two more on what they saved."""
-    found = {}
+    found: dict[str, str] = {}
     for phase, steps in (("trained", range(3)), ("resumed", range(3, 5))):
         torch.use_deterministic_algorithms(False)  # an earlier case may have set it
         engine = start(case.run, weights=steps.start, comm=comm)
