@@ -39,8 +39,10 @@ ZOO["float8"] = ZooEntry("", lambda seed: float8_model.Float8Model(), lambda i: 
 FORMATS = {"fp32": "wide", "bf16": "wide", "fp16": "wide", "fp8": "float8"}
 """The model by precision."""
 OPTIONS: dict[str, dict[str, Any]] = {
-    "fp16": {"loss_scale": dtrain.LossScale("dynamic", init=2.0**18, growth_interval=1)},  # some steps overflow
-    "calibrated": {"loss_scale": dtrain.LossScale("calibrated", init=2.0**18, calibration_steps=2)},
+    "fp16": {"loss_scale": dtrain.LossScale("dynamic", init=2.0**20, backoff_factor=2.0**-12, growth_interval=1)},
+    "calibrated": {
+        "loss_scale": dtrain.LossScale("calibrated", init=2.0**20, backoff_factor=2.0**-12, calibration_steps=2)
+    },
     "rules": {"precision": dtrain.PrecisionPolicy.named("bf16", rules={"blocks.0*": "fp32"})},
     "rowwise": {"precision": dtrain.PrecisionPolicy.named("fp8", float8=dtrain.Float8(recipe="rowwise"))},
     "reproducible": {"reproducible": True},
@@ -96,14 +98,15 @@ class Case:
 
 def of_native() -> Iterator[Case]:
     native = partial(Case, "native")
-    for stage, (precision, model), word in product(range(4), FORMATS.items(), ("", "reproducible")):
-        for ranks in (1, 2, 3):
-            yield native(stage, precision, ranks, word, 3, model)
-        yield native(stage, precision, 3 if word else 2, f"{word} sockets", 3, model)
-        if not word:
-            yield native(stage, precision, 2, word, 1, model)
+    for stage, (precision, model) in product(range(4), FORMATS.items()):
+        at, wider = partial(native, stage, precision, model=model), precision in ("fp32", "bf16")
+        yield from (at(1), at(2, accumulation=1), at(2, "sockets"), at(2, "reproducible"), at(3))
+        if stage == 0:
+            yield at(1, "reproducible")
         if stage > 0:
-            yield native(stage, precision, 4, f"{word} hybrid{' sockets' * (precision == 'bf16')}", 3, model)
+            yield at(4, "hybrid sockets" if precision == "bf16" else "hybrid")
+        if stage > 0 and wider:
+            yield from (at(3, "reproducible sockets"), at(4, "reproducible hybrid"))
     words_of_each = "written modified skipped replayed unmarked rounded remainder muon"
     for stage, words in product(range(4), (*words_of_each.split(), "remainder rounded compact ema")):
         if (stage, words) != (3, "written"):  # a sharded weight is written in modify_weights only
@@ -128,8 +131,8 @@ def of_torch() -> Iterator[Case]:
     for engine, stage in (("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)):
         for ranks, (precision, model) in product((1, 2), FORMATS.items()):
             yield Case(engine, stage, precision, ranks, model=model)
-        words = f"modified skipped replayed muon {OF_ANY_ENGINE}" if stage != 2 else "modified skipped"
-        yield from (Case(engine, stage, words=word) for word in words.split())
+        some = "modified skipped", "replayed muon ema recomputed compact measured whole" * (stage != 2)
+        yield from (Case(engine, stage, words=word) for word in " ".join(some).split())
         yield from (Case(engine, stage, model=model) for model in ("conv_batch_norm", "partly_frozen", "tied"))
 
 
