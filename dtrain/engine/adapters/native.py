@@ -48,20 +48,7 @@ TRANSFER, STAGING = "transfer", "staging"
 
 def build(request: EngineRequest) -> Engine:
     """Builds the engine; the model's trainable parameters become views of its compute replicas."""
-    options = request.step.engine
-    assert isinstance(options, Native)
-    contract, names = request.contract, request.plan.numbers
-    # such as with precision=auto on an older GPU
-    if options.master == "remainder" and torch.bfloat16 not in {contract.replica_dtypes[name] for name in names}:
-        raise ConfigError(
-            f"master=remainder with precision={contract.policy.name}: no trained parameter has a BF16 weight, so none "
-            f"can be a half of its FP32 master; use precision=bf16, or master=full"
-        )
-    if options.grad_dtype == "bf16" and torch.bfloat16 not in {contract.parameter_dtype(name) for name in names}:
-        raise ConfigError(
-            f"grad_dtype=bf16 with precision={contract.policy.name}: no trained parameter has BF16 gradients, and "
-            f"others would be rounded; use precision=bf16, or grad_dtype=fp32"
-        )
+    options = request.step.engine.as_native()
     return NativeEngine(request, build_sharded(request.model, request.contract, request.mesh, options, request.plan))
 
 
