@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 from dtrain.config.capabilities import check_support
@@ -18,33 +18,36 @@ _OFFLOAD = "Memory that holds masters and moments, with native also main grads: 
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
-SET: Any = object()
-"""Any value but null, in an :class:`Exclusion`."""
-
-
 @dataclass(frozen=True)
 class Exclusion:
-    """Two settings that exclude each other.
+    """Two settings that exclude each other, each as ``key=value``, or as ``key`` for any value but null.
 
     Attributes:
-        settings: the two values by key: one of the engine's record, and one of its record or of another.
+        setting: of the engine's record.
+        other: of the same record or of another.
         reason: why, as a clause that follows a colon; ``{0}`` and ``{1}`` stand for the keys, as in ``remedy``.
         remedy: what to do.
-        facts: what else must be so, such as of the model.
+        condition: what else must be so, such as of the model.
     """
 
-    settings: Mapping[str, Any]
+    setting: str
+    other: str
     reason: str
     remedy: str = "remove one of the two"
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    condition: str | None = None
 
     def check(self, values: Mapping[str, Any], format_key: Callable[[str], str]) -> None:
-        """Raises ``ConfigError`` if ``values`` has both settings and the facts; what is not known yet is absent."""
-        for key, value in {**self.settings, **self.facts}.items():
-            if values.get(key) != value and (value is not SET or values.get(key) is None):
-                return
-        words = " with ".join(f"{format_key(key)}={written(values[key])}" for key in self.settings)
-        raise ConfigError(f"{words}: {f'{self.reason}; {self.remedy}'.format(*map(format_key, self.settings))}")
+        """Raises ``ConfigError`` if ``values`` has both settings; a value that is not known yet is absent."""
+        if all(_has(values, text) for text in (self.setting, self.other, self.condition) if text):
+            keys = [text.partition("=")[0] for text in (self.setting, self.other)]
+            words = " with ".join(f"{format_key(key)}={written(values[key])}" for key in keys)
+            reason, remedy = (text.format(*map(format_key, keys)) for text in (self.reason, self.remedy))
+            raise ConfigError(f"{words}: {reason}; {remedy}")
+
+
+def _has(values: Mapping[str, Any], setting: str) -> bool:
+    key, equals, value = setting.partition("=")
+    return values.get(key) is not None and (not equals or written(values[key]) == value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +129,12 @@ class EngineConfig(CheckedRecord):
         return "fp32"
 
 
-_NOT_SHARDED = "set {1}=1, 2 or 3, or remove it"
-_NO_REPLICA = (
+_SHARD = "set {1}=1, 2 or 3, or remove it"
+_FP8_SCALES = "scales of FP8 weights are measured from masters on the device"
+_NOT_SHARED = (
     "every rank would hold all states, which is {1}=0 without {0}",
     "set {1}=1, 2 or 3 and a size of 2 or more, or remove it",
 )
-_FP8_SCALES = "scales of FP8 weights are measured from masters on the device"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,44 +172,37 @@ class Native(EngineConfig):
     uses_default_process_group = False
     exclusions = (
         Exclusion(
-            {"offload": "cpu", "zero_stage": 0},
+            *("offload=cpu", "zero_stage=0"),
             "every rank would hold all masters and moments in the memory of its host",
-            _NOT_SHARDED,
+            _SHARD,
         ),
+        Exclusion("offload=cpu", "master=remainder", "the weight, which is half of each master, is on the device"),
+        Exclusion("offload=cpu", "grad_dtype=bf16", "the host sums main grads in FP32"),
         Exclusion(
-            {"offload": "cpu", "master": "remainder"}, "the weight, which is half of each master, is on the device"
-        ),
-        Exclusion({"offload": "cpu", "grad_dtype": "bf16"}, "the host sums main grads in FP32"),
-        Exclusion(
-            {"offload": "cpu", "reproducible": True},
+            *("offload=cpu", "reproducible=true"),
             "the gradients of all ranks would have to cross to the host one by one to be summed in order",
         ),
-        Exclusion({"offload": "cpu", "precision": "fp8"}, _FP8_SCALES),
-        Exclusion({"offload": "cpu", "rules": "fp8"}, _FP8_SCALES),
+        Exclusion("offload=cpu", "precision=fp8", _FP8_SCALES),
+        Exclusion("offload=cpu", "rules=fp8", _FP8_SCALES),
+        Exclusion("offload=cpu", "optimizer=muon", "whole matrices are exchanged and transformed on the device"),
+        Exclusion("shard_size=1", "zero_stage", *_NOT_SHARED),
+        Exclusion("shard_size", "zero_stage=0", *_NOT_SHARED),
+        Exclusion("shard_size", "offload=cpu", "main grads on the host cannot be summed across replicas by the device"),
+        Exclusion("shard_size", "grad_dtype=bf16", "sums across replicas are FP32"),
         Exclusion(
-            {"offload": "cpu", "optimizer": "muon"}, "whole matrices are exchanged and transformed on the device"
-        ),
-        Exclusion({"shard_size": 1, "zero_stage": SET}, *_NO_REPLICA),
-        Exclusion({"shard_size": SET, "zero_stage": 0}, *_NO_REPLICA),
-        Exclusion(
-            {"shard_size": SET, "offload": "cpu"},
-            "main grads on the host cannot be summed across replicas by the device",
-        ),
-        Exclusion({"shard_size": SET, "grad_dtype": "bf16"}, "sums across replicas are FP32"),
-        Exclusion(
-            {"grad_dtype": "bf16", "precision": SET},
+            *("grad_dtype=bf16", "precision"),
             "no trained parameter has BF16 gradients, and others would be rounded",
             "use {1}=bf16, or {0}=fp32",
-            {"has_bf16_gradients": False},
+            condition="has_bf16_gradients=false",
         ),
         Exclusion(
-            {"master": "remainder", "precision": SET},
+            *("master=remainder", "precision"),
             "no trained parameter has a BF16 weight, so none can be a half of its FP32 master",
             "use {1}=bf16, or {0}=full",
-            {"has_bf16_weights": False},
+            condition="has_bf16_weights=false",
         ),
         Exclusion(
-            {"master": "remainder", "optimizer": "torch"},
+            *("master=remainder", "optimizer=torch"),
             "torch's class updates parameters in memory, which these masters have not",
             "use one of dtrain's optimizers, or {0}=full",
         ),
@@ -263,9 +259,9 @@ class DeepSpeed(EngineConfig):
 
     exclusions = (
         Exclusion(
-            {"offload": "cpu", "zero_stage": 0},
+            *("offload=cpu", "zero_stage=0"),
             "DeepSpeed offloads only what ZeRO shards, and stage 0 shards nothing",
-            _NOT_SHARDED,
+            _SHARD,
         ),
     )
 
