@@ -114,7 +114,8 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
     engine, train = config.engine, config.train
     if engine.reproducible:
         yield _engine_key("reproducible", False, "bits that depend on the number of ranks")
-    yield _engine_key("reshard_after_forward", True, "weights are gathered twice a micro-batch")
+    if not engine.as_native().reshard_after_forward:
+        yield _engine_key("reshard_after_forward", True, "weights are gathered twice a micro-batch")
     if run.num_ranks > 1:
         for stage in range(engine.zero_stage + 1, 3):
             yield _engine_key(
