@@ -6,13 +6,12 @@ import re
 from typing import Any
 
 from dtrain.config.blocks import Blocks
-from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.data import DataConfig
-from dtrain.config.engines import Native
 from dtrain.config.fields import in_keys
 from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, MLP_FACTORY, USED_KEYS, ModelConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.probe import PROBED_FORMATS, ProbeConfig
+from dtrain.config.records import check_records
 from dtrain.config.schedule import ScheduleConfig
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.config.tool_schema import (
@@ -42,33 +41,19 @@ def check_config(config: RunConfig, world_size: int, num_planned: int | None = N
     _check_task(config.model, config.data)
     if config.train.seq_len is not None and not config.data.is_language:
         raise ConfigError(f"train.seq_len={config.train.seq_len} is for tokens; remove it with data={config.data.name}")
-    if isinstance(config.engine, Native):
-        try:
-            config.engine.check_ranks(num_planned or world_size)
-        except ConfigError as error:
-            raise in_keys(error, Native, "engine.") from None
+    try:
+        config.engine.check_ranks(num_planned or world_size)
+    except ConfigError as error:
+        raise in_keys(error, type(config.engine), "engine.") from None
     _check_batch(config, world_size)
     _check_seq_len(config)
     _check_schedule(config.schedule, config.train.steps)
     keys = {"precision": "precision", "rules": "precision.rules", "compile": "optim.compile", "optimizer": "optim"}
-    keys |= {"replay_every": "audit.replay_every", "offload": "engine.offload"}
-    keys |= {"compile_blocks": "model.compile", "zero_stage": "engine.zero_stage"}
+    keys |= {"replay_every": "audit.replay_every", "compile_blocks": "model.compile"}
     precision = config.precision
-    check_engine(
-        config.engine.name,
-        precision.name,
-        precision.rules.values(),
-        optimizer=config.optim.name,
-        compiles=getattr(config.optim, "compile", "auto"),
-        replay_every=config.audit.replay_every,
-        compiles_blocks=config.model.compile,
-        zero_stage=config.engine.zero_stage,
-        offload=getattr(config.engine, "offload", "none"),
-        format_key=lambda key: keys[key],
-    )
-    keys |= {"master": "engine.master", "grad_dtype": "engine.grad_dtype"}
-    check_states(
-        config.engine, precision.name, precision.rules.values(), config.optim.name, format_key=lambda key: keys[key]
+    check_records(
+        *(config.engine, config.optim, config.audit, config.model, precision.name, precision.rules.values()),
+        format_key=lambda key: keys.get(key, f"engine.{key}"),
     )
 
 

@@ -7,7 +7,7 @@ Nothing here imports torch, so that an unsupported configuration is refused at o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -195,14 +195,6 @@ CAPABILITIES: dict[str, Capabilities] = {
 """Engines by the name that ``engine=`` takes."""
 
 
-_NOT_OFFLOADED: dict[tuple[str, Setting], str] = {
-    ("precision", "fp8"): "scales of FP8 weights are measured from masters on the device",
-    ("rules", "fp8"): "scales of FP8 weights are measured from masters on the device",
-    ("optimizer", "muon"): "whole matrices are exchanged and transformed on the device",
-}
-"""Settings that exclude ``offload=cpu`` of the native engine: the reason by key and value."""
-
-
 def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Setting) -> None:
     """Checks that an engine supports some settings, and that this machine has what it needs.
 
@@ -238,90 +230,6 @@ def check_support(engine: str, *, format_key: Callable[[str], str] = str, **sett
     for combination in capabilities.unsupported:
         if combination.settings.items() <= settings.items():
             raise _unsupported(engine, combination.settings, combination.reason, format_key)
-
-
-def check_engine(
-    engine: str,
-    precision: str,
-    rules: Iterable[str],
-    *,
-    optimizer: str = "adamw",
-    compiles: bool | str = "auto",
-    replay_every: int = 0,
-    compiles_blocks: str = "none",
-    zero_stage: int = 2,
-    offload: str = "none",
-    format_key: Callable[[str], str] = str,
-) -> None:
-    """Checks that an engine supports a precision with the formats of its rules, an optimizer, and other settings.
-
-    Args:
-        precision: the name of a policy; one of the user's own is not known here.
-        compiles_blocks: ``compile`` of the record of blocks.
-        offload: that setting of the engine's record; ``none`` if it has none.
-
-    Raises:
-        ConfigError: as :func:`check`.
-    """
-    names = {"precision": precision} if precision in SETTINGS["precision"] else {}
-    for name in dict.fromkeys(("fp32", *rules)):
-        replays = "above 0" if replay_every else 0
-        settings = {**names, "rules": name, "compile": compiles, "optimizer": optimizer, "replay_every": replays}
-        settings |= {"compile_blocks": compiles_blocks, "zero_stage": zero_stage}
-        check(engine, format_key=format_key, **settings)
-        for key, value in settings.items() if engine == "native" and offload == "cpu" else ():
-            if (key, value) in _NOT_OFFLOADED:
-                raise ConfigError(
-                    f"{format_key('offload')}=cpu with {format_key(key)}={value}: {_NOT_OFFLOADED[key, value]}; "
-                    f"remove one of the two"
-                )
-
-
-def check_states(
-    engine: Any,
-    precision: str,
-    rules: Iterable[str],
-    optimizer: str,
-    *,
-    format_key: Callable[[str], str] = str,
-) -> None:
-    """Checks that masters and main grads can be held in the formats that the record of an engine asks for.
-
-    Args:
-        engine: the record.
-        precision, rules, optimizer: as :func:`check_engine` has them.
-
-    Raises:
-        ConfigError: no BF16 weights or gradients, or an optimizer that needs the masters in memory.
-    """
-    is_without_bf16 = precision in _WITHOUT_BF16 and "bf16" not in rules
-    if getattr(engine, "grad_dtype", "fp32") == "bf16" and is_without_bf16:
-        raise ConfigError(
-            f"{format_key('grad_dtype')}=bf16 with {format_key('precision')}={precision}: the gradients are not BF16, "
-            f"and would lose digits; use {format_key('precision')}=bf16 or fp8, or {format_key('grad_dtype')}=fp32"
-        )
-    if getattr(engine, "master", "full") == "full":
-        return
-    key = f"{format_key('master')}=remainder"
-    if is_without_bf16:
-        raise ConfigError(
-            f"{key} with {format_key('precision')}={precision}: {_WITHOUT_BF16[precision]}; use "
-            f"{format_key('precision')}=bf16 or fp8, or {format_key('master')}=full"
-        )
-    if optimizer == "torch":
-        raise ConfigError(
-            f"{key} with {format_key('optimizer')}=torch: torch's class updates parameters in memory, which these "
-            f"masters have not; use one of dtrain's optimizers, or {format_key('master')}=full"
-        )
-
-
-_NO_BF16 = "no weight is BF16, so none can be a half of its FP32 master"
-_WITHOUT_BF16 = {
-    "fp32": _NO_BF16,
-    "tf32": _NO_BF16,
-    "fp16": "an FP16 weight has fewer exponent bits than its FP32 master, so it cannot be a half of it",
-}
-"""Reasons why a policy has no BF16 weights."""
 
 
 def supporting_engines(settings: Mapping[str, Setting]) -> list[str]:

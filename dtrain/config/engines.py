@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from dtrain.config.capabilities import check_support
-from dtrain.config.fields import CheckedRecord, at_least, between, one_of, option, setting
+from dtrain.config.fields import CheckedRecord, at_least, between, one_of, option, setting, written
 from dtrain.errors import ConfigError
 
 _ZERO_STAGE = "What is sharded: 0 nothing, 1 masters and moments, 2 also gradients, 3 also weights."
@@ -17,17 +18,36 @@ _OFFLOAD = "Memory that holds masters and moments, with native also main grads: 
 _PATTERNS = "auto or a list of name patterns of modules, such as [blocks.*]; each module is sharded as a unit"
 
 
-_NOT_ON_HOST = (
-    ("master", "remainder", "the weight, which is half of each master, is on the device"),
-    ("grad_dtype", "bf16", "the host sums main grads in FP32"),
-)
-"""Settings that exclude ``offload=cpu`` of the native engine: name, value, reason."""
+@dataclass(frozen=True)
+class Exclusion:
+    """Two settings that exclude each other, each as ``key=value``, or as ``key`` for any value but null.
 
-_NOT_REPLICATED = (
-    ("offload", "cpu", "main grads on the host cannot be summed across replicas by the device"),
-    ("grad_dtype", "bf16", "sums across replicas are FP32"),
-)
-"""Settings that exclude ``shard_size`` of the native engine: name, value, reason."""
+    Attributes:
+        setting: of the engine's record.
+        other: of the same record or of another.
+        reason: why, as a clause that follows a colon; ``{0}`` and ``{1}`` stand for the keys, as in ``remedy``.
+        remedy: what to do.
+        condition: what else must be so, such as of the model.
+    """
+
+    setting: str
+    other: str
+    reason: str
+    remedy: str = "remove one of the two"
+    condition: str | None = None
+
+    def check(self, values: Mapping[str, Any], format_key: Callable[[str], str]) -> None:
+        """Raises ``ConfigError`` if ``values`` has both settings; a value that is not known yet is absent."""
+        if all(_has(values, text) for text in (self.setting, self.other, self.condition) if text):
+            keys = [text.partition("=")[0] for text in (self.setting, self.other)]
+            words = " with ".join(f"{format_key(key)}={written(values[key])}" for key in keys)
+            reason, remedy = (text.format(*map(format_key, keys)) for text in (self.reason, self.remedy))
+            raise ConfigError(f"{words}: {reason}; {remedy}")
+
+
+def _has(values: Mapping[str, Any], setting: str) -> bool:
+    key, equals, value = setting.partition("=")
+    return values.get(key) is not None and (not equals or written(values[key]) == value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +67,9 @@ class EngineConfig(CheckedRecord):
     )
     max_consecutive_skips: int = at_least(50, 1, "Skipped steps in a row after which the run ends with a diagnosis.")
 
+    exclusions: ClassVar[tuple[Exclusion, ...]] = ()
+    uses_default_process_group: ClassVar[bool] = True  # as the libraries below all engines but native do
+
     def _check(self) -> None:
         check_support(
             self.name,
@@ -55,6 +78,63 @@ class EngineConfig(CheckedRecord):
             reproducible=self.reproducible,
             reduce_dtype=self.reduce_dtype,
         )
+        self.check_exclusions(self._key)
+
+    def check_exclusions(self, format_key: Callable[[str], str] = str, **others: Any) -> None:
+        """Checks what the engine excludes, as far as it is known: at first only its own settings.
+
+        Args:
+            format_key: writes a key as the caller's user knows it, for messages.
+            **others: settings of other records, and facts of the model, by the keys of :attr:`exclusions`.
+
+        Raises:
+            ConfigError: two settings, why they exclude each other, and what to do.
+        """
+        values = {name: getattr(self, name) for name in settings_of(type(self))} | others
+        for exclusion in self.exclusions:
+            exclusion.check(values, format_key)
+
+    def check_ranks(self, world_size: int) -> None:
+        """Raises ``ConfigError`` unless the engine can train on ``world_size`` ranks."""
+
+    def as_native(self) -> Native:
+        """Returns the record of the native engine that shards the same states."""
+        return Native(zero_stage=self.zero_stage)
+
+    @property
+    def units_have_hooks(self) -> bool:
+        """Whether hooks on the modules of ``sharding_units`` unshard their weights."""
+        return self.zero_stage == 3
+
+    # settings of some engines, with the values that the others have in effect
+
+    @property
+    def sharding_units(self) -> Any:
+        return []
+
+    @property
+    def shard_size(self) -> int | None:
+        return None
+
+    @property
+    def offload(self) -> str:
+        return "none"
+
+    @property
+    def master(self) -> str:
+        return "full"
+
+    @property
+    def grad_dtype(self) -> str:
+        return "fp32"
+
+
+_SHARD = "set {1}=1, 2 or 3, or remove it"
+_FP8_SCALES = "scales of FP8 weights are measured from masters on the device"
+_NOT_SHARED = (
+    "every rank would hold all states, which is {1}=0 without {0}",
+    "set {1}=1, 2 or 3 and a size of 2 or more, or remove it",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,23 +169,55 @@ class Native(EngineConfig):
         "it is stored; a single micro-batch on one rank is not rounded.",
     )
 
+    uses_default_process_group = False
+    exclusions = (
+        Exclusion(
+            *("offload=cpu", "zero_stage=0"),
+            "every rank would hold all masters and moments in the memory of its host",
+            _SHARD,
+        ),
+        Exclusion("offload=cpu", "master=remainder", "the weight, which is half of each master, is on the device"),
+        Exclusion("offload=cpu", "grad_dtype=bf16", "the host sums main grads in FP32"),
+        Exclusion(
+            *("offload=cpu", "reproducible=true"),
+            "the gradients of all ranks would have to cross to the host one by one to be summed in order",
+        ),
+        Exclusion("offload=cpu", "precision=fp8", _FP8_SCALES),
+        Exclusion("offload=cpu", "rules=fp8", _FP8_SCALES),
+        Exclusion("offload=cpu", "optimizer=muon", "whole matrices are exchanged and transformed on the device"),
+        Exclusion("shard_size=1", "zero_stage", *_NOT_SHARED),
+        Exclusion("shard_size", "zero_stage=0", *_NOT_SHARED),
+        Exclusion("shard_size", "offload=cpu", "main grads on the host cannot be summed across replicas by the device"),
+        Exclusion("shard_size", "grad_dtype=bf16", "sums across replicas are FP32"),
+        Exclusion(
+            *("grad_dtype=bf16", "precision"),
+            "no trained parameter has BF16 gradients, and others would be rounded",
+            "use {1}=bf16, or {0}=fp32",
+            condition="has_bf16_gradients=false",
+        ),
+        Exclusion(
+            *("master=remainder", "precision"),
+            "no trained parameter has a BF16 weight, so none can be a half of its FP32 master",
+            "use {1}=bf16, or {0}=full",
+            condition="has_bf16_weights=false",
+        ),
+        Exclusion(
+            *("master=remainder", "optimizer=torch"),
+            "torch's class updates parameters in memory, which these masters have not",
+            "use one of dtrain's optimizers, or {0}=full",
+        ),
+    )
+
     def _check(self) -> None:
         super()._check()
-        if self.offload == "cpu" and self.zero_stage == 0:
+        size = self.shard_size
+        if self.reproducible and size is not None and size & (size - 1):
+            below = 1 << size.bit_length() - 1
             raise ConfigError(
-                f"{self._entry('offload')} with {self._entry('zero_stage')}: every rank would hold all masters and "
-                f"moments in the memory of its host; set {self._key('zero_stage')}=1, 2 or 3, or remove it"
+                f"{self._entry('shard_size')} with {self._key('reproducible')}=true: gradients are summed along one "
+                f"binary tree, of which the ranks of a replica hold a whole subtree only if their number is a power of "
+                f"two; set {self._key('shard_size')}={below} or {2 * below}, or remove one of the two"
             )
-        for name, value, reason in _NOT_ON_HOST:
-            if self.offload == "cpu" and getattr(self, name) == value:
-                raise ConfigError(f"{self._entry('offload')} with {self._entry(name)}: {reason}; remove one of the two")
-        if self.offload == "cpu" and self.reproducible:
-            raise ConfigError(
-                f"{self._entry('offload')} with {self._key('reproducible')}=true: the gradients of all ranks would "
-                f"have to cross to the host one by one to be summed in order; remove one of the two"
-            )
-        if self.shard_size is not None:
-            self._check_shard_size()
         if self.zero_stage == 3:
             return
         stage = self._key("zero_stage")
@@ -116,23 +228,8 @@ class Native(EngineConfig):
                     f"remove it, or set {stage}=3"
                 )
 
-    def _check_shard_size(self) -> None:
-        size, entry, stage = self.shard_size or 1, self._entry("shard_size"), self._key("zero_stage")
-        if size == 1 or self.zero_stage == 0:
-            raise ConfigError(
-                f"{entry} with {self._entry('zero_stage')}: every rank would hold all states, which is {stage}=0 "
-                f"without {self._key('shard_size')}; set {stage}=1, 2 or 3 and a size of 2 or more, or remove it"
-            )
-        for name, value, reason in _NOT_REPLICATED:
-            if getattr(self, name) == value:
-                raise ConfigError(f"{entry} with {self._entry(name)}: {reason}; remove one of the two")
-        if self.reproducible and size & (size - 1):
-            below = 1 << size.bit_length() - 1
-            raise ConfigError(
-                f"{entry} with {self._key('reproducible')}=true: gradients are summed along one binary tree, of which "
-                f"the ranks of a replica hold a whole subtree only if their number is a power of two; set "
-                f"{self._key('shard_size')}={below} or {2 * below}, or remove one of the two"
-            )
+    def as_native(self) -> Native:
+        return self
 
     def check_ranks(self, world_size: int) -> None:
         """Raises ``ConfigError`` unless replicas of ``shard_size`` ranks make up ``world_size``."""
@@ -150,6 +247,8 @@ class FSDP2(EngineConfig):
     name: str = option("fsdp2")
     sharding_units: Any = setting("auto", _SHARDING_UNITS, kind=str | list[str], what=_PATTERNS)
 
+    units_have_hooks = True
+
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(EngineConfig):
@@ -158,13 +257,13 @@ class DeepSpeed(EngineConfig):
     name: str = option("deepspeed")
     offload: str = one_of("none", "cpu", doc=_OFFLOAD)
 
-    def _check(self) -> None:
-        super()._check()
-        if self.offload == "cpu" and self.zero_stage == 0:
-            raise ConfigError(
-                f"{self._entry('offload')} with {self._entry('zero_stage')}: DeepSpeed offloads only what ZeRO shards, "
-                f"and stage 0 shards nothing; set {self._key('zero_stage')}=1, 2 or 3, or remove it"
-            )
+    exclusions = (
+        Exclusion(
+            *("offload=cpu", "zero_stage=0"),
+            "DeepSpeed offloads only what ZeRO shards, and stage 0 shards nothing",
+            _SHARD,
+        ),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

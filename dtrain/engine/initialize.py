@@ -17,7 +17,7 @@ from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
-from dtrain.config.engines import EngineConfig, Native
+from dtrain.config.engines import EngineConfig
 from dtrain.config.fields import check_field
 from dtrain.config.optim import OPTIM_KEYS, Optimizer
 from dtrain.config.precision import LossScale
@@ -133,7 +133,7 @@ def initialize(
     device = _rank_device(model) if comm is None else comm.device
     options = replace(options, blocks=replace(options.blocks, compile=resolve_compile(options.blocks.compile, device)))
     # of masters and optimizer states, which decides how they are updated
-    state_device = torch.device("cpu") if getattr(record, "offload", "none") == "cpu" else device
+    state_device = torch.device("cpu") if record.offload == "cpu" else device
     plan = plan_optimizer(model, on_device(options.optimizer, state_device), state_device, ema_decay)
     if comm is None:
         policy = policy.on(device)
@@ -157,13 +157,19 @@ def initialize(
         allow_deterministic_kernels(comm.device)
     frozen_source = frozen_source and frozen_source.hashed(comm)
     contract = _with_decisions(undecided, model, comm, casts_each_time=capabilities.casts_each_time)
+    trained = plan.numbers
+    record.check_exclusions(  # such as with precision=auto on an older GPU, or after rules
+        precision=policy.name,
+        has_bf16_weights=torch.bfloat16 in {contract.replica_dtypes[name] for name in trained},
+        has_bf16_gradients=torch.bfloat16 in {contract.parameter_dtype(name) for name in trained},
+    )
     config_text = _config_text(model, contract, options, rule, frozen_source)
     set_matmul_precision(policy)
     # before anything is cast: masters take the unrounded values
     _broadcast_model(model, comm)
     _cast_frozen(model, contract)
     scale = LossScaleState.of(rule)
-    mesh = Mesh.of(comm, record.shard_size if isinstance(record, Native) else None)
+    mesh = Mesh.of(comm, record.shard_size)
     request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.adapters.{record.name}").build(request)
@@ -203,12 +209,9 @@ def underflow_warning(contract: Contract, rule: LossScale) -> str:
 
 
 def _check_ranks(engine: EngineConfig, comm: Communicator) -> None:
-    if isinstance(engine, Native):
-        engine.check_ranks(comm.world_size)
-        return
-    # the libraries below the other engines communicate over the default process group
+    engine.check_ranks(comm.world_size)
     everyone = dist.get_world_size() if dist.is_initialized() else 1
-    if comm.world_size != everyone:
+    if engine.uses_default_process_group and comm.world_size != everyone:
         raise ConfigError(
             f"engine={engine.name} trains with all ranks of the process group, {everyone}, and got a communicator of "
             f"{comm.world_size}; use engine=native for a subset of them"
@@ -225,10 +228,9 @@ def resolve_policy(engine: EngineConfig, policy: PrecisionPolicy, device: torch.
     if policy.reduce_dtype is not None and engine.reduce_dtype == "auto":
         engine = replace(engine, reduce_dtype=format_name(policy.reduce_dtype))  # which checks it
     every_micro_batch = STAGES[engine.zero_stage].reduces_every_micro_batch(reproducible=engine.reproducible)
-    every_micro_batch |= isinstance(engine, Native) and engine.offload == "cpu" and device.type != "cpu"
-    policy = policy.on(device).reducing(
-        engine.reduce_dtype, reduces_every_micro_batch=engine.name == "native" and every_micro_batch
-    )
+    every_micro_batch |= engine.offload == "cpu" and device.type != "cpu"
+    every_micro_batch &= CAPABILITIES[engine.name].supports("reduce_dtype", "bf16")  # else it sends in FP32
+    policy = policy.on(device).reducing(engine.reduce_dtype, reduces_every_micro_batch=every_micro_batch)
     if policy.name in SETTINGS["precision"]:
         check(engine.name, precision=policy.name, device_type=device.type)
     return policy
@@ -260,9 +262,7 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
 
 def _state_formats(engine: EngineConfig, plan: OptimizerPlan) -> StateFormats:
     narrowest = min((spec.dtype for spec in plan.specs.values()), key=lambda d: d.itemsize, default=torch.float32)
-    return StateFormats(
-        getattr(engine, "master", "full"), getattr(engine, "grad_dtype", "fp32"), format_name(narrowest)
-    )
+    return StateFormats(engine.master, engine.grad_dtype, format_name(narrowest))
 
 
 def _rank_device(model: nn.Module) -> torch.device:

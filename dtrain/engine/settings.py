@@ -12,10 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
-from dtrain.config.capabilities import check_engine, check_states
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
 from dtrain.config.optim import OPTIMIZERS, AdamW, EmaConfig, Optimizer
+from dtrain.config.records import check_records
 from dtrain.config.schedule import AnySchedule, Constant, ScheduleConfig
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.communicator import Communicator
@@ -78,26 +78,18 @@ def _unknown(name: str, record: EngineConfig) -> ConfigError:
 
 
 def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
-    """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or the compiled update."""
+    """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or another record."""
     arguments = {
         "rules": "precision.rules",
         "compile": "optimizer.compile",
         "replay_every": "audit.replay_every",
         "compile_blocks": "Blocks.compile",
     }  # else the argument's own name
-    check_engine(
-        options.engine.name,
-        policy.name,
-        (name for _, name in policy.rules),
-        optimizer=options.optimizer.name,
-        compiles=getattr(options.optimizer, "compile", "auto"),
-        replay_every=options.audit.replay_every,
-        compiles_blocks=options.blocks.compile,
-        zero_stage=options.zero_stage,
-        offload=getattr(options.engine, "offload", "none"),
+    rules = [name for _, name in policy.rules]
+    check_records(
+        *(options.engine, options.optimizer, options.audit, options.blocks, policy.name, rules),
         format_key=lambda key: arguments.get(key, key),
     )
-    check_states(options.engine, policy.name, [name for _, name in policy.rules], options.optimizer.name)
 
 
 def optimizer_record(optimizer: Optimizer | None) -> Optimizer:

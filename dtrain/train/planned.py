@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.audit import Audit
-from dtrain.config.engines import Native
 from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
@@ -165,9 +164,7 @@ def _executable(config: RunConfig, device: Device) -> RunConfig:
     optim: Any = config.optim
     if hasattr(optim, "compile"):
         optim = replace(optim, compile=False)
-    engine = config.engine
-    if not isinstance(engine, Native):  # the same model states, and the activations of the same model
-        engine = Native(zero_stage=engine.zero_stage)
+    engine = config.engine.as_native()  # which has the activations of the same model
     if engine.offload == "cpu" and device.type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
         engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
     model = replace(config.model, compile="none")

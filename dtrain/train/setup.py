@@ -19,7 +19,6 @@ from torch import nn
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.dump import agreed, config_hash
-from dtrain.config.engines import FSDP2, Native
 from dtrain.config.fields import in_keys
 from dtrain.config.model import HF_FACTORY, ModelConfig
 from dtrain.config.schema import LaunchConfig, RunConfig
@@ -147,10 +146,8 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
                 f"telemetry.advice={telemetry.advice} is of another model: {len(missing)} of its {len(probed)} "
                 f"parameters are not in this one; run dtrain probe on this configuration"
             )
-    if isinstance(config.engine, Native):
-        matching_parameters(model, config.engine.keep_gathered, "keep_gathered")
-    if isinstance(config.engine, (Native, FSDP2)):
-        find_units(model, config.engine.sharding_units)
+    matching_parameters(model, config.engine.as_native().keep_gathered, "keep_gathered")
+    find_units(model, config.engine.sharding_units)
 
 
 def _check_outside_of(

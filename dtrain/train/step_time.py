@@ -10,7 +10,6 @@ from statistics import median
 
 import torch
 
-from dtrain.config.engines import Native
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.data.loader import Batch, PrefetchedBatches
@@ -73,8 +72,8 @@ class PlannedRank:
         device: of the rank.
         transport: of :func:`dtrain.planning.ranks.planned_ranks`.
         """
-        if num_ranks > 1 and not isinstance(config.engine, Native):
-            config = replace(config, engine=Native(zero_stage=config.engine.zero_stage))
+        if num_ranks > 1:
+            config = replace(config, engine=config.engine.as_native())
         config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
         config = config.at_largest_batch()
         dataset = load_dataset(config.data, config.model.max_seq_len)

@@ -109,8 +109,8 @@ RULED = dtrain.PrecisionPolicy.named("bf16", rules={"*": "fp32"})
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp32"}, "no weight is BF16"),
-        ({"precision": "fp16"}, "fewer exponent bits"),
+        ({"precision": "fp32"}, "no trained parameter has a BF16 weight"),
+        ({"precision": "fp16"}, "use precision=bf16, or master=full"),
         ({"precision": "bf16", "optimizer": dtrain.TorchOptimizer(torch.optim.RAdam)}, "optimizer=torch"),
         ({"precision": "bf16", "engine": "fsdp2"}, "a setting of engine=native"),
         ({"precision": RULED}, "no trained parameter has a BF16"),

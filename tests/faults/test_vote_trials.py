@@ -474,7 +474,7 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     reason, message, culprit = expect(trial)
     (norm, largest), ranks, results = run_step(trial, ignored)
     assert len({repr(result) for result in results}) == 1, "the ranks decided differently"
-    assert len({repr((rank.finalizer.scale, rank.finalizer.applied_steps)) for rank in ranks}) == 1
+    assert len({repr((rank.finalizer.scale, rank._run.applied_steps)) for rank in ranks}) == 1
     assert [rank.finalizer.save_failed for rank in ranks] == [trial.failed_save is not None] * trial.world
     first, finalizer, result = ranks[0], ranks[0].finalizer, results[0]
     code = 0 if reason is None else 1 + REASONS.index(reason)
@@ -482,13 +482,13 @@ def check(trial: Trial, ignored: str | None = None) -> str | None:
     if message:
         assert result[0] is (UsageError if reason == "bad_weight" else DivergenceError)
         assert message in result[1]
-        assert finalizer.applied_steps == 0
+        assert first._run.applied_steps == 0
         return reason
     assert isinstance(result, StepOutcome), result
     assert (result.reason, result.applied, result.culprit) == (reason, reason is None, culprit)
     assert (result.loss_scale, result.lr) == (SCALE, first.host.lr)
     assert result.stop_requested == (trial.stop is not None)
-    assert finalizer.applied_steps == int(result.applied)
+    assert first._run.applied_steps == int(result.applied)
     assert finalizer.scale.scale == (SCALE / 2 if reason == "overflow" else SCALE)
     assert finalizer.scale.clean_steps == finalizer.scale.num_measured == int(result.applied)
     if result.applied:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from dtrain.config.engines import Native
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
@@ -34,20 +33,7 @@ if TYPE_CHECKING:
 
 def build(request: EngineRequest) -> Engine:
     """Builds the engine; the model's trainable parameters become views of its compute replicas."""
-    options = request.step.engine
-    assert isinstance(options, Native)
-    contract, names = request.contract, request.plan.numbers
-    # such as with precision=auto on an older GPU
-    if options.master == "remainder" and torch.bfloat16 not in {contract.replica_dtypes[name] for name in names}:
-        raise ConfigError(
-            f"master=remainder with precision={contract.policy.name}: no trained parameter has a BF16 weight, so none "
-            f"can be a half of its FP32 master; use precision=bf16, or master=full"
-        )
-    if options.grad_dtype == "bf16" and torch.bfloat16 not in {contract.parameter_dtype(name) for name in names}:
-        raise ConfigError(
-            f"grad_dtype=bf16 with precision={contract.policy.name}: no trained parameter has BF16 gradients, and "
-            f"others would be rounded; use precision=bf16, or grad_dtype=fp32"
-        )
+    options = request.step.engine.as_native()
     sharded = build_sharded(request.model, request.contract, request.mesh, options, request.plan)
     return NativeEngine(request, ShardedStates(request, options, sharded))
 

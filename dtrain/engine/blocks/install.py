@@ -91,6 +91,5 @@ def compile_blocks(model: nn.Module, options: StepOptions, comm: Communicator) -
     """Makes the blocks of ``model`` recomputed or compiled ones, as the options say; returns what compiles them."""
     blocks = options.blocks
     compiled = CompiledBlocks(comm, measures=blocks.compile == "auto") if blocks.compile != "none" else None
-    has_hooks = options.zero_stage == 3 or options.engine.name == "fsdp2"
-    install_blocks(model, blocks, getattr(options.engine, "sharding_units", []) if has_hooks else [], compiled)
+    install_blocks(model, blocks, options.engine.sharding_units if options.engine.units_have_hooks else [], compiled)
     return compiled

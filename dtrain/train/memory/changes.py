@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from dtrain.config.engines import Native
+from dtrain.config.engines import settings_of
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY
 from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
 from dtrain.engine.adapters.native import NativeEngine
@@ -104,8 +104,7 @@ def _unsharded_bytes(engine: NativeEngine) -> int:
         if any(replica.is_sharded for replica in group.replicas)
     }
     root = sizes.pop("", 0)
-    options = engine.options.engine
-    assert isinstance(options, Native)
+    options = engine.options.engine.as_native()
     count = 1 + options.prefetch if options.reshard_after_forward else len(sizes)
     return root + sum(sorted(sizes.values())[-count:])
 
@@ -116,9 +115,9 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
     engine, train = config.engine, config.train
     if engine.reproducible:
         yield _engine_key("reproducible", False, "bits that depend on the number of ranks")
-    if isinstance(engine, Native) and engine.zero_stage == 3 and not engine.reshard_after_forward:
+    if not engine.as_native().reshard_after_forward:
         yield _engine_key("reshard_after_forward", True, "weights are gathered twice a micro-batch")
-    if run.num_ranks > 1 and engine.name != "ddp":
+    if run.num_ranks > 1:
         for stage in range(engine.zero_stage + 1, 3):
             yield _engine_key(
                 "zero_stage", stage, "gradients are sent in each micro-batch" if stage == 2 else "nothing"
@@ -144,11 +143,11 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
         yield _recompute("selective", "forward is computed twice, but for attention and every second matmul")
     if isinstance(config.optim, AdamW) and config.optim.name == "adamw":
         yield "optim=adamw-bf16", "moments rounded to BF16", _config(optim=_bf16_moments(config.optim))
-    if run.num_ranks > 1 and engine.name != "ddp" and engine.zero_stage < 3:
+    if run.num_ranks > 1 and engine.zero_stage < 3:
         yield _engine_key("zero_stage", 3, "weights are gathered in forward and backward")
     if config.model.recompute != "full":
         yield _recompute("full", "forward is computed twice")
-    if run.device.type == "cuda" and isinstance(engine, Native) and engine.offload == "none":
+    if run.device.type == "cuda":
         yield _engine_key("offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
     if engine.zero_stage:
         for factor in (2, 4, 8):
@@ -158,7 +157,11 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
 
 def _engine_key(name: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
     def apply(run: PlannedRun) -> PlannedRun:
-        return replace(run, config=replace(run.config, engine=replace(run.config.engine, **{name: value})))
+        engine = run.config.engine
+        changed = replace(engine, **{name: value}) if name in settings_of(type(engine)) else engine
+        if changed.as_native() == engine.as_native():  # which is what is planned
+            raise ConfigError(f"engine.{name}={value} changes nothing")
+        return replace(run, config=replace(run.config, engine=changed))
 
     return f"engine.{name}={str(value).lower()}", cost, apply
 
