@@ -1,6 +1,6 @@
-"""The table of what each engine can do: it checks settings that cross records, and is tested to be true.
+"""The table of what each engine can do, which is tested to be true.
 
-What only one engine has is a field of its record (:mod:`dtrain.config.engines`).
+What only one engine has is a field of its record (:mod:`dtrain.config.engines`), which has what the field excludes.
 
 Nothing here imports torch, so that an unsupported configuration is refused at once, before any process group.
 """

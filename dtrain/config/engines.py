@@ -23,10 +23,7 @@ class Exclusion:
     """Two settings that exclude each other, each as ``key=value``, or as ``key`` for any value but null.
 
     Attributes:
-        setting: of the engine's record.
-        other: of the same record or of another.
-        reason: why, as a clause that follows a colon; ``{0}`` and ``{1}`` stand for the keys, as in ``remedy``.
-        remedy: what to do.
+        reason: a clause that follows a colon; ``{0}`` and ``{1}`` stand for the keys, as in ``remedy``.
         condition: what else must be so, such as of the model.
     """
 
@@ -37,7 +34,7 @@ class Exclusion:
     condition: str | None = None
 
     def check(self, values: Mapping[str, Any], format_key: Callable[[str], str]) -> None:
-        """Raises ``ConfigError`` if ``values`` has both settings; a value that is not known yet is absent."""
+        """Raises ``ConfigError`` if ``values`` has both settings under the condition."""
         if all(_has(values, text) for text in (self.setting, self.other, self.condition) if text):
             keys = [text.partition("=")[0] for text in (self.setting, self.other)]
             words = " with ".join(f"{format_key(key)}={written(values[key])}" for key in keys)
@@ -81,14 +78,9 @@ class EngineConfig(CheckedRecord):
         self.check_exclusions(self._key)
 
     def check_exclusions(self, format_key: Callable[[str], str] = str, **others: Any) -> None:
-        """Checks what the engine excludes, as far as it is known: at first only its own settings.
+        """Raises ``ConfigError`` for an exclusion among its settings, those of other records, and facts of the model.
 
-        Args:
-            format_key: writes a key as the caller's user knows it, for messages.
-            **others: settings of other records, and facts of the model, by the keys of :attr:`exclusions`.
-
-        Raises:
-            ConfigError: two settings, why they exclude each other, and what to do.
+        What is not known yet is left out of ``others``; ``format_key`` writes a key as the caller's user knows it.
         """
         values = {name: getattr(self, name) for name in settings_of(type(self))} | others
         for exclusion in self.exclusions:

@@ -22,9 +22,7 @@ def check_records(
 ) -> None:
     """Checks that an engine supports an optimizer, a precision with the formats of its rules, and other settings.
 
-    Args:
-        precision: the name of a policy; one of the user's own is not known here.
-        format_key: writes a key as the caller's user knows it, for messages.
+    The name of a user's own policy is not known here. ``format_key`` writes a key as the caller's user knows it.
 
     Raises:
         ConfigError: as :func:`dtrain.config.capabilities.check` and :meth:`EngineConfig.check_exclusions`.

@@ -157,11 +157,10 @@ def initialize(
         allow_deterministic_kernels(comm.device)
     frozen_source = frozen_source and frozen_source.hashed(comm)
     contract = _with_decisions(undecided, model, comm, casts_each_time=capabilities.casts_each_time)
-    trained = plan.numbers
     record.check_exclusions(  # such as with precision=auto on an older GPU, or after rules
         precision=policy.name,
-        has_bf16_weights=torch.bfloat16 in {contract.replica_dtypes[name] for name in trained},
-        has_bf16_gradients=torch.bfloat16 in {contract.parameter_dtype(name) for name in trained},
+        has_bf16_weights=torch.bfloat16 in {contract.replica_dtypes[name] for name in plan.numbers},
+        has_bf16_gradients=torch.bfloat16 in {contract.parameter_dtype(name) for name in plan.numbers},
     )
     config_text = _config_text(model, contract, options, rule, frozen_source)
     set_matmul_precision(policy)

@@ -79,12 +79,8 @@ def _unknown(name: str, record: EngineConfig) -> ConfigError:
 
 def check_precision(options: StepOptions, policy: PrecisionPolicy) -> None:
     """Raises ``ConfigError`` if the engine does not support the precision, one of its rules, or another record."""
-    arguments = {
-        "rules": "precision.rules",
-        "compile": "optimizer.compile",
-        "replay_every": "audit.replay_every",
-        "compile_blocks": "Blocks.compile",
-    }  # else the argument's own name
+    arguments = {"rules": "precision.rules", "compile": "optimizer.compile"}  # else the argument's own name
+    arguments |= {"replay_every": "audit.replay_every", "compile_blocks": "Blocks.compile"}
     rules = [name for _, name in policy.rules]
     check_records(
         *(options.engine, options.optimizer, options.audit, options.blocks, policy.name, rules),
