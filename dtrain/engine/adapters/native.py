@@ -28,7 +28,7 @@ from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import sum_squares
 from dtrain.precision.remainder import REMAINDER, Numbers, RemainderPair, read
 from dtrain.sharding.build import build as build_sharded
-from dtrain.sharding.build import grad_dtype, main_grad_dtype
+from dtrain.sharding.build_gradients import grad_dtype, main_grad_dtype
 from dtrain.sharding.frozen_float8 import FROZEN, FrozenFloat8
 from dtrain.sharding.group import FlatBuffer, tensor_shard
 from dtrain.sharding.layout import CHUNK
