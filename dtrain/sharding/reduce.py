@@ -128,19 +128,16 @@ class GradientReducer:
 
     def _reduce_next(self) -> None:
         for buffer in self.groups[self.step.next_group].buffers:
-            self._start(buffer.gradient)
+            # by numbers that are equal on all ranks, so all wait for the same ones here
+            oldest = -1 if self.exchange is None else self.exchange.finish_first()
+            while self._in_flight and self._num_started - len(self._in_flight) <= oldest:
+                self._finish_oldest()
+            buffer.gradient.reduce()
+            self._in_flight.append(buffer.gradient)
+            self._num_started += 1
+            while self._completes_early and self.step.is_last and len(self._in_flight) > _IN_FLIGHT:
+                self._finish_oldest()  # so that its sum over the replicas starts
         self.step.next_group += 1
-
-    def _start(self, gradient: FlatGradient) -> None:
-        # by numbers that are equal on all ranks, so all wait for the same ones here
-        oldest = -1 if self.exchange is None else self.exchange.finish_first()
-        while self._in_flight and self._num_started - len(self._in_flight) <= oldest:
-            self._finish_oldest()
-        gradient.reduce()
-        self._in_flight.append(gradient)
-        self._num_started += 1
-        while self._completes_early and self.step.is_last and len(self._in_flight) > _IN_FLIGHT:
-            self._finish_oldest()  # so that its sum over the replicas starts
 
     def _finish_oldest(self) -> None:
         number = self._num_started - len(self._in_flight)
