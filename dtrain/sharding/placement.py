@@ -1,4 +1,4 @@
-"""ZeRO stages as a table of placements, and gradients as a table of choices; no other module branches on either.
+"""ZeRO stages as a table of placements, which alone knows their numbers, and the kinds of gradients as another table.
 
 Communication is what moves a tensor between placements (Rajbhandari et al., "ZeRO", SC 2020, section 5)::
 
