@@ -6,13 +6,14 @@ tree (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd ed., section
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from dtrain.parameters.micro_batch_weight import Weight, joined
+from dtrain.distributed.communicator import GradientHandle
+from dtrain.parameters.micro_batch_weight import RankWeights, Weight, joined
 from dtrain.precision.fake import block_starts, is_fake
 from dtrain.precision.hardware import has_compiler
 from dtrain.sharding.layout import CHUNK
@@ -20,34 +21,50 @@ from dtrain.sharding.layout import CHUNK
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
-def add_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
-    """Adds ``grad`` times ``weight``, an FP32 product, to ``target`` (FP32)."""
+def add_scaled(target: Tensor, grad: Tensor, weight: Weight, *, is_first: bool = False) -> None:
+    """Adds ``grad`` times ``weight``, an FP32 product, to ``target`` (FP32); the first one overwrites it."""
     # widened first: a product in BF16 would be rounded
-    target.add_(grad if weight.is_one else grad.float() * weight.value)
-
-
-def assign_scaled(target: Tensor, grad: Tensor, weight: Weight) -> None:
-    """Overwrites ``target`` (FP32) with ``grad`` times ``weight``."""
-    target.copy_(grad)  # widened before the product, as in add_scaled
+    if not is_first:
+        target.add_(grad if weight.is_one else grad.float() * weight.value)
+        return
+    target.copy_(grad)
     if not weight.is_one:
         target.mul_(weight.value)
 
 
-class GradientSum(Protocol):
+class GradientSum(ABC):
     """Sums a shard's gradients over one step.
+
+    Args:
+        main_grad: [n]; FP32 unless a class says otherwise.
 
     Attributes:
         norms: of the sum's chunks in FP32, if they were taken while it was in the cache.
     """
 
-    @property
-    def norms(self) -> Tensor | None: ...
+    norms: Tensor | None = None
 
+    def __init__(self, main_grad: Tensor) -> None:
+        self._main_grad = main_grad
+        self._empty = True
+
+    def receive(self, handle: GradientHandle, *, is_last: bool) -> Tensor:
+        """Waits for what ``handle`` brings, adds it, and releases it; returns the ranks' weights [world_size]."""
+        shards, weights = handle.wait()
+        self.push(shards, RankWeights(weights), is_last=is_last)
+        handle.release()
+        return weights
+
+    @abstractmethod
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
-        """Adds the next gradients times ``weights``; the first ones of a step overwrite the last step's sum."""
+        """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
 
     def finish(self) -> None:
         """Completes the sum, zero if nothing was added, and starts the next step."""
+        if self._empty:
+            self._main_grad.zero_()
+            self.norms = None
+        self._empty = True
 
 
 def _block(tensor: Tensor, start: int, size: int) -> Tensor:
@@ -56,17 +73,14 @@ def _block(tensor: Tensor, start: int, size: int) -> Tensor:
     return tensor if tensor.numel() <= size else tensor[start : start + size]
 
 
-class RunningSum:
-    """Sums a shard's gradients over one step: each is added to the main grad FP32 [n] as it arrives."""
+class RunningSum(GradientSum):
+    """Adds each gradient to the main grad as it arrives."""
 
     def __init__(self, main_grad: Tensor) -> None:
-        self._main_grad = main_grad
+        super().__init__(main_grad)
         self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
-        self._empty = True
-        self.norms: Tensor | None = None
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
-        """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
         numel = self._main_grad.numel()
         if is_fake(self._main_grad):  # the other ranks' take the same memory, one after the other
             grads, weights = grads[:3], weights[:3]
@@ -92,7 +106,7 @@ class RunningSum:
             if is_pair:
                 torch.add(parts[0], parts[1], out=target)
             elif self._empty:
-                assign_scaled(target, parts[0], weights[0])
+                add_scaled(target, parts[0], weights[0], is_first=True)
             for part, weight in zip(parts[num_assigned:], weights[num_assigned:], strict=True):
                 add_scaled(target, part, weight)
             if self.norms is not None:
@@ -100,26 +114,17 @@ class RunningSum:
                 torch.linalg.vector_norm(target.view(-1, CHUNK), dim=1, out=norms)
         self._empty = False
 
-    def finish(self) -> None:
-        """Completes the sum, zero if nothing was added, and starts the next step."""
-        if self._empty:
-            self._main_grad.zero_()
-            self.norms = None
-        self._empty = True
 
-
-class TreeSum:
-    """Forms the same sum along one balanced binary tree, which depends only on the number of gradients.
+class TreeSum(GradientSum):
+    """Forms the sum along one balanced binary tree, which depends only on the number of gradients.
 
     A binary counter over aligned power-of-two blocks: level k holds the sum of 2^k consecutive gradients; two blocks of
     a level merge into the next. Leftovers merge right to left. So any split of the same gradients over ranks gives the
     same bits.
     """
 
-    norms: Tensor | None = None
-
     def __init__(self, main_grad: Tensor) -> None:
-        self._main_grad = main_grad
+        super().__init__(main_grad)
         self._levels: list[Tensor | None] = []
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
@@ -129,7 +134,7 @@ class TreeSum:
 
     def _push(self, grad: Tensor, weight: Weight) -> None:
         carry = torch.empty_like(grad, dtype=torch.float32)
-        assign_scaled(carry, grad, weight)
+        add_scaled(carry, grad, weight, is_first=True)
         for level, block in enumerate(self._levels):
             if block is None:
                 self._levels[level] = carry

@@ -1,8 +1,10 @@
-"""The gradient of one flat buffer, from backward to the main grad.
+"""The gradient of one flat buffer, from backward to the main grad: how it is sent, summed, and joined over replicas.
 
-- :class:`AccumulatedGradient`, where every rank holds the main grad: micro-batches accumulate in an unsharded FP32
-  buffer, whose sum is reduce-scattered after the last one.
-- :class:`ExchangedGradient`, where it is sharded, and in reproducible runs: every micro-batch's gradient is sent to the
+:data:`dtrain.sharding.placement.GRADIENTS` has the combinations. A gradient is sent in one of two ways:
+
+- :class:`LocalSending`, if every rank holds the main grad: micro-batches accumulate in an unsharded buffer, whose sum
+  is reduce-scattered after the last one.
+- :class:`ExchangedSending`, if it is sharded, and in reproducible runs: every micro-batch's gradient is sent to the
   owners of its shards unreduced, as backward left it; each owner applies the weights and sums in FP32. That is half the
   bytes of FP32, it rounds nothing between ranks, and it allows the canonical order of reproducible runs.
 
@@ -11,19 +13,21 @@ Gradients are sent in the reduce dtype, rounded once if that is narrower; sums a
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator, GradientExchange, GradientHandle, Handle
-from dtrain.parameters.micro_batch_weight import RankWeights, Weight
+from dtrain.distributed.communicator import Communicator, GradientExchange, Handle
+from dtrain.distributed.transport.single_rank import Completed
+from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.squares import chunk_norms
 from dtrain.precision.fake import address
-from dtrain.sharding.accumulate import GradientSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import GradientSum, add_scaled
 from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
 from dtrain.sharding.replica_sum import ReplicaSum
 from dtrain.sharding.replicas import slot_views
@@ -31,52 +35,77 @@ from dtrain.sharding.replicas import slot_views
 _MAX_KNOWN = 32  # send buffers of one gradient whose parts are kept
 
 
-class FlatGradient(ABC):
+Receiver = Callable[..., None]
+"""Takes (grad, weight, is_first=) of one parameter from one micro-batch, the step's first one or a later one."""
+
+
+class Sending(Protocol):
+    """Takes the gradients of one flat buffer from backward, and sends them to the owners of their shards."""
+
+    def receiver(self, slot: int) -> Receiver:
+        """Returns what takes the gradients of parameter ``slot``."""
+
+    def parts(self, slot: int) -> Sequence[Tensor]:
+        """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
+
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
+        """Takes zeros for parameter ``slot``, which has no gradient in the micro-batch."""
+
+    def start(self) -> Any:
+        """Starts to send, and returns a handle: of a gradient, if its shards arrive unsummed."""
+
+
+class FlatGradient:
     """The gradient of one flat buffer on this rank.
 
     Args:
         segment: the range of the flat buffer whose main grad this rank holds.
         comm: the ranks that reduce.
-        main_grad: [segment.numel], FP32, or BF16 (:mod:`dtrain.sharding.rounded_gradients`).
+        storage: the main grad [segment.numel], or the rank's own sum [layout.numel], of which it is a range.
+        sending: takes the gradients from backward, and sends them.
+        total: sums this rank's shard of what is sent; None: what is sent is summed on its way.
+        replicas: sums the shard over the replicas of hybrid sharding; None: there is one replica.
 
     Attributes:
-        main_grad: the weighted sum over all micro-batches of all ranks, still scaled.
+        main_grad: the weighted sum over all micro-batches of all ranks, still scaled: FP32, or BF16
+            (:mod:`dtrain.sharding.rounded_gradients`).
         shard: this rank's shard of it.
         storage: the tensor that this rank holds from one step to the next.
-        replicas: sums the shard over the replicas of hybrid sharding; None: there is one replica.
+        sending, total, replicas: see above.
     """
 
-    replicas: ReplicaSum | None = None
-
-    def __init__(self, segment: ArenaSegment, comm: Communicator, main_grad: Tensor) -> None:
-        self._layout = segment.layout
+    def __init__(
+        self,
+        segment: ArenaSegment,
+        comm: Communicator,
+        storage: Tensor,
+        sending: Sending,
+        total: GradientSum | None = None,
+        replicas: ReplicaSum | None = None,
+    ) -> None:
+        self._name = segment.layout.name
         self._comm = comm
-        self.main_grad = self.storage = main_grad
-        self.shard = segment.shard_of(main_grad, comm.rank)
+        self.storage = storage
+        self.main_grad = segment.of(storage) if storage.numel() == segment.layout.numel else storage
+        self.shard = segment.shard_of(self.main_grad, comm.rank)
+        self.sending, self.total, self.replicas = sending, total, replicas
+        self._in_flight: deque[Any] = deque()
 
-    @abstractmethod
-    def parts(self, slot: int) -> Sequence[Tensor]:
-        """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
-
-    @abstractmethod
-    def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        """Takes the gradient of parameter ``slot`` from one micro-batch, the step's first one or a later one."""
-
-    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
-        """Takes zeros for parameter ``slot``, which has no gradient in the micro-batch."""
-        for part in self.parts(slot):
-            part.zero_()
-
-    @abstractmethod
     def reduce(self) -> None:
         """Starts the reduction; all ranks call in one order."""
+        self._in_flight.append(self.sending.start())
 
-    @abstractmethod
     def finish_reduction(self, *, is_last: bool) -> Tensor | None:
         """Waits for the oldest reduction and adds it up; returns the weights [world_size] of its micro-batch, if any.
 
         All ranks call in the order of :meth:`reduce`. ``is_last``: it may be the last one of the step.
         """
+        handle = self._in_flight.popleft()
+        if self.total is None:
+            handle.wait()
+            return None
+        # norms are taken of the last sum: with replicas, that over all of them
+        return self.total.receive(handle, is_last=is_last and self.replicas is None)
 
     @property
     def chunks(self) -> Tensor:
@@ -86,13 +115,16 @@ class FlatGradient(ABC):
     @property
     def norms(self) -> Tensor:
         """FP32 [chunks of the shard], of a main grad on a CPU."""
-        return chunk_norms(self.chunks)
+        taken = None if self.total is None else self.total.norms
+        return chunk_norms(self.chunks) if taken is None else taken
 
     def complete(self) -> None:
         """Completes this rank's shard of the replica's main grad after the step's last reduction.
 
         With several replicas their sum starts, so all ranks call in one order.
         """
+        if self.total is not None:
+            self.total.finish()
         if self.replicas is not None:
             self.replicas.start()
 
@@ -102,73 +134,80 @@ class FlatGradient(ABC):
             return self.replicas.start_gather()
         if self.shard.numel() == self.main_grad.numel():
             return None
-        return self._comm.all_gather(self.main_grad, self.shard, label=f"sum {self._layout.name}")
+        return self._comm.all_gather(self.main_grad, self.shard, label=f"sum {self._name}")
 
 
-class AccumulatedGradient(FlatGradient):
-    """The gradient that this rank accumulates in ``full``, which is reduce-scattered once a step.
+class LocalSending(Sending):
+    """Accumulates the gradients on this rank in ``full``, which is reduce-scattered once a step.
 
     Args:
-        segment, comm: as above.
-        full: FP32 [layout.numel], zero in its padding; the main grad is this rank's range of it.
+        segment: the range of the flat buffer whose main grad this rank holds.
+        comm: the ranks that reduce.
+        full: [layout.numel], zero in its padding: FP32, or BF16 of a single rank.
         dtype: in which the sum is sent.
-    """
-
-    def __init__(self, segment: ArenaSegment, comm: Communicator, full: Tensor, dtype: torch.dtype) -> None:
-        super().__init__(segment, comm, segment.of(full))
-        self.storage = full
-        self._dtype = dtype
-        self._views = slot_views(full, segment.layout)
-        self._handle: Handle | None = None
-
-    def parts(self, slot: int) -> Sequence[Tensor]:
-        return self._views[slot : slot + 1]
-
-    def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        # the first gradient of a step overwrites the last step's sum
-        (assign_scaled if is_first else add_scaled)(self._views[slot], grad, weight)
-
-    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
-        if is_first:
-            super().receive_zeros(slot, is_first=is_first)
-
-    def reduce(self) -> None:
-        gathers = self.shard.numel() < self.main_grad.numel()
-        self._handle = self._comm.reduce_scatter_sum(
-            self.shard, self.storage, label=self._layout.name, dtype=self._dtype, gathers=gathers
-        )
-
-    def finish_reduction(self, *, is_last: bool) -> None:
-        assert self._handle is not None
-        self._handle.wait()
-
-
-class ExchangedGradient(FlatGradient):
-    """The gradient whose shards are sent to their owners in each micro-batch, which sum them.
-
-    Args:
-        segment, comm, main_grad: as above.
-        exchange: its send buffers.
-        index: number of the flat buffer among the sends of the exchange.
-        gradient_sum: sums this rank's shard of ``main_grad``.
+        receivers: add a gradient to ``full``, by slot; None: they add in its dtype, FP32.
     """
 
     def __init__(
         self,
         segment: ArenaSegment,
         comm: Communicator,
-        main_grad: Tensor,
-        exchange: GradientExchange,
-        index: int,
-        gradient_sum: GradientSum,
+        full: Tensor,
+        dtype: torch.dtype,
+        receivers: Sequence[Receiver] | None = None,
     ) -> None:
-        super().__init__(segment, comm, main_grad)
+        layout = segment.layout
+        self._comm = comm
+        self._full = full
+        self._shard = full[slice(*layout.shard(comm.rank))]
+        self._label, self._dtype = layout.name, dtype
+        self._gathers = layout.shard_numel < segment.numel
+        self._views = slot_views(full, layout)
+        self._receivers = receivers or [partial(add_scaled, view) for view in self._views]
+        self._zero = full.new_zeros(()), Weight(torch.ones((), device=full.device), is_one=True)
+
+    def receiver(self, slot: int) -> Receiver:
+        return self._receivers[slot]
+
+    def parts(self, slot: int) -> Sequence[Tensor]:
+        return self._views[slot : slot + 1]
+
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
+        if is_first:  # later ones change no sum
+            self._receivers[slot](*self._zero, is_first=True)
+
+    def start(self) -> Handle:
+        if self._full.dtype == torch.bfloat16:  # of a single rank, which has the whole sum
+            return Completed()
+        return self._comm.reduce_scatter_sum(
+            self._shard, self._full, label=self._label, dtype=self._dtype, gathers=self._gathers
+        )
+
+
+class ExchangedSending(Sending):
+    """Sends the shards of each micro-batch's gradient to their owners.
+
+    Args:
+        layout: layout of the flat buffer.
+        exchange: its send buffers.
+        index: number of the flat buffer among the sends of the exchange.
+    """
+
+    def __init__(self, layout: FlatLayout, exchange: GradientExchange, index: int) -> None:
+        self._layout = layout
         self._exchange = exchange
         self._index = index
-        self._sum = gradient_sum
         self._parts: list[list[Tensor]] = []  # by slot, of the buffer that this micro-batch fills
         self._known: dict[int, list[list[Tensor]]] = {}  # the same of each buffer that was filled, by its address
-        self._in_flight: deque[GradientHandle] = deque()
+
+    def receiver(self, slot: int) -> Receiver:
+        return partial(self._receive, slot)
+
+    def _receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
+        parts = self.parts(slot)
+        cut = [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
+        # unweighted: the product would be rounded to the reduce dtype; in one call, because a part for each rank may be
+        torch._foreach_copy_(list(parts), cut)
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         if not self._parts:
@@ -186,31 +225,13 @@ class ExchangedGradient(FlatGradient):
                 self._known[key] = parts
         return parts
 
-    def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        parts = self.parts(slot)
-        cut = [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
-        # unweighted: the product would be rounded to the reduce dtype; in one call, because a part for each rank may be
-        torch._foreach_copy_(list(parts), cut)
+    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
+        for part in self.parts(slot):
+            part.zero_()
 
-    def reduce(self) -> None:
+    def start(self) -> Any:
         self._parts = []  # the next micro-batch takes another buffer while this one is read
-        self._in_flight.append(self._exchange.send(self._index))
-
-    def finish_reduction(self, *, is_last: bool) -> Tensor:
-        handle = self._in_flight.popleft()
-        shards, weights = handle.wait()
-        # norms are taken of the last sum: with replicas, that over all of them
-        self._sum.push(shards, RankWeights(weights), is_last=is_last and self.replicas is None)
-        handle.release()
-        return weights
-
-    @property
-    def norms(self) -> Tensor:
-        return super().norms if self._sum.norms is None else self._sum.norms
-
-    def complete(self) -> None:
-        self._sum.finish()
-        super().complete()
+        return self._exchange.send(self._index)
 
 
 def slot_parts(buffer: Tensor, layout: FlatLayout, gap: int) -> list[list[Tensor]]:

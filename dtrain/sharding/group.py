@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
@@ -203,8 +203,9 @@ class ParameterGroup:
         self.name = name
         self.buffers = buffers
         self.replicas = [*(buffer.replica for buffer in buffers), *frozen]
-        # (gradient, slot) of each trained parameter by its number; backward is expected to reach the last slot first
-        self._slots = [(buffer.gradient, n) for buffer in buffers for n in range(len(buffer.layout.slots))[::-1]]
+        # (sending, slot) of each trained parameter by its number; backward is expected to reach the last slot first
+        self._slots = [(one.gradient.sending, n) for one in buffers for n in range(len(one.layout.slots))[::-1]]
+        self._receivers = [sending.receiver(slot) for sending, slot in self._slots]
         self._missing: set[int] = set()
         self._weight: Weight | None = None  # of the micro-batch
         self._is_first = True  # of the step's micro-batches
@@ -300,22 +301,16 @@ class ParameterGroup:
                 f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         assert self._weight is not None
-        gradient, slot = self._slots[number]
-        gradient.receive(slot, grad, self._weight, is_first=self._is_first)
+        self._receivers[number](grad, self._weight, is_first=self._is_first)
         self._missing.discard(number)
 
     def parts(self, number: int) -> Sequence[Tensor]:
         """Returns the gradient of trained parameter ``number`` as it is reduced, in one part or several."""
-        gradient, slot = self._slots[number]
-        return gradient.parts(slot)
+        sending, slot = self._slots[number]
+        return sending.parts(slot)
 
     def complete(self) -> None:
         """Takes zeros for the missing gradients."""
         self.is_complete = True
-        for gradient, slot in (self._slots[number] for number in self._missing):
-            gradient.receive_zeros(slot, is_first=self._is_first)
-
-    def reduce(self, start: Callable[[FlatGradient], None]) -> None:
-        """Calls ``start`` with the gradient of each flat buffer; all ranks call in the same order."""
-        for buffer in self.buffers:
-            start(buffer.gradient)
+        for sending, slot in (self._slots[number] for number in self._missing):
+            sending.receive_zeros(slot, is_first=self._is_first)

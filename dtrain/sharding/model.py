@@ -201,7 +201,7 @@ class ShardedModel:
 
     def canonical_weights(self) -> Tensor:
         """Returns the weights of the step's micro-batches in the order of their global index."""
-        rows = self._replicate.gather_rows(torch.cat(self.reducer.weights), label="weights")
+        rows = self._replicate.gather_rows(torch.cat(self.reducer.step.weights), label="weights")
         # [replica, micro-batch, rank of the replica]
         return rows.view(self._replicate.world_size, -1, self._comm.world_size).transpose(0, 1).reshape(-1)
 

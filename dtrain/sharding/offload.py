@@ -35,7 +35,6 @@ from dtrain.distributed.logging import logger
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import RankWeights
 from dtrain.sharding.accumulate import RunningSum
-from dtrain.sharding.gradients import ExchangedGradient
 
 HOST = torch.device("cpu")
 _NUM_SLOTS = 2
@@ -227,27 +226,26 @@ class GradientArrivals:
             self._collect_oldest()
 
 
-class OffloadedGradient(ExchangedGradient):
-    """The gradient whose main grad lies on the host; the arguments are those of the base class, and:
+class HostSum(RunningSum):
+    """Adds what arrives on the device to a main grad on the host.
 
     Args:
-        arrivals: brings the shards to the host.
+        main_grad: FP32 [n], on the host.
+        arrivals: brings the gradients there.
     """
 
-    def __init__(self, *args: Any, arrivals: GradientArrivals) -> None:
-        super().__init__(*args)
+    def __init__(self, main_grad: Tensor, arrivals: GradientArrivals) -> None:
+        super().__init__(main_grad)
         self._arrivals = arrivals
 
-    def finish_reduction(self, *, is_last: bool) -> Tensor:
-        handle = self._in_flight.popleft()
+    def receive(self, handle: GradientHandle, *, is_last: bool) -> Tensor:
         shards, weights = handle.wait()
-        assert isinstance(self._sum, RunningSum)
-        self._arrivals.push(self._sum, handle, shards, weights, is_last)
+        self._arrivals.push(self, handle, shards, weights, is_last)
         return weights
 
-    def complete(self) -> None:
+    def finish(self) -> None:
         self._arrivals.collect()
-        super().complete()
+        super().finish()
 
 
 # -- replicas to the device --------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""ZeRO stages as a table of placements; no other module of this package branches on a stage number.
+"""ZeRO stages as a table of placements, which alone knows their numbers, and the kinds of gradients as another table.
 
 Communication is what moves a tensor between placements (Rajbhandari et al., "ZeRO", SC 2020, section 5)::
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
+from dtrain.config.engines import Native
+from dtrain.distributed.mesh import Mesh
 from dtrain.sharding.layout import ArenaSegment, FlatLayout
 
 
@@ -50,6 +53,66 @@ STAGES: dict[int, Placements] = {
     2: Placements(Placement.REPLICATE, Placement.SHARD, Placement.SHARD),
     3: Placements(Placement.SHARD, Placement.SHARD, Placement.SHARD),
 }
+
+
+class Send(Enum):
+    """How the gradients of a flat buffer leave this rank."""
+
+    LOCAL = "accumulated on this rank, and reduce-scattered once a step"
+    EXCHANGED = "sent to the owners of their shards in each micro-batch"
+
+
+class Sum(Enum):
+    """How gradients are summed."""
+
+    RUNNING = "FP32, each as it arrives"
+    TREE = "FP32, along one tree over all micro-batches"
+    ROUNDED = "FP32, rounded to BF16 main grads when it is stored; FP32 main grads as RUNNING"
+    HOST = "FP32, on the host"
+
+
+class Join(Enum):
+    """When the sums of the replicas of hybrid sharding are joined."""
+
+    NONE = "there is one replica"
+    AT_END = "once a step"
+    DURING_BACKWARD = "after each micro-batch, as parts of the tree"
+
+
+class GradientKind(NamedTuple):
+    """The three choices that make up a gradient."""
+
+    send: Send
+    sum: Sum
+    join: Join = Join.NONE
+
+
+GRADIENTS: dict[tuple[str, ...], GradientKind] = {
+    # the first row whose conditions all hold; what is summed over ranks is rounded where it is summed, at the owner
+    ("reproducible", "hybrid"): GradientKind(Send.EXCHANGED, Sum.TREE, Join.DURING_BACKWARD),
+    ("reproducible",): GradientKind(Send.EXCHANGED, Sum.TREE),
+    ("offloaded",): GradientKind(Send.EXCHANGED, Sum.HOST),
+    ("bf16 main grads", "single rank"): GradientKind(Send.LOCAL, Sum.ROUNDED),
+    ("bf16 main grads",): GradientKind(Send.EXCHANGED, Sum.ROUNDED),
+    ("single rank",): GradientKind(Send.LOCAL, Sum.RUNNING),
+    ("sharded", "hybrid"): GradientKind(Send.EXCHANGED, Sum.RUNNING, Join.AT_END),
+    ("sharded",): GradientKind(Send.EXCHANGED, Sum.RUNNING),
+    ("hybrid",): GradientKind(Send.LOCAL, Sum.RUNNING, Join.AT_END),
+    (): GradientKind(Send.LOCAL, Sum.RUNNING),
+}
+
+
+def gradient_kind(options: Native, mesh: Mesh, *, is_offloaded: bool) -> GradientKind:
+    """Returns the row of :data:`GRADIENTS` for a run; ``is_offloaded``: main grads are on the host."""
+    holds = {
+        "sharded": STAGES[options.zero_stage].gradient is Placement.SHARD,
+        "single rank": mesh.shard.world_size == 1,
+        "hybrid": mesh.is_hybrid,
+        "reproducible": options.reproducible,
+        "bf16 main grads": options.grad_dtype == "bf16",
+        "offloaded": is_offloaded,
+    }
+    return next(kind for conditions, kind in GRADIENTS.items() if all(holds[name] for name in conditions))
 
 
 def memory_formula(

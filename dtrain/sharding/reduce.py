@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from torch import Tensor
@@ -23,6 +24,21 @@ from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.rounded_gradients import StepNoise
 
 _IN_FLIGHT = 2  # reductions of the last micro-batch on a GPU, if their sums follow
+
+
+@dataclass
+class ReducedStep:
+    """How far a step has come, and its current micro-batch."""
+
+    weights: list[Tensor] = field(default_factory=list)  # [world_size] of each micro-batch that was exchanged
+    num_complete: int = 0  # gradients
+    first_of_last: float = math.inf  # number of the first reduction of the step's last micro-batch
+    is_finished: bool = False
+    # -- the micro-batch
+    number: int = 0
+    is_last: bool = False
+    reduces: bool = False
+    next_group: int = 0  # to be reduced
 
 
 class GradientReducer:
@@ -41,7 +57,7 @@ class GradientReducer:
     Attributes:
         groups, exchange: see above.
         monitor: records whether the gradients are finite.
-        weights: [world_size] of each micro-batch of this step that was exchanged.
+        step: the counters of this step, or of the last one until a new one begins.
     """
 
     def __init__(
@@ -59,33 +75,24 @@ class GradientReducer:
         first_numbers = list(accumulate((len(group.trained) for group in groups), initial=0))
         self._first_numbers = dict(zip(groups, first_numbers, strict=False))
         self.monitor = GradientMonitor(first_numbers[-1])
-        self.weights: list[Tensor] = []
-        self._micro_batch = 0
-        self._is_last = False
-        self._reduces = False  # in this micro-batch
-        self._next = 0  # group to be reduced
-        self._num_started = 0  # reductions
-        self._in_flight: deque[FlatGradient] = deque()
         self._gradients = [buffer.gradient for group in groups for buffer in group.buffers]
-        self._first_of_last = math.inf  # number of the first reduction of the step's last micro-batch
-        self._num_complete = 0  # gradients of this step
         self._completes_early = completes_early
-        self._is_finished = True
+        self.step = ReducedStep(is_finished=True)
+        self._num_started = 0  # reductions of all steps
+        self._in_flight: deque[FlatGradient] = deque()
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool, step: int = 1) -> None:
         """Begins micro-batch ``number`` of ``step`` with ``weight``; accumulated sums are reduced after the last."""
         if self._noise is not None:
             self._noise.begin(step)
-        is_first, self._is_finished, self._is_last = self._is_finished, False, last
-        if is_first:
-            self.weights, self._num_complete, self._first_of_last = [], 0, math.inf
+        is_first = self.step.is_finished
+        reduced = ReducedStep() if is_first else self.step
         if last:
-            self._first_of_last = self._num_started
+            reduced.first_of_last = self._num_started
+        reduces = last or self.exchange is not None
+        self.step = replace(reduced, number=number, is_last=last, reduces=reduces, next_group=0)
         if self.exchange is not None:
             self.exchange.begin(weight.value)
-        self._micro_batch = number
-        self._reduces = last or self.exchange is not None
-        self._next = 0
         for group in self.groups:
             group.begin_micro_batch(weight, is_first=is_first)
 
@@ -95,11 +102,12 @@ class GradientReducer:
         self.monitor.record_magnitude(number_of_all, grad)  # the gradient itself, before weights, rounding and sums
         if self.monitor.keeps_sums:
             for part in group.parts(number):  # now, while it is in the cache
-                self.monitor.record_finiteness(self._micro_batch, number_of_all, part)
+                self.monitor.record_finiteness(self.step.number, number_of_all, part)
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first
-        while self._reduces and self._next < len(self.groups) and self.groups[self._next].is_complete:
+        step = self.step
+        while step.reduces and step.next_group < len(self.groups) and self.groups[step.next_group].is_complete:
             self._reduce_next()
 
     def end_micro_batch(self) -> None:
@@ -107,53 +115,52 @@ class GradientReducer:
         for group in self.groups:
             if not group.is_complete:
                 self._complete(group)
-        while self._reduces and self._next < len(self.groups):
+        while self.step.reduces and self.step.next_group < len(self.groups):
             self._reduce_next()
 
     def _complete(self, group: ParameterGroup) -> None:
         group.complete()
         number = self._first_numbers[group]
         for buffer in group.buffers if self.monitor.found is not None else ():
-            parts = [buffer.gradient.parts(slot) for slot in range(len(buffer.layout.slots))[::-1]]
-            self.monitor.search(self._micro_batch, [(n, part) for n, own in enumerate(parts, number) for part in own])
+            parts = [buffer.gradient.sending.parts(slot) for slot in range(len(buffer.layout.slots))[::-1]]
+            self.monitor.search(self.step.number, [(n, part) for n, own in enumerate(parts, number) for part in own])
             number += len(parts)
 
     def _reduce_next(self) -> None:
-        self.groups[self._next].reduce(self._start)
-        self._next += 1
-
-    def _start(self, gradient: FlatGradient) -> None:
-        # by numbers that are equal on all ranks, so all wait for the same ones here
-        oldest = -1 if self.exchange is None else self.exchange.finish_first()
-        while self._in_flight and self._num_started - len(self._in_flight) <= oldest:
-            self._finish_oldest()
-        gradient.reduce()
-        self._in_flight.append(gradient)
-        self._num_started += 1
-        while self._completes_early and self._is_last and len(self._in_flight) > _IN_FLIGHT:
-            self._finish_oldest()  # so that its sum over the replicas starts
+        for buffer in self.groups[self.step.next_group].buffers:
+            # by numbers that are equal on all ranks, so all wait for the same ones here
+            oldest = -1 if self.exchange is None else self.exchange.finish_first()
+            while self._in_flight and self._num_started - len(self._in_flight) <= oldest:
+                self._finish_oldest()
+            buffer.gradient.reduce()
+            self._in_flight.append(buffer.gradient)
+            self._num_started += 1
+            while self._completes_early and self.step.is_last and len(self._in_flight) > _IN_FLIGHT:
+                self._finish_oldest()  # so that its sum over the replicas starts
+        self.step.next_group += 1
 
     def _finish_oldest(self) -> None:
         number = self._num_started - len(self._in_flight)
         gradient = self._in_flight.popleft()
-        weights = gradient.finish_reduction(is_last=self._is_last)
+        weights = gradient.finish_reduction(is_last=self.step.is_last)
         if weights is not None and number % len(self._gradients) == 0:  # the same for all gradients of a micro-batch
-            self.weights.append(weights)
-        if self._completes_early and number >= self._first_of_last:
+            self.step.weights.append(weights)
+        if self._completes_early and number >= self.step.first_of_last:
             gradient.complete()
-            self._num_complete += 1
+            self.step.num_complete += 1
 
     def finish(self) -> None:
         """Completes the main grads of this step; a second call does nothing."""
-        if self._is_finished:
+        step = self.step
+        if step.is_finished:
             return
-        self._is_finished = True
-        if not self._reduces:  # the batch ended early, so no micro-batch was marked as the last
-            self._reduces = True
+        step.is_finished = True
+        if not step.reduces:  # the batch ended early, so no micro-batch was marked as the last
+            step.reduces = True
             self.end_micro_batch()
         while self._in_flight:
             self._finish_oldest()
-        for gradient in self._gradients[self._num_complete :]:
+        for gradient in self._gradients[step.num_complete :]:
             gradient.complete()
         # all are started before the first wait, which sends their ready messages together
         gathers = [gradient.start_gather() for gradient in self._gradients]

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.distributed.communicator import Communicator, Handle
 from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.accumulate import TreeSum
+from dtrain.sharding.accumulate import GradientSum, TreeSum
 
 
 class ReplicaSum(Protocol):
@@ -85,28 +85,24 @@ class SubtreesInFlight:
         target, handle, received = self._in_flight.popleft()
         self._nbytes -= received.nbytes
         handle.wait()
-        target.receive(received)
+        target.receive_subtrees(received)
 
 
-class TreeReplicaSum(ReplicaSum):
+class TreeReplicaSum(GradientSum, ReplicaSum):
     """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
 
     The micro-batches that a replica's ranks compute at the same time have consecutive numbers. If the ranks are a power
     of two, their gradients make up one subtree, whose sum the owner of the shard forms. After each micro-batch the sums
     of the subtrees go to the owner of each part, whose tree is the upper part of that of all ranks.
 
-    It is a :class:`dtrain.sharding.accumulate.GradientSum` too.
-
     Args:
         comm, shard, label: as of :class:`RunningReplicaSum`.
         in_flight: of all flat buffers of the model.
     """
 
-    norms: Tensor | None = None
-
     def __init__(self, comm: Communicator, shard: Tensor, label: str, in_flight: SubtreesInFlight) -> None:
+        super().__init__(shard)
         self._comm = comm
-        self._shard = shard
         self._part = _part(shard, comm)
         self._label = label
         self._sum = TreeSum(self._part)
@@ -117,7 +113,7 @@ class TreeReplicaSum(ReplicaSum):
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         """Adds the gradients of the replica's ranks from one micro-batch."""
-        subtree, received = torch.empty_like(self._shard), torch.empty_like(self._shard)
+        subtree, received = torch.empty_like(self._main_grad), torch.empty_like(self._main_grad)
         own = TreeSum(subtree)
         own.push(grads, weights)
         own.finish()
@@ -127,7 +123,7 @@ class TreeReplicaSum(ReplicaSum):
         self._num_in_flight += 1
         self._all_in_flight.add(self, handle, received)
 
-    def receive(self, received: Tensor) -> None:
+    def receive_subtrees(self, received: Tensor) -> None:
         """Adds the sums of one micro-batch's subtrees, [replicas * n]."""
         self._num_in_flight -= 1
         self._sum.push(received.view(self._comm.world_size, -1).unbind(), self._weights)
@@ -142,4 +138,4 @@ class TreeReplicaSum(ReplicaSum):
         """Starts nothing: the parts are summed."""
 
     def start_gather(self) -> Handle:
-        return self._comm.all_gather(self._shard, self._part, label=self._label)
+        return self._comm.all_gather(self._main_grad, self._part, label=self._label)

@@ -13,15 +13,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtrain.distributed.communicator import Communicator
 from dtrain.optim.stochastic import random_bits, round_to_bf16, step_words, stream_start
 from dtrain.parameters.micro_batch_weight import Weight, joined
 from dtrain.parameters.squares import chunk_norms
 from dtrain.precision.fake import block_starts, is_fake
 from dtrain.precision.hardware import has_compiler
-from dtrain.sharding.accumulate import add_scaled, assign_scaled
-from dtrain.sharding.gradients import AccumulatedGradient
-from dtrain.sharding.layout import CHUNK, ArenaSegment
+from dtrain.sharding.accumulate import GradientSum, add_scaled
+from dtrain.sharding.layout import CHUNK
 
 _BLOCK = {"cpu": 1 << 17}  # elements that are summed at a time: their FP32 values stay in a core's cache
 _LARGE_BLOCK = 1 << 24  # on other devices: temporaries of 64 MiB
@@ -51,51 +49,56 @@ class StepNoise:
         return self._words[number]
 
 
-class RoundedMemory:
-    """A range of a BF16 main grad, into which weighted gradients are added.
+class RoundedSum(GradientSum):
+    """Sums gradients over one step in BF16: those of a shard, or this rank's own ones of a parameter.
 
     Args:
-        values: BF16 [n].
+        main_grad: BF16 [n]; of a shard, a whole number of chunks.
         origin: name of the flat buffer, and the index of the first element there.
         noise: of the step.
     """
 
-    def __init__(self, values: Tensor, origin: tuple[str, int], noise: StepNoise) -> None:
-        self._values = values
+    def __init__(self, main_grad: Tensor, origin: tuple[str, int], noise: StepNoise) -> None:
+        super().__init__(main_grad)
         self._key, self._first = zlib.crc32(f"{origin[0]} main_grad".encode()), origin[1]
         self._noise = noise
+        self._number = 0  # of the last addition in its step
         self._starts: dict[int, Tensor] = {}
-        self._uses_kernel = values.device.type == "cuda" and has_compiler(values.device)
+        self._uses_kernel = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
 
-    def add(self, rows: Sequence[Tensor], weights: Sequence[Weight], *, number: int, overwrites: bool) -> None:
-        """Adds ``rows`` times ``weights`` in their order; addition ``number`` of the step.
+    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
+        self._add(grads, weights, is_first=self._empty)
+        self._empty = False
+        is_cpu = self._main_grad.device.type == "cpu"
+        self.norms = chunk_norms(self._main_grad.view(-1, CHUNK)) if is_last and is_cpu else None
 
-        Args:
-            rows: [n] each, of any dtype, contiguous.
-            weights: of the rows.
-            number: see above.
-            overwrites: whether the old values are dropped.
-        """
-        if overwrites and len(rows) == 1 and rows[0].dtype == torch.bfloat16 and weights[0].is_one:
-            self._values.copy_(rows[0])
+    def accumulate(self, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
+        """Adds this rank's ``grad`` of any shape; the first of a step overwrites the last step's sum."""
+        self._add([grad.reshape(-1).contiguous()], [weight], is_first=is_first)
+
+    def _add(self, rows: Sequence[Tensor], weights: Sequence[Weight], *, is_first: bool) -> None:
+        """Adds ``rows`` [n], contiguous, times ``weights`` in their order; the first addition drops the old values."""
+        self._number = 0 if is_first else self._number + 1
+        if is_first and len(rows) == 1 and rows[0].dtype == torch.bfloat16 and weights[0].is_one:
+            self._main_grad.copy_(rows[0])
             return
-        if is_fake(self._values):  # the other ranks' take the same memory, one after the other
+        if is_fake(self._main_grad):  # the other ranks' take the same memory, one after the other
             rows, weights = rows[:3], weights[:3]
-        words = self._noise.words(number)
+        words = self._noise.words(self._number)
         if self._uses_kernel:
             from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
 
             noise = self._start(0), *words
-            add_rows(self._values, _as_matrix(rows), joined(weights), overwrites=overwrites, noise=noise)
+            add_rows(self._main_grad, _as_matrix(rows), joined(weights), overwrites=is_first, noise=noise)
             return
-        size = _BLOCK.get(self._values.device.type, _LARGE_BLOCK)
-        for start in block_starts(self._values, size):
+        size = _BLOCK.get(self._main_grad.device.type, _LARGE_BLOCK)
+        for start in block_starts(self._main_grad, size):
             block = slice(start, start + size)
-            target = self._values[block]
+            target = self._main_grad[block]
             total = target.float()
-            if overwrites:
-                assign_scaled(total, rows[0][block], weights[0])
-            for row, weight in zip(rows[int(overwrites) :], weights[int(overwrites) :], strict=True):
+            if is_first:
+                add_scaled(total, rows[0][block], weights[0], is_first=True)
+            for row, weight in zip(rows[int(is_first) :], weights[int(is_first) :], strict=True):
                 add_scaled(total, row[block], weight)
             bits = random_bits((self._start(start), *words), total).bitwise_and_(0xFFFF)
             target.copy_(round_to_bf16(total, bits))
@@ -111,66 +114,3 @@ def _as_matrix(rows: Sequence[Tensor]) -> Tensor:
     numel = rows[0].numel()
     stride = int(rows[1].storage_offset() - rows[0].storage_offset()) if len(rows) > 1 else numel
     return rows[0].as_strided((len(rows), numel), (stride, 1))
-
-
-class RoundedSum:
-    """Sums a shard's gradients over one step in a BF16 main grad, as :class:`dtrain.sharding.accumulate.RunningSum`.
-
-    Args:
-        main_grad: BF16 [n], a whole number of chunks.
-        origin, noise: as of :class:`RoundedMemory`.
-    """
-
-    def __init__(self, main_grad: Tensor, origin: tuple[str, int], noise: StepNoise) -> None:
-        self._main_grad = main_grad
-        self._memory = RoundedMemory(main_grad, origin, noise)
-        self._number = 0
-        self.norms: Tensor | None = None
-
-    def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
-        """Adds the next gradients [n] times ``weights``; the first ones of a step overwrite the last step's sum."""
-        self._memory.add(grads, weights, number=self._number, overwrites=not self._number)
-        self._number += 1
-        is_cpu = self._main_grad.device.type == "cpu"
-        self.norms = chunk_norms(self._main_grad.view(-1, CHUNK)) if is_last and is_cpu else None
-
-    def finish(self) -> None:
-        """Completes the sum, zero if nothing was added, and starts the next step."""
-        if not self._number:
-            self._main_grad.zero_()
-            self.norms = None
-        self._number = 0
-
-
-class RoundedGradient(AccumulatedGradient):
-    """The gradient that a single rank accumulates in BF16; nothing is reduced.
-
-    Args:
-        segment, comm: as of :class:`dtrain.sharding.gradients.FlatGradient`.
-        full: BF16 [layout.numel], zero in its padding.
-        noise: of the step.
-    """
-
-    def __init__(self, segment: ArenaSegment, comm: Communicator, full: Tensor, noise: StepNoise) -> None:
-        super().__init__(segment, comm, full, full.dtype)
-        name, slots = segment.layout.name, segment.layout.slots
-        self._memories = [RoundedMemory(full[s.start : s.stop], (name, s.start), noise) for s in slots]
-        self._numbers = [0] * len(slots)
-
-    def receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        """Adds the gradient of parameter ``slot``; the first of a step overwrites the last step's sum."""
-        self._numbers[slot] = 0 if is_first else self._numbers[slot] + 1
-        row = grad.reshape(-1).contiguous()
-        self._memories[slot].add([row], [weight], number=self._numbers[slot], overwrites=is_first)
-
-    def receive_zeros(self, slot: int, *, is_first: bool) -> None:
-        """Takes zeros for parameter ``slot``; additions are numbered from the step's first micro-batch."""
-        if is_first:
-            self._numbers[slot] = 0
-        super().receive_zeros(slot, is_first=is_first)
-
-    def reduce(self) -> None:
-        """Starts nothing, because the rank has the whole sum."""
-
-    def finish_reduction(self, *, is_last: bool) -> None:
-        """Waits for nothing."""

@@ -16,7 +16,7 @@ from dtrain.parameters.compute_shard import ComputeShard
 from dtrain.parameters.model_states import MAIN_GRAD, MASTER, MOMENTS, ManagedModel, ModelStates
 from dtrain.parameters.squares import sum_squares
 from dtrain.precision.remainder import REMAINDER, Numbers, RemainderPair, read
-from dtrain.sharding.build import main_grad_dtype
+from dtrain.sharding.build_gradients import main_grad_dtype
 from dtrain.sharding.frozen_float8 import FROZEN, FrozenFloat8
 from dtrain.sharding.group import FlatBuffer, tensor_shard
 from dtrain.sharding.model import ShardedModel

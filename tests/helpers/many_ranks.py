@@ -27,7 +27,8 @@ from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.planning.devices import find_device
 from dtrain.precision.loss_scale import LossScaleState
-from dtrain.sharding.gradients import ExchangedGradient
+from dtrain.sharding.accumulate import GradientSum
+from dtrain.sharding.gradients import ExchangedSending, FlatGradient
 from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
 from dtrain.train.planned import PlannedRun
 from tests.helpers.vote_records import rank_records
@@ -99,15 +100,10 @@ def fake_group(ranks: int) -> Iterator[ProcessGroup]:
         dist.destroy_process_group()
 
 
-class _NoSum:
-    norms = None
-
+class _NoSum(GradientSum):
     def push(self, grads: Any, weights: Any, *, is_last: bool = False) -> None:
         """Reads what one launch on a GPU needs."""
         assert grads[1].storage_offset() > grads[0].storage_offset()
-
-    def finish(self) -> None:
-        """Completes nothing."""
 
 
 @contextmanager
@@ -120,10 +116,11 @@ def sent_gradient(ranks: int) -> Iterator[tuple[Callable[[], None], Callable[[],
     with fake_group(ranks) as comm:
         exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
         segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
-        sent = ExchangedGradient(segment, comm, main_grad, exchange, 0, _NoSum())
+        sending = ExchangedSending(layout, exchange, 0)
+        sent, receive = FlatGradient(segment, comm, main_grad, sending, _NoSum(main_grad)), sending.receiver(0)
 
         def fill() -> None:
             exchange.begin(weight.value)
-            sent.receive(0, grad, weight, is_first=True)
+            receive(grad, weight, is_first=True)
 
         yield fill, sent.reduce, lambda: sent.finish_reduction(is_last=True)

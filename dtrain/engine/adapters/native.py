@@ -21,7 +21,7 @@ from dtrain.optim.matrix import HeldMatrix, matrix_updates
 from dtrain.optim.rule import SegmentKernel, UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
-from dtrain.sharding.build import grad_dtype
+from dtrain.sharding.build_gradients import grad_dtype
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.quantized_replicas import Float8Views
 from dtrain.sharding.replica_sum import across

@@ -103,7 +103,7 @@ def test_sums_are_rounded_as_by_tensor_code(ranks: int, device: torch.device) ->
         generator.manual_seed(ranks)
         main_grad = torch.full((numel + 64,), math.nan, dtype=torch.bfloat16, device=device)
         total = RoundedSum(main_grad[:numel], ("blocks", 2048), noise)
-        total._memory._uses_kernel = uses_kernel
+        total._uses_kernel = uses_kernel
         for _ in range(3):
             total.push(torch.randn(ranks, numel, generator=generator).to(device, torch.bfloat16).unbind(), weights)
         assert main_grad[numel:].isnan().all()

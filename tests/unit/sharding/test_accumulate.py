@@ -17,7 +17,7 @@ from torch import Tensor
 
 from dtrain.parameters.micro_batch_weight import RankWeights, Weight
 from dtrain.sharding import accumulate, replica_sum
-from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled, assign_scaled
+from dtrain.sharding.accumulate import RunningSum, TreeSum, add_scaled
 from dtrain.sharding.layout import CHUNK
 from dtrain.sharding.replica_sum import RunningReplicaSum, SubtreesInFlight, TreeReplicaSum
 
@@ -133,7 +133,7 @@ def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: in
     before = grad.clone()
     want = grad.float() * torch.tensor(weight)
     assigned, added = torch.empty(16), torch.zeros(16)
-    assign_scaled(assigned, grad, Weight(torch.tensor(weight)))
+    add_scaled(assigned, grad, Weight(torch.tensor(weight)), is_first=True)
     add_scaled(added, grad, Weight(torch.tensor(weight)))
     for got in (
         assigned,

@@ -15,7 +15,7 @@ from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import UsageError
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.accumulate import RunningSum
-from dtrain.sharding.gradients import AccumulatedGradient, ExchangedGradient, FlatGradient, slot_parts
+from dtrain.sharding.gradients import ExchangedSending, FlatGradient, LocalSending, slot_parts
 from dtrain.sharding.group import FlatBuffer, ParameterGroup
 from dtrain.sharding.layout import FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.placement import STAGES, Placement
@@ -47,8 +47,8 @@ def make_group(kind: str) -> ParameterGroup:
         for start, stop in layout.extents:
             grad[start:stop] = torch.nan
         if kind == "accumulated":
-            return AccumulatedGradient(segment, COMM, grad, torch.float32)
-        return ExchangedGradient(segment, COMM, grad, exchange, number, RunningSum(grad))
+            return FlatGradient(segment, COMM, grad, LocalSending(segment, COMM, grad, torch.float32))
+        return FlatGradient(segment, COMM, grad, ExchangedSending(layout, exchange, number), RunningSum(grad))
 
     def buffer(number: int, layout: FlatLayout) -> FlatBuffer:
         replica = Replica(layout, ParameterViews(layout, parameters), COMM, STAGES[2], StoragePool(COMM.device))
@@ -71,15 +71,10 @@ def micro_batch(
 
 def main_grads(group: ParameterGroup) -> dict[str, set[float]]:
     """Returns the distinct elements of each parameter's main grad, once the reductions are done."""
-    started: list[FlatGradient] = []
-
-    def start(gradient: FlatGradient) -> None:
-        gradient.reduce()
-        started.append(gradient)
-
-    group.reduce(start)
-    for gradient in started:
-        gradient.finish_reduction(is_last=True)
+    for buffer in group.buffers:
+        buffer.gradient.reduce()
+    for buffer in group.buffers:
+        buffer.gradient.finish_reduction(is_last=True)
     found = {}
     for buffer in group.buffers:
         buffer.gradient.complete()
@@ -188,7 +183,6 @@ def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None)
         made = mock.Mock(trained={}, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
         made.begin_micro_batch.side_effect = lambda *_, **__: setattr(made, "is_complete", False)
         made.complete.side_effect = lambda: setattr(made, "is_complete", True)
-        made.reduce.side_effect = lambda start: start(gradient)
         return made
 
     exchange = mock.Mock(finish_first=lambda: first.get(next(started), -1))
@@ -236,6 +230,6 @@ def test_numbers_go_on_over_micro_batches_and_weights_are_taken_once_each() -> N
         weights += 1
     assert events == ["start a", "start b", "start a", "finish a", "finish b", "start b"]
     reducer.finish()
-    assert len(reducer.weights) == 2, "of two micro-batches"
+    assert len(reducer.step.weights) == 2, "of two micro-batches"
     reducer.begin_micro_batch(ONE, number=0, last=True)
-    assert reducer.weights == [], "of the new step"
+    assert reducer.step.weights == [], "of the new step"

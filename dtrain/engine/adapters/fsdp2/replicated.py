@@ -11,7 +11,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.local_shards import LocalShard, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.sharding.gradients import AccumulatedGradient
+from dtrain.sharding.gradients import FlatGradient, LocalSending
 from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.placement import Placement
 from dtrain.sharding.replicas import slot_views
@@ -44,8 +44,8 @@ class ReplicatedParameters:
         specs = [ParamSpec(name, tuple(p.shape), dtypes[name], update_classes[name]) for name, p in parameters.items()]
         self._low_precision: dict[str, tuple[nn.Parameter, Tensor]] = {}  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
-        self._gradients: list[AccumulatedGradient] = []
-        self._slots: list[tuple[AccumulatedGradient, int]] = []  # of each parameter
+        self._gradients: list[FlatGradient] = []
+        self._slots: list[tuple[FlatGradient, int]] = []  # of each parameter
         self.main_grads: list[Tensor] = []
         self.local_shards: list[LocalShard] = []
         for layout in flat_layouts("replicated", specs, comm.world_size):
@@ -53,7 +53,8 @@ class ReplicatedParameters:
             # shared memory on CPU: the ranks read each other's gradients
             main_grad = comm.allocate(layout.numel, torch.float32)
             segment = Placement.REPLICATE.segment(layout, comm.rank)
-            gradient = AccumulatedGradient(segment, comm, main_grad, torch.float32)
+            sending = LocalSending(segment, comm, main_grad, torch.float32)
+            gradient = FlatGradient(segment, comm, main_grad, sending)
             for number, (slot, view) in enumerate(zip(layout.slots, slot_views(master, layout), strict=True)):
                 spec, parameter = slot.spec, parameters[slot.spec.name]
                 view.copy_(parameter.detach())
@@ -73,7 +74,9 @@ class ReplicatedParameters:
             self.main_grads.append(main_grad)
         self._missing = set(self._slots)  # those without a gradient in this step
 
-    def _install_hook(self, parameter: nn.Parameter, name: str, gradient: AccumulatedGradient, slot: int) -> None:
+    def _install_hook(self, parameter: nn.Parameter, name: str, gradient: FlatGradient, slot: int) -> None:
+        receive = gradient.sending.receiver(slot)
+
         def on_gradient(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             if grad is None:  # a backward of the user's own has returned None
@@ -83,7 +86,7 @@ class ReplicatedParameters:
                 return
             is_first = (gradient, slot) in self._missing
             self._missing.discard((gradient, slot))
-            gradient.receive(slot, grad, weight, is_first=is_first)
+            receive(grad, weight, is_first=is_first)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -106,7 +109,7 @@ class ReplicatedParameters:
     def finish(self) -> None:
         """Sums the main grads over the ranks; parameters without a gradient in this step get zeros."""
         for gradient, slot in self._missing:
-            gradient.receive_zeros(slot, is_first=True)
+            gradient.sending.receive_zeros(slot, is_first=True)
         self._missing = set(self._slots)
         for gradient in self._gradients:
             gradient.reduce()
