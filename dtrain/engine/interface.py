@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint import Retention
 from dtrain.engine.between_steps import BetweenSteps
 from dtrain.engine.loop import TrainingLoop
-from dtrain.parameters.model_states import ModelStates
+from dtrain.parameters.model_states import ManagedModel, ModelStates
 from dtrain.precision.report import PrecisionMeasurement
 
 
@@ -23,9 +23,12 @@ class Engine(TrainingLoop):
         states: the model states on this rank.
     """
 
-    states: ModelStates
-
     _between: BetweenSteps
+
+    def __init__(self, managed: ManagedModel, states: ModelStates) -> None:
+        self.module, self.comm, self.contract = managed.model, managed.comm, managed.contract
+        self.policy, self.ema_decay = managed.contract.policy, managed.plan.ema_decay
+        self.states, self.num_parameters = states, states.num_parameters
 
     def eval(self) -> AbstractContextManager[None]:
         """Context of forwards that consume no micro-batch number and build no graph; the module is in eval mode."""

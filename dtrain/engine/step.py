@@ -85,10 +85,9 @@ class StepEngine(EngineHooks):
         monitor: GradientMonitor | None = None,
     ) -> None:
         manage(request.model)  # first: a constructor that fails half-way has changed the model already
-        self.module, self.comm, self.contract = request.model, request.comm, request.contract
-        self.policy, self.ema_decay = request.contract.policy, request.plan.ema_decay
-        self.states, self.num_parameters, self.options = states, states.num_parameters, request.step
+        super().__init__(request, states)
         states.frozen_source = request.frozen_source
+        self.options = request.step
         self.monitor = monitor or GradientMonitor(len(backward_names))
         self._backward_names = tuple(backward_names)
         self._run = RunState(request.identity.run_id, request.identity.seed)

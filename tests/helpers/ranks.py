@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_ENGINES = [f"dtrain.engine.{name}" for name in ("native", "fsdp2", "ddp", "deepspeed")]
+_ENGINES = [f"dtrain.engine.adapters.{name}" for name in ("native", "fsdp2", "ddp", "deepspeed")]
 _context.set_forkserver_preload(
     ["tests.helpers.preload", "dtrain.train.run", *_ENGINES, "tests.helpers.launch", "tests.engines.checks"]
 )
