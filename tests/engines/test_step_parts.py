@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import logging
 import math
+import sys
+import textwrap
 from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Any
@@ -17,6 +20,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.distributed.logging import logger
 from dtrain.distributed.progress import Phase
+from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.blocks.compiled import CompiledBlocks
 from dtrain.engine.parts import order
 from dtrain.engine.parts.order import EngineParts
@@ -26,6 +30,7 @@ from dtrain.parameters.model_states import MASTER
 from dtrain.precision.regions import trace_regions
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.ranks import run_ranks
+from tests.measure.classes import classes_of
 
 NAMES = [field.name for field in fields(EngineParts)]
 NEEDED_BY = {"forwards": {"replay"}, "phases": {"busy"}}
@@ -240,3 +245,17 @@ def test_a_part_does_not_hold_the_engine(field: str) -> None:
     assert isinstance(engine, StepEngine)
     part = getattr(engine._between.parts, field)
     assert all(value is not engine for value in vars(part).values()) if part is not None else field == "compiled"
+
+
+def test_the_step_fits_on_a_page() -> None:
+    """A class of the chain has at most 25 methods and 15 attributes of its own, ``step`` about 25 lines."""
+    source = inspect.getsource(sys.modules[StepEngine.__module__])
+    assert len(source.splitlines()) <= 300
+    for cls in (cls for cls in NativeEngine.__mro__ if cls.__module__.startswith("dtrain.")):
+        ((_, methods, attributes),) = classes_of(textwrap.dedent(inspect.getsource(cls)))
+        assert len(methods) <= 25, cls
+        assert len(attributes) <= 15, cls
+    for method in (StepEngine.step, StepEngine.backward, StepEngine.__call__):
+        text = inspect.getsource(method)
+        assert len(text.splitlines()) <= 33, method
+        assert not [name for name in NAMES if f".{name}." in text], "it names no part"
