@@ -43,7 +43,7 @@ def inspect(rank: int) -> list[dict[str, Any]]:
                 "layouts": [_describe(buffer.layout) for buffer in buffers],
                 "segments": [[buffer.layout.name, buffer.segment.start, buffer.segment.numel] for buffer in buffers],
                 "compute": [interval for buffer in buffers for interval in _replica(buffer)],
-                "main_grad": sum(tensor.numel() for tensor in engine.sharded.storages()["main_grad"]),
+                "main_grad": sum(tensor.numel() for tensor in engine.states.storages()["main_grad"]),
                 "bytes": {**engine.memory(), "sum": sum(engine.memory_formula().values())},
             }
         )

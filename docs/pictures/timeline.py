@@ -83,8 +83,8 @@ class Recorder:
             starts.append(time.monotonic())
             reduce()
 
-        def timed_finish() -> Any:
-            weights = finish()
+        def timed_finish(*, is_last: bool) -> Any:
+            weights = finish(is_last=is_last)
             self.events.append(["all-to-all", label, starts.popleft(), time.monotonic()])
             return weights
 
