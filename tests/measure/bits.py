@@ -33,9 +33,16 @@ from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Run, start
 from tests.helpers.zoo import ZOO, Micro, ZooEntry, make
 
+
+def float8_of(seed: int) -> float8_model.Float8Model:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return float8_model.Float8Model()
+
+
 ODD = sorted(ZOO)
 ZOO["wide"] = ZooEntry("", partial(helpers.build, dropout=0.1, wide=True), lambda i: Micro((helpers.batch(i),), {}))
-ZOO["float8"] = ZooEntry("", lambda seed: float8_model.Float8Model(), lambda i: Micro((float8_model.batch(i),), {}))
+ZOO["float8"] = ZooEntry("", float8_of, lambda i: Micro((float8_model.batch(i),), {}))
 FORMATS = {"fp32": "wide", "bf16": "wide", "fp16": "wide", "fp8": "float8"}
 """The model by precision."""
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -231,13 +238,14 @@ def trained_all(cases: list[Case]) -> dict[str, dict[str, str]]:
 
 
 def differing(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Yields a line for each case that is missing or differs, with the kinds that do and the number of tensors."""
+    """Yields a line for each case that is missing or differs, with the kinds that do and how many."""
     for name in sorted({*before, *after}):
         one, other = before.get(name), after.get(name)
         if one is None or other is None:
             yield f"{name}: only in the {'second' if one is None else 'first'} file"
             continue
-        kinds = Counter(key.split(":")[0] for key in {*one, *other} if one.get(key) != other.get(key))
+        keys = (key for key in {*one, *other} if one.get(key) != other.get(key))
+        kinds = Counter(key.split(", ", 2)[-1].split(":")[0] for key in keys)  # of any phase and rank
         if kinds:
             yield f"{name}: {'; '.join(f'{kind} ({number})' for kind, number in sorted(kinds.items()))}"
 
