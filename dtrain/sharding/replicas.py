@@ -122,6 +122,7 @@ class Replica:
 
     Attributes:
         flat: the copies with their views; none while it is sharded.
+        pool: see above.
         local: this rank's part of each copy; the masters are cast into it.
         is_sharded: whether this rank holds only its part between uses.
         is_gathered: whether a change of ``local`` is followed by an all-gather: other ranks own the rest.
@@ -141,7 +142,7 @@ class Replica:
         self._is_offloaded = is_offloaded
         self.views = views
         self._comm = comm
-        self._pool = pool
+        self.pool = pool
         self._pending: list[Handle] = []
         self._owned = placements.master.segment(layout, comm.rank)
         held = placements.compute.segment(layout, comm.rank).numel
@@ -192,7 +193,7 @@ class Replica:
         """Starts to make a sharded replica whole."""
         with _outside_inference_mode():
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
-            self.flat = [self._pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
+            self.flat = [self.pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
         self._pending = self._start_all_gather()
 
     def unshard(self) -> None:
@@ -205,7 +206,7 @@ class Replica:
         self._wait()
         self.views.unbind()
         for flat in self.flat:
-            self._pool.give(flat)
+            self.pool.give(flat)
         self.flat = []
 
     def _wait(self) -> None:

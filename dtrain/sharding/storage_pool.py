@@ -53,6 +53,11 @@ class StoragePool:
         self._is_used = device.type == "cpu" and _use_count is not None
         self._free: dict[int, list[FlatTensor]] = {}  # by bytes
 
+    @property
+    def free(self) -> list[Tensor]:
+        """Tensors whose memory is kept to be reused."""
+        return [flat.tensor for free in self._free.values() for flat in free]
+
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> FlatTensor:
         """Returns [numel], not initialized."""
         free = self._free.get(numel * dtype.itemsize, [])

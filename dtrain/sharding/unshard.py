@@ -260,7 +260,8 @@ class UnshardScheduler:
 
     def _require_saved(self, group: ParameterGroup) -> None:
         """Unshards ``group``, of which backward needs a view."""
-        self._join_backward()
+        if not self._in_backward:
+            self._join_backward()
         if not self._is_current(group):
             self._use(group)
 

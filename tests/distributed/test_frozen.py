@@ -111,7 +111,7 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
         train(engine, range(1))
         gc.collect()
         memory = engine.memory()
-        unknown = sum(live_storages(engine.comm).values()) - sum(memory.values())
+        unknown = sum(live_storages(engine).values()) - sum(memory.values())
         found[stage] = memory["frozen"], engine.memory_formula()["frozen"], unknown, set(engine.replicated_frozen())
     return found
 
