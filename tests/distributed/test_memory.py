@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.transport.host_memory import HostMemory
 from tests.helpers.ranks import run_ranks
 
