@@ -111,6 +111,11 @@ class FlatLayout:
         """(start, stop) of every parameter; equal extents mean equal padding."""
         return tuple((slot.start, slot.stop) for slot in self.slots)
 
+    @cached_property
+    def places(self) -> tuple[tuple[tuple[int, ...], tuple[int, ...], int], ...]:
+        """Size, strides and offset of every parameter; equal for equal modules."""
+        return tuple((slot.spec.shape, slot.strides, slot.start) for slot in self.slots)
+
     @property
     def real_numel(self) -> int:
         """Elements without the padding that the world size adds."""

@@ -153,7 +153,7 @@ class ShardedModel:
             if names:
                 replica.views.open_weights(names)
             elif not replica.is_sharded:
-                replica.views.bind(replica.copies)
+                replica.bind()
 
     def _staged(self, update: Callable[[Sequence[int]], None]) -> Callable[[Sequence[int]], None]:
         """Returns ``update``, followed by the copy of what it has cast to the device, if that is on the host."""

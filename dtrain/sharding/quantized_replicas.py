@@ -17,7 +17,8 @@ from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import Bound, QuantizedWeight, TransposeSet
 from dtrain.sharding.float8_casts import ScaleTable
 from dtrain.sharding.layout import FlatLayout
-from dtrain.sharding.replicas import ParameterViews, slot_views
+from dtrain.sharding.replicas import ParameterViews
+from dtrain.sharding.storage_pool import FlatTensor
 
 
 class Float8Views(ParameterViews):
@@ -58,9 +59,9 @@ class Float8Views(ParameterViews):
                 raise ContractError(f"the replica of '{name}' is FP8, and its module a {type(module).__name__}")
             module.quantized_weight = weight
 
-    def bind(self, copies: Sequence[Tensor]) -> None:
+    def bind(self, copies: Sequence[FlatTensor]) -> None:
         """Makes the Linears read ``copies``, each [numel]."""
-        by_slot = zip(*(slot_views(copy, self._layout) for copy in copies), strict=True)
+        by_slot = zip(*(copy.views(self._layout.places) for copy in copies), strict=True)
         for weight, views in zip(self._weights.values(), by_slot, strict=True):
             weight.bind(views)
 

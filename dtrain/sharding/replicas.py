@@ -16,13 +16,11 @@ from dtrain.parameters.local_shards import require_trained
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.layout import FlatLayout
 from dtrain.sharding.placement import Placements
-from dtrain.sharding.storage_pool import StoragePool
+from dtrain.sharding.storage_pool import FlatTensor, StoragePool
 
 
 def slot_views(flat: Tensor, layout: FlatLayout) -> list[Tensor]:
-    # one operation for each, where a slice and a view are two: stage 3 makes these views in every pass
-    start = int(flat.storage_offset())
-    return [flat.as_strided(slot.spec.shape, slot.strides, start + slot.start) for slot in layout.slots]
+    return list(FlatTensor(flat).views(layout.places))
 
 
 def _outside_inference_mode() -> AbstractContextManager[Any]:
@@ -59,19 +57,19 @@ class ParameterViews:
         # NaN spreads into every result, so a read of a sharded parameter cannot pass for a plausible number
         nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
-        self._addresses: list[int] = []
+        self._values: Sequence[Tensor] = []
         for parameter in self.parameters.values():
             parameter.grad = None  # else autograd would add the first gradient to it
 
-    def bind(self, copies: Sequence[Tensor]) -> None:
+    def bind(self, copies: Sequence[FlatTensor]) -> None:
         """Makes the parameters views of ``copies``, each [numel]."""
-        self._set(slot_views(copies[0], self._layout))
+        self._set(copies[0].views(self._layout.places))
 
     def unbind(self) -> None:
         self._set(self._placeholders)
 
     def _set(self, values: Sequence[Tensor]) -> None:
-        self._addresses = [value.data_ptr() for value in values]
+        self._values = values
         for parameter, value in zip(self.parameters.values(), values, strict=True):
             parameter.data = value
 
@@ -94,9 +92,9 @@ class ParameterViews:
         if self._layout.is_trained:
             for name, parameter in self.parameters.items():
                 require_trained(name, parameter)
-        for (name, parameter), address in zip(self.parameters.items(), self._addresses, strict=True):
+        for (name, parameter), value in zip(self.parameters.items(), self._values, strict=True):
             # views of no element have no address of their own
-            if parameter.numel() and parameter.data_ptr() != address:
+            if parameter.numel() and parameter.data_ptr() != value.data_ptr():
                 raise ContractError(
                     f"parameter '{name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
                     f"{parameter.device}); do not call .to(), .half() or assign .data after dtrain.initialize"
@@ -123,7 +121,8 @@ class Replica:
         is_offloaded: whether the masters lie in the memory of the host: [Note: offload].
 
     Attributes:
-        copies: the whole flat buffer, each [numel]; empty while it is sharded.
+        flat: the copies with their views; none while it is sharded.
+        pool: see above.
         local: this rank's part of each copy; the masters are cast into it.
         is_sharded: whether this rank holds only its part between uses.
         is_gathered: whether a change of ``local`` is followed by an all-gather: other ranks own the rest.
@@ -143,7 +142,7 @@ class Replica:
         self._is_offloaded = is_offloaded
         self.views = views
         self._comm = comm
-        self._pool = pool
+        self.pool = pool
         self._pending: list[Handle] = []
         self._owned = placements.master.segment(layout, comm.rank)
         held = placements.compute.segment(layout, comm.rank).numel
@@ -153,14 +152,23 @@ class Replica:
         allocate = comm.allocate if self._owned.numel < layout.numel else partial(torch.zeros, device=comm.device)
         tensors = [allocate(held, dtype=layout.dtype) for _ in range(views.num_copies)]
         self.local = tensors if self.is_sharded else [self._owned.of(copy) for copy in tensors]
-        self._no_copies = [copy.new_empty(0) for copy in tensors]
-        self.copies = self._no_copies if self.is_sharded else tensors
+        self.flat = [] if self.is_sharded else [FlatTensor(copy) for copy in tensors]
 
     def attach(self) -> None:
         """Makes the model's parameters views of the replica, which frees their own values."""
         self.views.unbind()
         if not self.is_sharded:
-            self.views.bind(self.copies)
+            self.bind()
+
+    def bind(self) -> None:
+        """Makes the model's parameters views of the copies."""
+        with _outside_inference_mode():
+            self.views.bind(self.flat)
+
+    @property
+    def copies(self) -> list[Tensor]:
+        """The whole flat buffer, each [numel]; none while it is sharded."""
+        return [flat.tensor for flat in self.flat]
 
     @property
     def shares_master(self) -> bool:
@@ -185,22 +193,21 @@ class Replica:
         """Starts to make a sharded replica whole."""
         with _outside_inference_mode():
             # private memory: other ranks read only ``local``. Its last use may still be queued: [Note: streams]
-            self.copies = [self._pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
+            self.flat = [self.pool.take(self.layout.numel, local.dtype, local.device) for local in self.local]
         self._pending = self._start_all_gather()
 
     def unshard(self) -> None:
         """Waits until the replica is whole and binds the parameters to it."""
         self._wait()
-        with _outside_inference_mode():
-            self.views.bind(self.copies)
+        self.bind()
 
     def reshard(self) -> None:
         """Frees what other ranks own; waits for an all-gather in flight first, as [Note: buffer reuse] requires."""
         self._wait()
         self.views.unbind()
-        for copy in self.copies:
-            self._pool.give(copy)
-        self.copies = self._no_copies
+        for flat in self.flat:
+            self.pool.give(flat)
+        self.flat = []
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, []  # a handle keeps its output alive

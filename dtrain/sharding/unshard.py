@@ -31,7 +31,7 @@ from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
 from dtrain.sharding.hooks import GuardedParameters, ModuleHook
-from dtrain.sharding.saved_tensors import SavedTensorRef, SavedTensors
+from dtrain.sharding.saved_tensors import SavedTensors
 
 
 class UnshardScheduler:
@@ -68,7 +68,7 @@ class UnshardScheduler:
         self._others_backward: ExecutionOrder | None = None
         self._unsharded: dict[ParameterGroup, None] = {}  # or will be; the last used comes last
         self._names = {group: {id(p): name for name, p in group.parameters.items()} for group in groups}
-        self._saved = SavedTensors()
+        self._saved = SavedTensors(self._require_saved)
         self._depth = 0  # forwards of the model that are running
         self._records_graph = False
         self._open: Collection[str] = ()  # parameters that hold whole masters now
@@ -159,7 +159,7 @@ class UnshardScheduler:
         if self._depth > 1:
             return
         if torch.is_grad_enabled():
-            self._saving = saved_tensors_hooks(self._saved.pack, self._unpack)
+            self._saving = saved_tensors_hooks(self._saved.pack, self._saved.unpack)
             self._saving.__enter__()
         if not self._in_backward:
             self._records_graph = torch.is_grad_enabled()
@@ -258,12 +258,12 @@ class UnshardScheduler:
         for group in self._groups:
             self._reshard(group)
 
-    def _unpack(self, saved: Any) -> Tensor:
-        if type(saved) is SavedTensorRef:
+    def _require_saved(self, group: ParameterGroup) -> None:
+        """Unshards ``group``, of which backward needs a view."""
+        if not self._in_backward:
             self._join_backward()
-            if not self._is_current(saved.group):
-                self._use(saved.group)
-        return self._saved.unpack(saved)
+        if not self._is_current(group):
+            self._use(group)
 
     # -- groups ----------------------------------------------------------------------------------------------------
 

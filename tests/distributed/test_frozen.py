@@ -111,13 +111,9 @@ def frozen_bytes(rank: int, world: int, precision: str) -> dict[int, tuple[int, 
         train(engine, range(1))
         gc.collect()
         memory = engine.memory()
-        unknown = sum(live_storages(engine.comm).values()) - sum(memory.values())
-        found[stage] = (
-            memory["frozen"],
-            engine.memory_formula()["frozen"],
-            unknown,
-            set(engine.states.replicated_frozen()),
-        )
+        unknown = sum(live_storages(engine).values()) - sum(memory.values())
+        replicated = set(engine.states.replicated_frozen())
+        found[stage] = memory["frozen"], engine.memory_formula()["frozen"], unknown, replicated
     return found
 
 
