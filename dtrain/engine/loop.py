@@ -71,6 +71,16 @@ class TrainingLoop(ABC):
         return self.comm.device
 
     @property
+    def run_id(self) -> str:
+        """Name of the run, kept by its checkpoints."""
+        return self._run.run_id
+
+    @property
+    def seed(self) -> int:
+        """Key of the random numbers of forwards; a load replaces it by the saved one."""
+        return self._run.seed
+
+    @property
     def is_synchronous(self) -> bool:
         """Whether reading an outcome costs nothing; else it waits for the device."""
         return self._finalizer.is_synchronous

@@ -214,14 +214,13 @@ class StepEngine(EngineHooks):
         step = self._begin_step(lr, max_grad_norm, grad_factor)
         self._parts.before_reduction(step)
         self.finish_gradients()
-        squares = self._squares()
         try:
             self._parts.before_update(step)
         except DtrainError:  # on all ranks
             self._end_step()
             self._parts.end_step(step)
             raise
-        decision = step.decision = self._vote(step, squares)
+        decision = step.decision = self._vote(step)
         self._update(self._scalars(step, decision))  # [Note: the update is always launched]
         self._run.attempted_steps += 1
         self._parts.after_update(step)
@@ -254,9 +253,9 @@ class StepEngine(EngineHooks):
             is_saved=self._batch.save_expected,
         )
 
-    def _vote(self, step: StepUnderWay, squares: Tensor) -> Decision:
+    def _vote(self, step: StepUnderWay) -> Decision:
         """Derives the same decision on every rank; the host reads it when the step is finalized."""
-        decision, packed = self._ballot.cast(step, squares, self._canonical_sums)
+        decision, packed = self._ballot.cast(step, self._squares(), self._canonical_sums)
         self._finalizer.post(packed, tuple(self.comm.schedule.log), step.written_text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision

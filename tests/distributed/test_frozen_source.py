@@ -72,7 +72,7 @@ def test_another_source_is_refused(base: Path, tmp_path: Path) -> None:
     own.save(tmp_path / "run")
     lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in sorted(base.iterdir())]
     sha256 = hashlib.sha256("".join(lines).encode()).hexdigest()  # as sha256sum and sha256sum of its output
-    assert own.frozen_source == dtrain.FrozenSource(str(base), sha256)
+    assert own.states.frozen_source == dtrain.FrozenSource(str(base), sha256)
     without = start(0, precision="bf16", seed=1)
     before = without.module.get_parameter("blocks.1.up.weight").clone()
     said = message(CheckpointError, lambda: without.load(tmp_path / "run"))
@@ -82,7 +82,7 @@ def test_another_source_is_refused(base: Path, tmp_path: Path) -> None:
     other = start(0, precision="bf16", frozen_source=dtrain.FrozenSource(str(base)))
     said = message(CheckpointError, lambda: other.load(tmp_path / "run"))
     assert f"was trained over the frozen weights of {base} (sha256 {sha256[:12]}), this run has those of" in said
-    assert other.frozen_source.sha256[:12] in said  # type: ignore[union-attr]
+    assert other.states.frozen_source.sha256[:12] in said  # type: ignore[union-attr]
 
 
 def test_older_checkpoints_load_and_what_was_written_is_saved(base: Path, tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def load(rank: int, world: int, folder: Path, engine: str) -> tuple[int, float]:
     """Returns the bytes that a load took beside the existing state, and the last weight of this rank."""
     # BF16, so that the frozen weight, saved in FP32, is cast
     running: Any = dtrain.initialize(Large(world), engine=engine, zero_stage=2, precision="bf16")
-    shards = [shard for kind in ("master", "exp_avg", "exp_avg_sq") for shard in running.local_shards(kind)]
+    shards = [shard for kind in ("master", "exp_avg", "exp_avg_sq") for shard in running.states.local_shards(kind)]
     for shard in shards:
         shard.data.fill_(0.5)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again

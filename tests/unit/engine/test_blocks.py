@@ -251,7 +251,7 @@ def test_auto_measures_under_hooks_of_an_engine_and_statistics(monkeypatch: pyte
         run.backward(run(torch.randn(16, 32)).square().mean())
         run.step()
         assert [int(block.norm.num_batches_tracked) for block in model.blocks] == [1, 2]
-        assert not run._compiled._measures
+        assert not run._between.parts.compiled._measures
 
 
 @pytest.mark.compile
