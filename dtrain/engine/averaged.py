@@ -28,11 +28,16 @@ def averaged_weights(states: ModelStates) -> Iterator[None]:
         raise UsageError("engine.ema() without an average; keep one: dtrain.initialize(..., ema_decay=0.999)")
     _exchange(states)
     try:
-        states.refresh()
+        _refresh(states)
         yield
     finally:
         _exchange(states)
-        states.refresh()
+        _refresh(states)
+
+
+def _refresh(states: ModelStates) -> None:
+    states.release()
+    states.refresh()
 
 
 @torch.no_grad()

@@ -149,6 +149,7 @@ class BetweenSteps:
     def load(self, path: str | Path) -> dict[str, Any]:
         self.require_usable("load")
         directory = checked_path("load", path)
+        self._states.release()  # before the frozen parameters are made whole
         with self._states.whole_frozen(), self._during(Phase.LOAD):
             self._finalize()
             # what a save under way found is about to be overwritten; if this load fails, it still counts

@@ -200,6 +200,9 @@ class ModelStates(ABC):
     def refresh(self) -> None:
         """Casts the masters into the compute weights; all ranks call."""
 
+    def release(self) -> None:  # noqa: B027 - only DeepSpeed keeps any
+        """Frees weights that forwards have left unsharded, with which the next ones would compute after a refresh."""
+
     def compute_shards(self) -> Iterator[ComputeShard]:
         """Yields what this rank keeps of the compute weights beside the masters, as it is now; none by default."""
         return iter(())

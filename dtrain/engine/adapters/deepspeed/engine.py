@@ -223,8 +223,10 @@ class DeepSpeedStates(ModelStates):
     trained: Mapping[str, tuple[nn.Parameter, Tensor]]
 
     def refresh(self) -> None:
-        self.zero.release()  # else the next forwards would compute with the old unsharded weights
         self.zero.refresh()
+
+    def release(self) -> None:
+        self.zero.release()
 
     def check_step(self) -> None:
         super().check_step()
