@@ -12,6 +12,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import dtrain
 from dtrain.checkpoint import open_newest, storage
@@ -156,3 +157,20 @@ def saves_the_state_at_the_start_of_a_save(trial: Trial) -> None:
     for _ in range(4):
         train_step(alone, 2)
     assert trial.case.engine != "native" or state_digests(alone) == state_digests(engine)
+
+
+@check(stages=(3,), ranks=(2,))
+def a_load_restores_frozen_weights(trial: Trial) -> None:
+    """Also if the library shards them, and has them unsharded when the load begins."""
+    engine = trial.start()
+    train_step(engine, 2)
+    before = {name: value.clone() for name, value in engine.states.full_frozen()}
+    path = engine.save(trial.folder)
+    with engine.modify_weights("frozen"):
+        for parameter in engine.module.frozen.parameters():
+            parameter.mul_(2.0)
+    train_step(engine, 2)
+    engine.load(path)
+    after = dict(engine.states.full_frozen())
+    assert before
+    assert all(torch.equal(after[name], value) for name, value in before.items())
