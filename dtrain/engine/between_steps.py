@@ -1,4 +1,4 @@
-"""What an engine does with whole states between two steps: saving, loading, moving averages, writing of weights."""
+"""Saves, loads, averages and writes the whole states of an engine between two steps."""
 
 from __future__ import annotations
 

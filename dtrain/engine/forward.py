@@ -1,4 +1,4 @@
-"""A forward of the model under the contract, as the engine runs it, and whoever runs a micro-batch again."""
+"""Runs a forward of the model under the contract, for the engine and to run a micro-batch again."""
 
 from __future__ import annotations
 

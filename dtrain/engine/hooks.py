@@ -1,4 +1,4 @@
-"""What an adapter of a library defines, and the step calls."""
+"""Declares the methods that each adapter defines and the step calls."""
 
 from __future__ import annotations
 

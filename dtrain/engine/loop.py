@@ -1,4 +1,4 @@
-"""What a training loop calls in each step; see :class:`dtrain.engine.interface.Engine` for the rest."""
+"""Declares what a training loop calls in each step; see :class:`dtrain.engine.interface.Engine` for the rest."""
 
 from __future__ import annotations
 

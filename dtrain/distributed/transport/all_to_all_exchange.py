@@ -15,7 +15,7 @@ _WEIGHT_NUMEL = 64  # elements that a weight takes, so that the shards after it 
 
 
 class _Sender(Protocol):
-    """What of a communicator the exchange uses."""
+    """The part of a communicator that the exchange uses."""
 
     device: torch.device
     world_size: int

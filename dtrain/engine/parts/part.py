@@ -1,4 +1,4 @@
-"""What watches or guards a step: parts, which the engine calls at fixed places and of which each can be left out."""
+"""Defines the parts that watch or guard a step. The engine calls them at fixed places; each can be left out."""
 
 from __future__ import annotations
 
