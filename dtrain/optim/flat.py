@@ -10,6 +10,7 @@ an update is skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
@@ -29,7 +30,7 @@ from dtrain.precision.remainder import RemainderPair, read
 
 Block = TypeVar("Block")
 
-_BLOCK = 512 * 1024
+BLOCK = 512 * 1024
 """Elements updated before they are cast, on a CPU: few enough to stay in the cache, enough to hide a call's cost."""
 
 _COPIED_BLOCK = 128 * 1024
@@ -108,20 +109,25 @@ class BlockedUpdate:
 
 
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
-    """Returns the blocks of each call: one on a CPU, so that its masters are in the cache when they are cast.
+    """Returns the blocks of each call, which are of one update class.
 
-    On a GPU those of one update class; but as few as :data:`COPIED` allows of those that are copied, because a call
-    needs memory for all of its copies.
+    On a CPU they are so few that their masters are in the cache when they are cast. On a GPU they are all; but as few
+    as :data:`COPIED` allows of those that are copied, because a call needs memory for all of its copies.
     """
-    if not blocks or part_of(blocks[0]).master.device.type == "cpu":
-        return [[block] for block in blocks]
     calls: dict[tuple[UpdateClass, int], list[Block]] = {}
-    total = 0
+    total = 0.0
     for block in blocks:
         part = part_of(block)
-        total += part.master.numel() if part.needs_copy else 0
-        calls.setdefault((part.update_class, total // COPIED), []).append(block)
+        total += part.master.numel() / _limit(part)
+        calls.setdefault((part.update_class, int(total)), []).append(block)
     return list(calls.values())
+
+
+def _limit(part: UpdateSlice) -> float:
+    """Returns the elements of one call."""
+    if part.master.device.type == "cpu":
+        return _COPIED_BLOCK if part.needs_copy else BLOCK
+    return COPIED if part.needs_copy else math.inf
 
 
 def update_group(slices: Sequence[UpdateSlice]) -> UpdateGroup:
@@ -148,6 +154,4 @@ def store(slices: Sequence[UpdateSlice], group: UpdateGroup) -> None:
 
 def _blocks(part: UpdateSlice) -> list[UpdateSlice]:
     # uncut on a GPU, where blocks do not help, except to bound the memory of copies
-    if part.master.device.type == "cpu":
-        return part.cut(_COPIED_BLOCK if part.needs_copy else _BLOCK)
-    return part.cut(COPIED if part.needs_copy else part.master.numel())
+    return part.cut(int(min(_limit(part), max(part.master.numel(), 1))))

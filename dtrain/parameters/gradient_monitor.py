@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,13 +10,24 @@ import torch
 from torch import Tensor
 
 from dtrain.parameters.magnitudes import MagnitudeCounts
+from dtrain.precision.fake import is_fake
+
+
+def _sum_dtype(grad: Tensor) -> torch.dtype:
+    # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
+    return torch.float32 if grad.dtype == torch.float16 else grad.dtype
+
+
+def _is_finite(total: Tensor) -> bool:
+    """Whether ``total``, on a CPU, is finite."""
+    return math.isfinite(float(total))
 
 
 class GradientMonitor:
     """Records the gradient of each parameter from each micro-batch of this rank, before any other rank's is added.
 
-    Every gradient is summed once, while it is in the cache: the sum is finite unless an element is Inf or NaN, or the
-    sum itself overflows. Nothing waits for the device.
+    Every gradient is summed once, while it is in the cache, or those of a flat buffer at once: a sum is finite unless
+    an element is Inf or NaN, or the sum itself overflows. Nothing waits for the device.
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
@@ -55,12 +67,17 @@ class GradientMonitor:
         """Whether :meth:`record_finiteness` records anything."""
         return self.is_enabled and self.found is None
 
+    def are_finite(self, buffers: Sequence[Tensor]) -> bool:
+        """Whether the host knows without waiting that all of ``buffers`` are finite, from their sums."""
+        if any(buffer.device.type != "cpu" or is_fake(buffer) for buffer in buffers):
+            return False
+        return all(_is_finite(buffer.sum(dtype=_sum_dtype(buffer))) for buffer in buffers)
+
     def record_finiteness(self, micro_batch: int, number: int, grad: Tensor) -> None:
         """Records the gradient of parameter ``number``, or a part of it; any floating dtype."""
         if not self.keeps_sums:
             return
-        # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
-        dtype = torch.float32 if grad.dtype == torch.float16 else grad.dtype
+        dtype = _sum_dtype(grad)
         numbers = self._numbers.setdefault(dtype, [])
         if dtype not in self._sums:
             # one tensor: small ones between the gradients would keep malloc from using their memory again

@@ -21,15 +21,16 @@ from dtrain.sharding.layout import CHUNK
 _CPU_BLOCK = 1 << 17  # elements that are summed at a time: they stay in a core's cache
 
 
-def add_scaled(target: Tensor, grad: Tensor, weight: Weight, *, is_first: bool = False) -> None:
-    """Adds ``grad`` times ``weight``, an FP32 product, to ``target`` (FP32); the first one overwrites it."""
-    # widened first: a product in BF16 would be rounded
-    if not is_first:
-        target.add_(grad if weight.is_one else grad.float() * weight.value)
-        return
-    target.copy_(grad)
-    if not weight.is_one:
-        target.mul_(weight.value)
+def add_scaled(targets: list[Tensor], grads: list[Tensor], weight: Weight, *, is_first: bool = False) -> None:
+    """Adds ``grads`` times ``weight``, FP32 products, to ``targets`` (FP32); the first ones overwrite them."""
+    if is_first:
+        torch._foreach_copy_(targets, grads)
+        if not weight.is_one:
+            torch._foreach_mul_(targets, weight.value)
+    elif weight.is_one:
+        torch._foreach_add_(targets, grads)
+    else:  # widened first: a product in BF16 would be rounded
+        torch._foreach_add_(targets, torch._foreach_mul([grad.float() for grad in grads], weight.value))
 
 
 class GradientSum(ABC):
@@ -106,9 +107,9 @@ class RunningSum(GradientSum):
             if is_pair:
                 torch.add(parts[0], parts[1], out=target)
             elif self._empty:
-                add_scaled(target, parts[0], weights[0], is_first=True)
+                add_scaled([target], parts[:1], weights[0], is_first=True)
             for part, weight in zip(parts[num_assigned:], weights[num_assigned:], strict=True):
-                add_scaled(target, part, weight)
+                add_scaled([target], [part], weight)
             if self.norms is not None:
                 norms = _block(self.norms, start // CHUNK, size // CHUNK)
                 torch.linalg.vector_norm(target.view(-1, CHUNK), dim=1, out=norms)
@@ -134,7 +135,7 @@ class TreeSum(GradientSum):
 
     def _push(self, grad: Tensor, weight: Weight) -> None:
         carry = torch.empty_like(grad, dtype=torch.float32)
-        add_scaled(carry, grad, weight, is_first=True)
+        add_scaled([carry], [grad], weight, is_first=True)
         for level, block in enumerate(self._levels):
             if block is None:
                 self._levels[level] = carry

@@ -96,11 +96,11 @@ class GradientBuilder:
             total = replicas if isinstance(replicas, TreeReplicaSum) else self._total(layout, shard)
             exchanged = ExchangedSending(layout, self._exchange, index)
             return FlatGradient(segment, self._comm, storage, exchanged, total, replicas)
-        receivers = None
+        sums = None
         if self._noise is not None and storage.dtype == torch.bfloat16:
             noise, slots = self._noise, layout.slots
-            receivers = [RoundedSum(storage[s.start : s.stop], (layout.name, s.start), noise).accumulate for s in slots]
-        local = LocalSending(segment, self._comm, storage, self._send(layout).dtype, receivers)
+            sums = [RoundedSum(storage[s.start : s.stop], (layout.name, s.start), noise).accumulate for s in slots]
+        local = LocalSending(segment, self._comm, storage, self._send(layout).dtype, sums)
         return FlatGradient(segment, self._comm, storage, local, None, replicas)
 
     def _replicas(self, layout: FlatLayout, shard: Tensor) -> ReplicaSum | None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -35,15 +34,15 @@ from dtrain.sharding.replicas import slot_views
 _MAX_KNOWN = 32  # send buffers of one gradient whose parts are kept
 
 
-Receiver = Callable[..., None]
-"""Takes (grad, weight, is_first=) of one parameter from one micro-batch, the step's first one or a later one."""
-
-
 class Sending(Protocol):
     """Takes the gradients of one flat buffer from backward, and sends them to the owners of their shards."""
 
-    def receiver(self, slot: int) -> Receiver:
-        """Returns what takes the gradients of parameter ``slot``."""
+    def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
+        """Takes the gradients of parameters ``slots`` from one micro-batch, the step's first one or a later one."""
+
+    @property
+    def filled(self) -> Tensor:
+        """The 1-D buffer that this micro-batch fills; finite outside of what is filled."""
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
@@ -145,7 +144,7 @@ class LocalSending(Sending):
         comm: the ranks that reduce.
         full: [layout.numel], zero in its padding: FP32, or BF16 of a single rank.
         dtype: in which the sum is sent.
-        receivers: add a gradient to ``full``, by slot; None: they add in its dtype, FP32.
+        sums: add a gradient to ``full``, by slot; None: they are added in its dtype, FP32.
     """
 
     def __init__(
@@ -154,7 +153,7 @@ class LocalSending(Sending):
         comm: Communicator,
         full: Tensor,
         dtype: torch.dtype,
-        receivers: Sequence[Receiver] | None = None,
+        sums: Sequence[Callable[..., None]] | None = None,
     ) -> None:
         layout = segment.layout
         self._comm = comm
@@ -163,18 +162,25 @@ class LocalSending(Sending):
         self._label, self._dtype = layout.name, dtype
         self._gathers = layout.shard_numel < segment.numel
         self._views = slot_views(full, layout)
-        self._receivers = receivers or [partial(add_scaled, view) for view in self._views]
-        self._zero = full.new_zeros(()), Weight(torch.ones((), device=full.device), is_one=True)
+        self._sums = sums
 
-    def receiver(self, slot: int) -> Receiver:
-        return self._receivers[slot]
+    def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
+        if self._sums is None:
+            add_scaled([self._views[slot] for slot in slots], list(grads), weight, is_first=is_first)
+            return
+        for slot, grad in zip(slots, grads, strict=True):
+            self._sums[slot](grad, weight, is_first=is_first)
+
+    @property
+    def filled(self) -> Tensor:
+        return self._full
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         return self._views[slot : slot + 1]
 
     def receive_zeros(self, slot: int, *, is_first: bool) -> None:
         if is_first:  # later ones change no sum
-            self._receivers[slot](*self._zero, is_first=True)
+            self._views[slot].zero_()
 
     def start(self) -> Handle:
         if self._full.dtype == torch.bfloat16:  # of a single rank, which has the whole sum
@@ -197,21 +203,30 @@ class ExchangedSending(Sending):
         self._layout = layout
         self._exchange = exchange
         self._index = index
-        self._parts: list[list[Tensor]] = []  # by slot, of the buffer that this micro-batch fills
+        self._filled: Tensor | None = None  # the buffer that this micro-batch fills, once it has a gradient
+        self._parts: list[list[Tensor]] = []  # its, by slot
         self._known: dict[int, list[list[Tensor]]] = {}  # the same of each buffer that was filled, by its address
 
-    def receiver(self, slot: int) -> Receiver:
-        return partial(self._receive, slot)
+    def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
+        targets: list[Tensor] = []
+        cut: list[Tensor] = []
+        for slot, grad in zip(slots, grads, strict=True):
+            parts = self.parts(slot)
+            targets += parts
+            cut += [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
+        # unweighted: the product would be rounded to the reduce dtype
+        torch._foreach_copy_(targets, cut)
 
-    def _receive(self, slot: int, grad: Tensor, weight: Weight, *, is_first: bool) -> None:
-        parts = self.parts(slot)
-        cut = [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
-        # unweighted: the product would be rounded to the reduce dtype; in one call, because a part for each rank may be
-        torch._foreach_copy_(list(parts), cut)
+    @property
+    def filled(self) -> Tensor:
+        if self._filled is None:
+            self._filled = self._exchange.open(self._index)
+            self._parts = self._parts_of(self._filled)
+        return self._filled
 
     def parts(self, slot: int) -> Sequence[Tensor]:
-        if not self._parts:
-            self._parts = self._parts_of(self._exchange.open(self._index))
+        if self._filled is None:
+            self.filled  # noqa: B018 - opens it
         return self._parts[slot]
 
     def _parts_of(self, buffer: Tensor) -> list[list[Tensor]]:
@@ -230,7 +245,7 @@ class ExchangedSending(Sending):
             part.zero_()
 
     def start(self) -> Any:
-        self._parts = []  # the next micro-batch takes another buffer while this one is read
+        self._filled = None  # the next micro-batch takes another buffer while this one is read
         return self._exchange.send(self._index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
@@ -21,7 +21,7 @@ from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.remainder import Numbers, RemainderPair, read
-from dtrain.sharding.gradients import FlatGradient
+from dtrain.sharding.gradients import FlatGradient, Sending
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval
 from dtrain.sharding.offload import ReplicaStaging
 from dtrain.sharding.replicas import Replica
@@ -175,11 +175,16 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorS
     return TensorShard(spec.name, kind, spec.shape, own.dtype, interval.start, interval.stop, own)
 
 
+_NUM_WAITING = {"cpu": 1 << 16}
+"""Elements of gradients that wait to be taken in one call: so few that they stay in a core's cache."""
+_MANY_WAITING = 1 << 22  # on other devices: 16 MiB
+
+
 class GradientListener(Protocol):
     """The method of :class:`dtrain.sharding.model.ShardedModel` that a group calls."""
 
-    def gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
-        """Follows up on ``grad``, which ``group`` has taken as that of trained parameter ``number``."""
+    def gradients_taken(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
+        """Follows up on ``grads``, which ``group`` has taken, each with the number of its trained parameter."""
 
 
 class ParameterGroup:
@@ -205,8 +210,10 @@ class ParameterGroup:
         self.replicas = [*(buffer.replica for buffer in buffers), *frozen]
         # (sending, slot) of each trained parameter by its number; backward is expected to reach the last slot first
         self._slots = [(one.gradient.sending, n) for one in buffers for n in range(len(one.layout.slots))[::-1]]
-        self._receivers = [sending.receiver(slot) for sending, slot in self._slots]
         self._missing: set[int] = set()
+        self._waiting: list[tuple[int, Tensor]] = []  # gradients of this micro-batch, with their numbers
+        self._num_waiting = 0  # elements
+        self._listener: Callable[[], GradientListener | None] = lambda: None
         self._weight: Weight | None = None  # of the micro-batch
         self._is_first = True  # of the step's micro-batches
         self.takes_gradients = False
@@ -223,6 +230,10 @@ class ParameterGroup:
     def trained(self) -> dict[str, nn.Parameter]:
         """The trained parameters by name, in the order of their numbers."""
         return {name: p for buffer in self.buffers for name, p in reversed(buffer.replica.views.parameters.items())}
+
+    @property
+    def num_trained(self) -> int:
+        return len(self._slots)
 
     # -- replicas: only sharded ones are unsharded and resharded -----------------------------------------------------
 
@@ -263,19 +274,18 @@ class ParameterGroup:
         return len(self._missing)
 
     def install_hooks(self, listener: GradientListener) -> None:
-        """Takes the parameters' gradients from now on; ``listener`` is called after each."""
+        """Takes the parameters' gradients from now on; ``listener`` is called after several."""
         # a parameter that refers to its group would be a cycle, which frees late
-        own, others = ref(self), ref(listener)
+        own, self._listener = ref(self), ref(listener)
 
         def install(number: int, name: str, parameter: nn.Parameter) -> None:
             def on_gradient(parameter: Tensor) -> None:
-                group, listening = own(), others()
+                group = own()
                 grad, parameter.grad = parameter.grad, None  # else autograd would add the next one to it
-                if group is None or listening is None or not group.takes_gradients:
+                if group is None or not group.takes_gradients:
                     require_running(name)
                 elif grad is not None:  # a user's autograd function may return None; the gradient is then zero
                     group.accumulate(number, grad)
-                    listening.gradient_received(group, number, grad)
 
             parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -286,10 +296,11 @@ class ParameterGroup:
         """Begins a micro-batch with ``weight``, the step's first or a later one."""
         self._weight, self._is_first = weight, is_first
         self._missing = set(range(len(self._slots)))
+        self._waiting, self._num_waiting = [], 0  # of a backward that was not finished
         self.is_complete = False
 
     def accumulate(self, number: int, grad: Tensor) -> None:
-        """Takes the gradient of trained parameter ``number`` from this micro-batch.
+        """Takes the gradient of trained parameter ``number`` from this micro-batch, small ones several at a time.
 
         Raises:
             UsageError: the parameter has given a gradient in this micro-batch before.
@@ -300,9 +311,28 @@ class ParameterGroup:
                 f"'{name}' got a second gradient in one micro-batch; reentrant activation checkpointing does this, use "
                 f"torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        assert self._weight is not None
-        self._receivers[number](grad, self._weight, is_first=self._is_first)
         self._missing.discard(number)
+        self._waiting.append((number, grad))
+        self._num_waiting += grad.numel()
+        if not self._missing or self._num_waiting >= _NUM_WAITING.get(grad.device.type, _MANY_WAITING):
+            self.take_waiting()
+
+    def take_waiting(self) -> None:
+        """Takes the gradients that wait, with one call for each flat buffer."""
+        taken, self._waiting, self._num_waiting = self._waiting, [], 0
+        if not taken:
+            return
+        assert self._weight is not None
+        received: dict[Sending, tuple[list[int], list[Tensor]]] = {}
+        for number, grad in taken:
+            sending, slot = self._slots[number]
+            slots, grads = received.setdefault(sending, ([], []))
+            slots.append(slot)
+            grads.append(grad)
+        for sending, (slots, grads) in received.items():
+            sending.receive(slots, grads, self._weight, is_first=self._is_first)
+        if (listener := self._listener()) is not None:
+            listener.gradients_taken(self, taken)
 
     def parts(self, number: int) -> Sequence[Tensor]:
         """Returns the gradient of trained parameter ``number`` as it is reduced, in one part or several."""
@@ -310,7 +340,8 @@ class ParameterGroup:
         return sending.parts(slot)
 
     def complete(self) -> None:
-        """Takes zeros for the missing gradients."""
-        self.is_complete = True
+        """Takes what waits, and zeros for the missing gradients."""
+        self.take_waiting()
         for sending, slot in (self._slots[number] for number in self._missing):
             sending.receive_zeros(slot, is_first=self._is_first)
+        self.is_complete = True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.distributed.mesh import Mesh
+from dtrain.optim.flat import BLOCK
 from dtrain.parameters.squares import chunk_squares
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.float8_scales import Float8Scales
@@ -73,10 +74,10 @@ class ShardedModel:
 
     # -- gradients ---------------------------------------------------------------------------------------------------
 
-    def gradient_received(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
-        self.reducer.receive(group, number, grad)
+    def gradients_taken(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
+        self.reducer.receive(group, grads)
         if self.scheduler is not None:
-            self.scheduler.gradient_received(group)
+            self.scheduler.gradients_taken(group)
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -95,14 +96,14 @@ class ShardedModel:
     def _update_buckets(self) -> list[list[int]]:
         """Returns the numbers of the buffers that are not FP8, in forward order, by the call of the update.
 
-        On a CPU each buffer has a call, so that its masters are in the cache when they are cast. On a GPU a call is a
-        launch: one for all buffers, or, if they are gathered after it, a few, so that gathers start early.
+        On a CPU a call has so few that their masters are in the cache when they are cast. On a GPU a call is a launch:
+        one for all buffers, or, if they are gathered after it, a few, so that gathers start early.
         """
         numbers = [number for number in range(len(self.buffers)) if number not in self._float8]
-        if self.state_device.type == "cpu":
-            return [[number] for number in numbers]
         is_gathered = any(buffer.replica.is_gathered for buffer in self.buffers)
         limit = sum(buffer.segment.numel for buffer in self.buffers) / (_GATHER_BUCKETS if is_gathered else 1)
+        if self.state_device.type == "cpu":
+            limit = BLOCK if self.offload is None else 0  # one, because its staging buffer is every other replica's too
         buckets: list[list[int]] = []
         filled = math.inf
         for number in numbers:

@@ -96,13 +96,18 @@ class GradientReducer:
         for group in self.groups:
             group.begin_micro_batch(weight, is_first=is_first)
 
-    def receive(self, group: ParameterGroup, number: int, grad: Tensor) -> None:
-        """Records ``grad``, which ``group`` has taken as ``number``, and reduces the groups that may start."""
-        number_of_all = self._first_numbers[group] + number
-        self.monitor.record_magnitude(number_of_all, grad)  # the gradient itself, before weights, rounding and sums
-        if self.monitor.keeps_sums:
-            for part in group.parts(number):  # now, while it is in the cache
-                self.monitor.record_finiteness(self.step.number, number_of_all, part)
+    def receive(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
+        """Records ``grads``, which ``group`` has taken by their numbers, and reduces the groups that may start."""
+        first, monitor = self._first_numbers[group], self.monitor
+        if monitor.records_magnitude or monitor.magnitudes is not None:
+            for number, grad in grads:  # the gradients themselves, before weights, rounding and sums
+                monitor.record_magnitude(first + number, grad)
+        if monitor.keeps_sums:  # now, while they are in the cache
+            filled = [buffer.gradient.sending.filled for buffer in group.buffers]
+            if len(grads) < group.num_trained or not monitor.are_finite(filled):
+                for number, _ in grads:
+                    for part in group.parts(number):
+                        monitor.record_finiteness(self.step.number, first + number, part)
         if not group.num_missing:
             self._complete(group)
         # the next in the fixed order, not the one just completed: other ranks may complete others first

@@ -58,6 +58,7 @@ class ParameterViews:
         nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
         self._values: Sequence[Tensor] = []
+        self._checked: tuple[Sequence[Tensor], Sequence[int]] = [], []  # values, and their addresses
         for parameter in self.parameters.values():
             parameter.grad = None  # else autograd would add the first gradient to it
 
@@ -89,12 +90,14 @@ class ParameterViews:
         Raises:
             ContractError: naming the parameter that was replaced.
         """
-        if self._layout.is_trained:
-            for name, parameter in self.parameters.items():
+        if self._checked[0] is not self._values:
+            self._checked = self._values, [value.data_ptr() for value in self._values]
+        is_trained = self._layout.is_trained
+        for (name, parameter), address in zip(self.parameters.items(), self._checked[1], strict=True):
+            if is_trained and not parameter.requires_grad:
                 require_trained(name, parameter)
-        for (name, parameter), value in zip(self.parameters.items(), self._values, strict=True):
             # views of no element have no address of their own
-            if parameter.numel() and parameter.data_ptr() != value.data_ptr():
+            if parameter.data_ptr() != address and parameter.numel():
                 raise ContractError(
                     f"parameter '{name}' no longer lies in its flat buffer (it is {parameter.dtype} on "
                     f"{parameter.device}); do not call .to(), .half() or assign .data after dtrain.initialize"

@@ -97,9 +97,9 @@ class RoundedSum(GradientSum):
             target = self._main_grad[block]
             total = target.float()
             if is_first:
-                add_scaled(total, rows[0][block], weights[0], is_first=True)
+                add_scaled([total], [rows[0][block]], weights[0], is_first=True)
             for row, weight in zip(rows[int(is_first) :], weights[int(is_first) :], strict=True):
-                add_scaled(total, row[block], weight)
+                add_scaled([total], [row[block]], weight)
             bits = random_bits((self._start(start), *words), total).bitwise_and_(0xFFFF)
             target.copy_(round_to_bf16(total, bits))
 

@@ -247,7 +247,7 @@ class UnshardScheduler:
         """Whether a backward runs that unshards: this engine's, or another engine's."""
         return self._order is not self._forward
 
-    def gradient_received(self, group: ParameterGroup) -> None:
+    def gradients_taken(self, group: ParameterGroup) -> None:
         """Reshards ``group`` after its last gradient, if backward no longer needs it."""
         # the root group stays for the whole backward; frozen weights may be needed after the last gradient
         if group.name and not group.num_missing and len(group.replicas) == len(group.buffers):

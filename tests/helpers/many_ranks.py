@@ -117,10 +117,10 @@ def sent_gradient(ranks: int) -> Iterator[tuple[Callable[[], None], Callable[[],
         exchange = comm.gradient_exchange([GradientSend("block", numel, torch.bfloat16, ((0, numel),))], 0)
         segment, main_grad = ArenaSegment(layout, *layout.shard(0)), torch.zeros(CHUNK)
         sending = ExchangedSending(layout, exchange, 0)
-        sent, receive = FlatGradient(segment, comm, main_grad, sending, _NoSum(main_grad)), sending.receiver(0)
+        sent = FlatGradient(segment, comm, main_grad, sending, _NoSum(main_grad))
 
         def fill() -> None:
             exchange.begin(weight.value)
-            receive(grad, weight, is_first=True)
+            sending.receive([0], [grad], weight, is_first=True)
 
         yield fill, sent.reduce, lambda: sent.finish_reduction(is_last=True)

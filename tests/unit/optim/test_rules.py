@@ -159,7 +159,7 @@ def test_a_device_decides_the_skip_itself(record: Any, monkeypatch: pytest.Monke
 def test_blocks_give_the_same_bits(record: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     classes = [DECAYED] * 5 + [PLAIN] * 2
     want = Arena(record, classes).steps()
-    monkeypatch.setattr(flat, "_BLOCK", 3 * CHUNK)
+    monkeypatch.setattr(flat, "BLOCK", 3 * CHUNK)
     monkeypatch.setitem(formula_rule._BLOCK, "cpu", 2 * CHUNK + 100)
     assert same_bits(Arena(record, classes).steps(), want)
 

@@ -133,8 +133,8 @@ def test_weights_are_applied_in_fp32(dtype: torch.dtype, weight: float, seed: in
     before = grad.clone()
     want = grad.float() * torch.tensor(weight)
     assigned, added = torch.empty(16), torch.zeros(16)
-    add_scaled(assigned, grad, Weight(torch.tensor(weight)), is_first=True)
-    add_scaled(added, grad, Weight(torch.tensor(weight)))
+    add_scaled([assigned], [grad], Weight(torch.tensor(weight)), is_first=True)
+    add_scaled([added], [grad], Weight(torch.tensor(weight)))
     for got in (
         assigned,
         added,

@@ -14,6 +14,7 @@ from dtrain.distributed.communicator import GradientSend
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import UsageError
 from dtrain.parameters.micro_batch_weight import Weight
+from dtrain.sharding import group as group_module
 from dtrain.sharding.accumulate import RunningSum
 from dtrain.sharding.gradients import ExchangedSending, FlatGradient, LocalSending, slot_parts
 from dtrain.sharding.group import FlatBuffer, ParameterGroup
@@ -96,6 +97,7 @@ def test_gradients_are_taken_in_any_order_and_missing_ones_are_zero(kind: str) -
     for left, name, value in ((2, "v", 2.0), (1, "b", 3.0), (0, "w", 1.0)):
         group.accumulate(NUMBERS[name], torch.full(SHAPES[name], value))
         assert group.num_missing == left
+        group.take_waiting()
         (part,) = group.parts(NUMBERS[name])
         assert (tuple(part.shape), float(part.mean())) == (SHAPES[name], value)
         with pytest.raises(UsageError, match=rf"'{name}' got a second gradient in one micro-batch; .* use_reentrant="):
@@ -110,6 +112,30 @@ def test_gradients_are_taken_in_any_order_and_missing_ones_are_zero(kind: str) -
     assert not grads["v"].any()
     assert not grads["b"].any()
     assert main_grads(group) == {"w": {7.0}, "v": {0.0}, "b": {0.0}}
+
+
+@pytest.mark.parametrize(
+    ("limit", "calls"), [(1, [["v"], ["w"], ["b"]]), (5, [["v", "w"], ["b"]]), (99, [["v", "w", "b"]])]
+)
+def test_small_gradients_are_taken_together(
+    limit: int, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(group_module._NUM_WAITING, "cpu", limit)
+    group, names, taken = make_group("accumulated"), {number: name for name, number in NUMBERS.items()}, []
+    listener = mock.Mock()
+    listener.gradients_taken = lambda _, grads: taken.append([names[number] for number, _ in grads])
+    group.install_hooks(listener)
+    for step in (1, 2):  # the second one begins with a backward that was not finished
+        group.begin_micro_batch(ONE, is_first=True)
+        group.accumulate(NUMBERS["b"], torch.full(SHAPES["b"], 9.0))
+        taken.clear()
+        group.begin_micro_batch(ONE, is_first=True)
+        for name in ("v", "w", "b"):
+            group.accumulate(NUMBERS[name], torch.full(SHAPES[name], float(step)))
+        assert taken == calls
+        group.complete()
+        assert taken == calls
+        assert main_grads(group) == {name: {float(step)} for name in SHAPES}
 
 
 def test_the_first_micro_batch_of_a_step_overwrites_and_later_ones_add() -> None:

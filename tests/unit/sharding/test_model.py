@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dtrain.distributed.mesh import Mesh
+from dtrain.optim.flat import BLOCK
 from dtrain.precision.float8.cast import E4M3
 from dtrain.sharding.model import ShardedModel
 
@@ -59,7 +60,7 @@ def make_model(
 
 
 def test_each_buffer_is_gathered_while_the_next_is_updated() -> None:
-    model, events = make_model([10, 10, 10])
+    model, events = make_model([BLOCK, BLOCK, BLOCK])
     model.refresh(lambda numbers: events.append(f"update {list(numbers)}"))
     assert events == [
         "scheduler.reshard",  # what is unsharded would keep the old values
@@ -73,7 +74,7 @@ def test_each_buffer_is_gathered_while_the_next_is_updated() -> None:
 
 
 def test_float8_weights_are_measured_first_and_cast_last() -> None:
-    model, events = make_model([10, 10, 10, 10], float8=[1, 3])
+    model, events = make_model([BLOCK] * 4, float8=[1, 3])
     model.refresh(lambda numbers: events.append(f"update {list(numbers)}"))
     assert events == [
         "scheduler.reshard",
@@ -92,6 +93,13 @@ def test_whole_replicas_are_waited_for_by_nobody() -> None:
     model.refresh(lambda numbers: events.append("update"))
     assert not [event for event in events if "wait" in event]
     assert events[-3:] == ["0.invalidate", "1.invalidate", "comm.publish"]
+
+
+def test_small_buffers_are_updated_together_on_a_cpu() -> None:
+    model, _ = make_model([10, 10, BLOCK, 10, 10])
+    updates: list[list[int]] = []
+    model.refresh(lambda numbers: updates.append(list(numbers)))
+    assert updates == [[0, 1, 2], [3, 4]]
 
 
 @pytest.mark.parametrize(

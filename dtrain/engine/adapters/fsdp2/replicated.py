@@ -75,8 +75,6 @@ class ReplicatedParameters:
         self._missing = set(self._slots)  # those without a gradient in this step
 
     def _install_hook(self, parameter: nn.Parameter, name: str, gradient: FlatGradient, slot: int) -> None:
-        receive = gradient.sending.receiver(slot)
-
         def on_gradient(_: Tensor) -> None:
             grad, parameter.grad = parameter.grad, None  # it accumulates in the FP32 main grad instead
             if grad is None:  # a backward of the user's own has returned None
@@ -86,7 +84,7 @@ class ReplicatedParameters:
                 return
             is_first = (gradient, slot) in self._missing
             self._missing.discard((gradient, slot))
-            receive(grad, weight, is_first=is_first)
+            gradient.sending.receive([slot], [grad], weight, is_first=is_first)
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
