@@ -39,6 +39,16 @@ _HOST_ONLY = {
 }
 
 
+def _is_host_only(depth: int) -> bool:
+    """Whether one of the ``depth`` innermost callers reads only tensors on the host."""
+    frame = sys._getframe(2)
+    for _ in range(depth):
+        if (Path(frame.f_code.co_filename).name, frame.f_code.co_qualname) in _HOST_ONLY:
+            return True
+        frame = frame.f_back or frame
+    return False
+
+
 class HostRead(AssertionError):
     """The host read a value of a tensor."""
 
@@ -49,7 +59,8 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.partition("::")[2]
-        if name in _READS:
+        # inside backward a method is an operator only, below two frames of torch
+        if name in _READS and not _is_host_only(3):
             raise HostRead(str(func))
         if name == "repeat_interleave" and kwargs.get("output_size") is None:
             raise HostRead(f"{func} without output_size")
@@ -67,9 +78,8 @@ class _Methods(TorchFunctionMode):
     """Methods that read a CPU tensor's memory without an operator."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        caller = sys._getframe(1).f_code
         if func in _FUNCTIONS:
-            if (Path(caller.co_filename).name, caller.co_qualname) not in _HOST_ONLY:
+            if not _is_host_only(1):
                 raise HostRead(str(func))
             with _disable_current_modes():
                 return func(*args, **(kwargs or {}))
