@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtrain.sharding.group import ParameterGroup
 
@@ -40,6 +41,16 @@ class GuardedParameters(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # a copy of the module belongs to no engine
+
+
+def reads_attributes(module: nn.Module) -> bool:
+    """Whether the forward of ``module`` is one of torch that reads parameters as attributes, as all but those of RNNs.
+
+    A hook before it would take longer than its operations take to start.
+    """
+    defined_in = getattr(getattr(type(module), "forward", None), "__module__", "")
+    is_torch = defined_in.startswith("torch.nn.modules.") and "forward" not in module.__dict__
+    return is_torch and not isinstance(module, nn.RNNBase)
 
 
 class ModuleHook:

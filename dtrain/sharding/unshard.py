@@ -30,7 +30,7 @@ from dtrain.parameters.groups import callable_parts
 from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
-from dtrain.sharding.hooks import GuardedParameters, ModuleHook
+from dtrain.sharding.hooks import GuardedParameters, ModuleHook, reads_attributes
 from dtrain.sharding.saved_tensors import SavedTensors
 
 
@@ -97,7 +97,7 @@ class UnshardScheduler:
         model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
 
     def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ParameterGroup, str]]) -> None:
-        """Guards a module's parameters, and its forward, because ``nn.GRU`` and others bypass ``_parameters``."""
+        """Guards a module's parameters, and its forward, if that may bypass ``_parameters``."""
 
         def require_all(*_: Any) -> None:
             if torch.compiler.is_compiling():  # the hooks of a compiled block are outside its graph, and ran before
@@ -122,7 +122,8 @@ class UnshardScheduler:
                     )
 
         module.__dict__["_parameters"] = GuardedParameters(module._parameters, guards, self._require)
-        module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
+        if not reads_attributes(module):
+            module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
         module.register_state_dict_pre_hook(ModuleHook(refuse))
         module.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
 
