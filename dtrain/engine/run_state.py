@@ -1,4 +1,4 @@
-"""The counters of a run, which an engine and its parts share."""
+"""Counts the steps of a run, for an engine and its parts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass
 class RunState:
-    """What a checkpoint keeps of a run beside its tensors; the engine and its parts share it.
+    """Holds what a checkpoint keeps of a run beside its tensors; the engine and its parts share it.
 
     Attributes:
         run_id: of the run, kept by its checkpoints.

@@ -138,7 +138,7 @@ class PlannedRanks(Communicator):
         return self._start("reduce_scatter_sum", label, nbytes, flat)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
-        """As :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single`."""
+        """Does what :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single` does."""
         self.schedule.record("all_to_all_single", label, flat)
         self._fill([output], [flat])
         return self._start("all_to_all_single", label, flat.nbytes, output, flat)

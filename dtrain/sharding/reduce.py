@@ -28,7 +28,7 @@ _IN_FLIGHT = 2  # reductions of the last micro-batch on a GPU, if their sums fol
 
 @dataclass
 class ReducedStep:
-    """How far a step has come, and its current micro-batch."""
+    """Counts how far a step has come, and holds its current micro-batch."""
 
     weights: list[Tensor] = field(default_factory=list)  # [world_size] of each micro-batch that was exchanged
     num_complete: int = 0  # gradients

@@ -16,7 +16,7 @@ from dtrain.precision.float8.proof import proves_quantize
 
 
 def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool) -> Quantized:
-    """As :func:`dtrain.precision.float8.cast.quantize`; ``compiled``: in compiled code, which gives the same bits."""
+    """Returns what :func:`dtrain.precision.float8.cast.quantize` does; ``compiled``: in compiled code, same bits."""
     values, scale = _casts(cast.quantized, x, dtype, rowwise, compiled=compiled)(x, dtype, rowwise)[:2]
     return Quantized(values, scale)
 
