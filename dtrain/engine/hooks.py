@@ -52,7 +52,7 @@ class EngineHooks(Engine):
 
     @abstractmethod
     def finish_gradients(self) -> None:
-        """Completes the main grads: all reductions of this step have arrived, still scaled and weighted; idempotent."""
+        """Waits for all reductions of this step: main grads are complete, still scaled and weighted; idempotent."""
 
     def _squares(self) -> Tensor:
         """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
@@ -66,7 +66,7 @@ class EngineHooks(Engine):
     def _update(self, scalars: UpdateScalars) -> None:
         """Runs one update of masters and optimizer states from the main grads, then refreshes the compute weights.
 
-        If ``scalars.found_inf`` is 1, all keep their bits.
+        If ``scalars.found_inf``, the code of the decision, is not 0, all keep their bits.
         """
 
     @abstractmethod

@@ -226,7 +226,9 @@ def resolve_policy(engine: EngineConfig, policy: PrecisionPolicy, device: torch.
     """
     if policy.reduce_dtype is not None and engine.reduce_dtype == "auto":
         engine = replace(engine, reduce_dtype=format_name(policy.reduce_dtype))  # which checks it
-    every_micro_batch = STAGES[engine.zero_stage].reduces_every_micro_batch(reproducible=engine.reproducible)
+    every_micro_batch = STAGES[engine.zero_stage].reduces_every_micro_batch(
+        reproducible=engine.reproducible, grad_dtype=engine.grad_dtype
+    )
     every_micro_batch |= engine.offload == "cpu" and device.type != "cpu"
     every_micro_batch &= CAPABILITIES[engine.name].supports("reduce_dtype", "bf16")  # else it sends in FP32
     policy = policy.on(device).reducing(engine.reduce_dtype, reduces_every_micro_batch=every_micro_batch)

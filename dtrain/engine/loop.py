@@ -98,15 +98,15 @@ class TrainingLoop(ABC):
     def applied_steps(self) -> int:
         """Number of updates of the masters.
 
-        On a GPU this waits for the last step's decision, and ranks that skipped the step search for the culprit
-        together.
+        On a GPU this waits for the last step's decision. If that step was skipped, all ranks search for the culprit
+        together, so every rank must read this or take its next step.
         """
         self._finalizer.finalize_step()
         return self._run.applied_steps
 
     @property
     def loss_scale(self) -> LossScaleState:
-        """The loss-scale machine after the last step; on a GPU this waits for its decision."""
+        """The loss-scale machine after the last step; on a GPU it is read as :attr:`applied_steps` is."""
         self._finalizer.finalize_step()
         return self._finalizer.scale
 

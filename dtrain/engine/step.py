@@ -8,14 +8,16 @@ a step is a part (:class:`dtrain.engine.parts.part.StepPart`), which the step ca
     backward   before_backward . the model's backward, which starts the reductions . after_backward
     step       before_reduction . the reductions end . before_update . the vote . the update . after_update . end_step
 
-A new guard is a new part: a class with some of these methods, and a line in :mod:`dtrain.engine.parts.order`.
+Besides, ``loaded`` is called when the states are complete, and ``finalized`` when the decision on a step is known. A
+new guard is a new part: a class with some of these methods, and its field and value in
+:mod:`dtrain.engine.parts.order`.
 
 [Note: finalize before the next collective] On a GPU the host reads the decision on a step late, so that it never waits
 for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. If the
 step was skipped, all ranks search for the culprit together, so finalizing may communicate. Every rank must therefore
 finalize at the same point of the sequence of collectives: before the first collective after the step. A loop may read
-an outcome at any time, on one rank only. Therefore backward, a forward that communicates, ``eval`` (whose forwards may
-communicate), saving and loading finalize the last step first.
+an outcome at any time, even on a single rank; only its ``culprit`` finalizes the step. Therefore backward, a forward
+that communicates, ``eval`` (whose forwards may communicate), saving and loading finalize the last step first.
 
 [Note: the update is always launched] The decision is a tensor on the device, and the update reads it there: if
 ``found_inf`` is set, every element keeps its bits. If the host asked first, it would wait for the whole step; if it
@@ -128,7 +130,7 @@ class StepEngine(EngineHooks):
         self._has_old_gradients = False  # of the last step
 
     def check_contract(self) -> None:
-        """Checks the contract on live tensors: now states and weights, in the next step forward and reductions.
+        """Checks the contract on live tensors: states and weights now, the next forward and reductions as they run.
 
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
@@ -150,7 +152,7 @@ class StepEngine(EngineHooks):
             return self._forward(call)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
-        """Returns a call of the engine; its key is that of what is computed, not of who computes it."""
+        """Returns a call of the engine; its RNG key follows from the micro-batch's number among those of all ranks."""
         batch, current, step = self._batch, self._batch.current, self._run.attempted_steps
         is_training = not batch.is_evaluating and torch.is_grad_enabled()
         key = None
@@ -271,7 +273,7 @@ class StepEngine(EngineHooks):
         )
 
     def _end_step(self) -> None:
-        """Ends the step under way, whether it was taken or not; its gradients are cleared later."""
+        """Ends the step under way, voted on or not; its gradients are cleared later."""
         self._batch.end_step()
         self._has_old_gradients = True
 

@@ -3,12 +3,13 @@
 :data:`dtrain.sharding.placement.GRADIENTS` has the combinations. A gradient is sent in one of two ways:
 
 - :class:`LocalSending`, if every rank holds the main grad: micro-batches accumulate in an unsharded buffer, whose sum
-  is reduce-scattered after the last one.
-- :class:`ExchangedSending`, if it is sharded, and in reproducible runs: every micro-batch's gradient is sent to the
-  owners of its shards unreduced, as backward left it; each owner applies the weights and sums in FP32. That is half the
-  bytes of FP32, it rounds nothing between ranks, and it allows the canonical order of reproducible runs.
+  is reduce-scattered during the backward of the last one.
+- :class:`ExchangedSending`, if it is sharded, BF16 on several ranks, or on the host, and in reproducible runs: every
+  micro-batch's gradient is sent to the owners of its shards unreduced; each owner applies the weights and sums in FP32.
+  This allows the canonical order of reproducible runs.
 
-Gradients are sent in the reduce dtype, rounded once if that is narrower; sums are formed in FP32 always.
+Gradients are sent in the reduce dtype. With ``reduce_dtype=auto`` the second way sends what backward gives: half the
+bytes of FP32, and nothing is rounded between ranks. Sums are formed in FP32 always.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Sending(Protocol):
         """Takes zeros for parameter ``slot``, which has no gradient in the micro-batch."""
 
     def start(self) -> Any:
-        """Starts to send, and returns a handle: of a gradient, if its shards arrive unsummed."""
+        """Starts to send; returns a ``GradientHandle`` if the shards arrive unsummed, else a ``Handle``."""
 
 
 class FlatGradient:
@@ -113,7 +114,7 @@ class FlatGradient:
 
     @property
     def norms(self) -> Tensor:
-        """FP32 [chunks of the shard], of a main grad on a CPU."""
+        """FP32 [chunks of the shard]; only for a main grad on a CPU."""
         taken = None if self.total is None else self.total.norms
         return chunk_norms(self.chunks) if taken is None else taken
 

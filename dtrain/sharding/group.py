@@ -177,7 +177,7 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorS
 
 _NUM_WAITING = {"cpu": 1 << 16}
 """Elements of gradients that wait to be taken in one call: so few that they stay in a core's cache."""
-_MANY_WAITING = 1 << 22  # on other devices: 16 MiB
+_MANY_WAITING = 1 << 22  # on other devices: 16 MiB in FP32
 
 
 class GradientListener(Protocol):
@@ -274,7 +274,7 @@ class ParameterGroup:
         return len(self._missing)
 
     def install_hooks(self, listener: GradientListener) -> None:
-        """Takes the parameters' gradients from now on; ``listener`` is called after several."""
+        """Takes the parameters' gradients from now on; ``listener`` is called after each batch of them."""
         # a parameter that refers to its group would be a cycle, which frees late
         own, self._listener = ref(self), ref(listener)
 

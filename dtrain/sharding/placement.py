@@ -41,9 +41,9 @@ class Placements:
     gradient: Placement
     master: Placement
 
-    def reduces_every_micro_batch(self, *, reproducible: bool) -> bool:
+    def reduces_every_micro_batch(self, *, reproducible: bool, grad_dtype: str) -> bool:
         """Whether each micro-batch's gradient is reduced, instead of a rank's FP32 sum over its micro-batches."""
-        return reproducible or self.gradient is Placement.SHARD
+        return reproducible or grad_dtype == "bf16" or self.gradient is Placement.SHARD
 
 
 STAGES: dict[int, Placements] = {

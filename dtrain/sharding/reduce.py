@@ -1,9 +1,9 @@
 """The reductions of the groups' gradients during backward, in one order on all ranks.
 
 [Note: order of waits] Backends match collectives by their order, and a wait may send a ready message first. So all
-ranks wait for reductions in the order in which they started them, which is the same on all ranks. A gradient's arrival
-never triggers a wait, because ranks whose graphs differ receive their gradients in different orders. A rank waits only
-when it starts a group, and at the end of the step.
+ranks wait for reductions in the order in which they started them, which is the same on all ranks. The
+arrival of a gradient never decides what is waited for, because ranks whose graphs differ receive their gradients in
+different orders. A rank waits only when it starts a group, and at the end of the step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GradientReducer:
         self._in_flight: deque[FlatGradient] = deque()
 
     def begin_micro_batch(self, weight: Weight, *, number: int, last: bool, step: int = 1) -> None:
-        """Begins micro-batch ``number`` of ``step`` with ``weight``; accumulated sums are reduced after the last."""
+        """Begins micro-batch ``number`` of ``step`` with ``weight``; accumulated sums are reduced in the last one."""
         if self._noise is not None:
             self._noise.begin(step)
         is_first = self.step.is_finished

@@ -77,7 +77,7 @@ class ShardedStates(ModelStates):
     def memory_formula(self) -> dict[str, int]:
         replicas = [(slot.spec.numel, buffer) for buffer in self.sharded.buffers for slot in buffer.layout.slots]
         placements = STAGES[self.zero_stage]
-        if self.sharded.offload is not None:  # every micro-batch is reduced, at stage 1 too
+        if self.sharded.reducer.exchange is not None:  # to the owners of the masters, at stage 1 too
             placements = replace(placements, gradient=placements.master)
         return memory_formula(
             placements,

@@ -99,4 +99,13 @@ def test_an_engine_builds_what_the_table_says(num_ranks: int, options: dict[str,
             else:
                 assert type(gradient.total) is EXCHANGED_SUMS[kind.sum]
             assert (gradient.main_grad.device.type == "cpu") == (kind.sum is Sum.HOST)
-        assert (rank.engine.sharded.reducer.exchange is None) == (kind.send is Send.LOCAL)
+        engine, is_sent = rank.engine, kind.send is Send.EXCHANGED
+        assert (engine.sharded.reducer.exchange is None) == (not is_sent)
+        # what backward gives is sent as it is; a rank's own FP32 sum would be rounded
+        if num_ranks > 1:
+            sent = torch.bfloat16 if is_sent else torch.float32
+            assert engine.policy.dtype_during_reduction(torch.bfloat16) == sent
+        grads = [(buffer.gradient.storage, buffer.layout) for buffer in engine.sharded.buffers]
+        held = sum(grad.nbytes for grad, _ in grads) / sum(grad.itemsize * layout.numel for grad, layout in grads)
+        whole = sum(grad.itemsize * slot.spec.numel for grad, layout in grads for slot in layout.slots)
+        assert engine.memory_formula()["main_grad"] == pytest.approx(held * whole, abs=1)

@@ -4,9 +4,9 @@
 
 - ``phases`` comes first, so that a watcher sees the right phase while a later part waits; ``busy`` comes last, so that
   what all others do counts as busy time.
-- ``checkpointer`` raises the failure of a save before any part has done anything, so the caller can repeat the step.
+- ``checkpointer`` raises the failure of a save before any part has changed the step, so the caller can repeat it.
 - ``written`` takes over the user's writes before ``audit``, which leaves written parameters out, looks at the masters.
-- ``forwards`` keeps the forwards that ``replay`` runs again; ``samples`` ends its counting before they run.
+- ``samples`` comes before ``replay``, so that it has ended its counting when ``replay`` runs forwards again.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ class StepUnderWay:
         save_failed: whether this rank knows that the asynchronous save under way has failed.
         busy_s: see :class:`dtrain.engine.vote.record.HostRecord`.
         decision: of all ranks, on the device; None before the vote.
-        outcome: None unless the step has been taken.
+        outcome: None until the step has been voted on.
     """
 
     number: int
@@ -83,7 +83,7 @@ class StepPart:
     """A part of the engine that watches or guards its steps; it has some of these methods.
 
     A part gets what it needs in its constructor - model states, communicator, options - and never the engine. All ranks
-    have the same parts, so a method may communicate.
+    have the same parts, so a method may communicate; not ``before_forward``, because one rank may run a forward alone.
     """
 
     def loaded(self) -> None:
@@ -99,7 +99,7 @@ class StepPart:
         """Called after a backward."""
 
     def before_reduction(self, step: StepUnderWay) -> None:
-        """Called first in a step; its gradients may be on their way, and after an error it can be called again."""
+        """Called first in a step, while reductions may still run; if it raises, the caller can repeat the step."""
 
     def before_update(self, step: StepUnderWay) -> None:
         """Called when the main grads are complete, before the vote; a ``DtrainError`` on all ranks ends the step."""
@@ -108,10 +108,10 @@ class StepPart:
         """Called when the update is launched; on a GPU the host does not know yet whether it changes anything."""
 
     def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
-        """Called when the decision on a step is known, in order, on a GPU in the next call that communicates."""
+        """Called when the decision on a step is known, in order; on a GPU at the latest before the next collective."""
 
     def end_step(self, step: StepUnderWay) -> None:
-        """Called last in a step, taken or not."""
+        """Called last in a step, also after an error in ``before_update``; on a GPU its outcome is not known yet."""
 
 
 HOOKS = tuple(name for name in vars(StepPart) if not name.startswith("_"))

@@ -27,7 +27,7 @@ class LazyOutcome(StepOutcome):
 
     Args:
         read: reads all fields except the culprit; communicates with no rank.
-        finalize_step: reads all fields; ranks that skipped the step search for the culprit together.
+        finalize_step: reads all fields; if the step was skipped, all ranks search for the culprit together.
     """
 
     def __init__(self, read: Callable[[], StepOutcome], finalize_step: Callable[[], StepOutcome]) -> None:
@@ -163,7 +163,7 @@ class StepFinalizer:
         return self._outcome
 
     def finalize_step(self) -> None:
-        """Acts on the decision on the last step; ranks that skipped it search for the culprit together. Idempotent.
+        """Acts on the decision on the last step; if it was skipped, all ranks search for the culprit. Idempotent.
 
         Raises:
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
