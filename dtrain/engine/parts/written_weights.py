@@ -162,12 +162,25 @@ class WrittenWeights(StepPart):
             for name in lost:
                 _restore_placeholder(self._parameters[name])
             self.remember()  # raised once: the masters are as they were
+            kept = [name for name in self._stored_as_masters() if name in names and name not in lost]
+            others = f", while what was written to '{kept[0]}' is kept (so: {len(kept)})" if kept else ""
             raise UsageError(
                 f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
                 f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
-                f"{len(lost)}); {_MODIFY}, or load a checkpoint with engine.load"
+                f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
+
+    def _stored_as_masters(self) -> list[str]:
+        """Returns the parameters whose own memory is that of their masters, so that a write has reached these."""
+        return [
+            shard.name
+            for shard in self._states.local_shards(MASTER)
+            if isinstance(shard.values, Tensor)
+            and shard.values.numel()
+            and not shard.start
+            and shard.values.data_ptr() == self._parameters[shard.name].data_ptr()
+        ]
 
     @torch.no_grad()
     def _adopt(self, names: Collection[str]) -> None:
