@@ -204,8 +204,8 @@ class ExchangedSending(Sending):
         self._layout = layout
         self._exchange = exchange
         self._index = index
-        self._filled: Tensor | None = None  # the buffer that this micro-batch fills, once it has a gradient
-        self._parts: list[list[Tensor]] = []  # its, by slot
+        # the buffer that this micro-batch fills, and its parts by slot, once there is a gradient
+        self._opened: tuple[Tensor, list[list[Tensor]]] | None = None
         self._known: dict[int, list[list[Tensor]]] = {}  # the same of each buffer that was filled, by its address
 
     def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
@@ -220,15 +220,16 @@ class ExchangedSending(Sending):
 
     @property
     def filled(self) -> Tensor:
-        if self._filled is None:
-            self._filled = self._exchange.open(self._index)
-            self._parts = self._parts_of(self._filled)
-        return self._filled
+        return self._open()[0]
 
     def parts(self, slot: int) -> Sequence[Tensor]:
-        if self._filled is None:
-            self.filled  # noqa: B018 - opens it
-        return self._parts[slot]
+        return self._open()[1][slot]
+
+    def _open(self) -> tuple[Tensor, list[list[Tensor]]]:
+        if self._opened is None:
+            buffer = self._exchange.open(self._index)
+            self._opened = buffer, self._parts_of(buffer)
+        return self._opened
 
     def _parts_of(self, buffer: Tensor) -> list[list[Tensor]]:
         # an exchange hands out a few buffers in turn, and the views of one take longer than small gradients; while they
@@ -246,7 +247,7 @@ class ExchangedSending(Sending):
             part.zero_()
 
     def start(self) -> Any:
-        self._filled = None  # the next micro-batch takes another buffer while this one is read
+        self._opened = None  # the next micro-batch takes another buffer while this one is read
         return self._exchange.send(self._index)
 
 
