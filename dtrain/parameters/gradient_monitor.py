@@ -68,7 +68,7 @@ class GradientMonitor:
         return self.is_enabled and self.found is None
 
     def are_finite(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether the host knows without waiting that all of ``buffers`` are finite, from their sums."""
+        """Whether the sums of ``buffers`` prove that all elements are finite; False on a GPU, which takes a wait."""
         if any(buffer.device.type != "cpu" or is_fake(buffer) for buffer in buffers):
             return False
         return all(_is_finite(buffer.sum(dtype=_sum_dtype(buffer))) for buffer in buffers)

@@ -43,7 +43,7 @@ class Sending(Protocol):
 
     @property
     def filled(self) -> Tensor:
-        """The 1-D buffer that this micro-batch fills; finite outside of what is filled."""
+        """The 1-D buffer that this micro-batch fills; zero elsewhere, except in the gaps of an exchange."""
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
@@ -164,6 +164,7 @@ class LocalSending(Sending):
         self._gathers = layout.shard_numel < segment.numel
         self._views = slot_views(full, layout)
         self._sums = sums
+        self._zero, self._one = full.new_zeros(()), Weight(torch.ones((), device=full.device), is_one=True)
 
     def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
         if self._sums is None:
@@ -181,7 +182,7 @@ class LocalSending(Sending):
 
     def receive_zeros(self, slot: int, *, is_first: bool) -> None:
         if is_first:  # later ones change no sum
-            self._views[slot].zero_()
+            self.receive([slot], [self._zero], self._one, is_first=True)  # rounded sums count their additions
 
     def start(self) -> Handle:
         if self._full.dtype == torch.bfloat16:  # of a single rank, which has the whole sum

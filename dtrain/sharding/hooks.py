@@ -44,9 +44,9 @@ class GuardedParameters(dict[str, Any]):
 
 
 def reads_attributes(module: nn.Module) -> bool:
-    """Whether the forward of ``module`` is one of torch that reads parameters as attributes, as all but those of RNNs.
+    """Whether ``module`` has a forward of torch's own that reads its parameters as attributes; those of RNNs do not.
 
-    A hook before it would take longer than its operations take to start.
+    It needs no hook to unshard them, which would take as long as a small operation.
     """
     defined_in = getattr(getattr(type(module), "forward", None), "__module__", "")
     is_torch = defined_in.startswith("torch.nn.modules.") and "forward" not in module.__dict__

@@ -1,9 +1,9 @@
 """The reductions of the groups' gradients during backward, in one order on all ranks.
 
 [Note: order of waits] Backends match collectives by their order, and a wait may send a ready message first. So all
-ranks wait for reductions in the order in which they started them, which is the same on all ranks. The
-arrival of a gradient never decides what is waited for, because ranks whose graphs differ receive their gradients in
-different orders. A rank waits only when it starts a group, and at the end of the step.
+ranks wait for reductions in the order in which they started them, which is the same on all ranks. The arrival of a
+gradient never decides what is waited for, because ranks whose graphs differ receive their gradients in different
+orders. A rank waits only when it starts a group, and at the end of the step.
 """
 
 from __future__ import annotations

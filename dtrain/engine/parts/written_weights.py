@@ -163,11 +163,11 @@ class WrittenWeights(StepPart):
                 _restore_placeholder(self._parameters[name])
             self.remember()  # raised once: the masters are as they were
             kept = [name for name in self._stored_as_masters() if name in names and name not in lost]
-            others = f", while what was written to '{kept[0]}' is kept (so: {len(kept)})" if kept else ""
+            others = f"; kept: {len(kept)}, such as '{kept[0]}'" if kept else ""
             raise UsageError(
                 f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
                 f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
-                f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
+                f"{len(lost)}{others}); {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
 

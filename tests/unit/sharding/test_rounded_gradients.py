@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding import rounded_gradients
-from dtrain.sharding.layout import CHUNK
+from dtrain.sharding.gradients import LocalSending
+from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
 from dtrain.sharding.rounded_gradients import RoundedSum, StepNoise
 
 CPU = torch.device("cpu")
@@ -102,3 +104,25 @@ def test_what_is_not_finite_stays_so() -> None:
         found = rounded(pushes)
         assert not found[5].isfinite()
         assert found.isfinite().sum() == N - 1
+
+
+def test_bits_do_not_follow_from_the_step_before_if_the_first_micro_batch_has_no_gradient() -> None:
+    """Else a run that is resumed at the second step would draw other ones."""
+    grads = [grad for (grad,) in random_pushes(3, 1)]
+
+    def second_step(*, resumed: bool) -> Tensor:
+        noise, main_grad = StepNoise(CPU), torch.zeros(N, dtype=torch.bfloat16)
+        (layout,) = flat_layouts("blocks.0", [ParamSpec("weight", (N,), torch.bfloat16)], 1)
+        sums = [RoundedSum(main_grad, ("blocks.0", 0), noise).accumulate]
+        sending = LocalSending(ArenaSegment(layout, 0, N), SingleRank(CPU), main_grad, torch.bfloat16, sums)
+        if not resumed:
+            noise.begin(1)
+            for number, grad in enumerate(grads):
+                sending.receive([0], [grad], ONE, is_first=not number)
+        noise.begin(2)
+        sending.receive_zeros(0, is_first=True)
+        for grad in grads:
+            sending.receive([0], [grad], ONE, is_first=False)
+        return main_grad
+
+    assert torch.equal(second_step(resumed=False), second_step(resumed=True))
