@@ -119,13 +119,14 @@ class BetweenSteps:
         if when_busy == "skip" and self.is_saving():
             return None
         audit = self.parts.audit
-        with self._states.whole_frozen(), self._during(Phase.SAVE):
-            self._finalize()
-            self._take_written()
-            with audit.noting():
-                if audit.settings.every or self._states.mesh.is_hybrid:  # replica 0 saves what the others have too
-                    audit.check(saves=True)
-                return self.parts.checkpointer.save(path, expected=audit.expected(), **options)
+        with self._during(Phase.SAVE):
+            self._finalize()  # [Note: finalize before the next collective]
+            with self._states.whole_frozen():
+                self._take_written()
+                with audit.noting():
+                    if audit.settings.every or self._states.mesh.is_hybrid:  # replica 0 saves what the others have too
+                        audit.check(saves=True)
+                    return self.parts.checkpointer.save(path, expected=audit.expected(), **options)
 
     @names_collectives("prepare_saves")
     def prepare_saves(self) -> None:
@@ -149,15 +150,16 @@ class BetweenSteps:
     def load(self, path: str | Path) -> dict[str, Any]:
         self.require_usable("load")
         directory = checked_path("load", path)
-        self._states.release()  # before the frozen parameters are made whole
-        with self._states.whole_frozen(), self._during(Phase.LOAD):
-            self._finalize()
-            # what a save under way found is about to be overwritten; if this load fails, it still counts
-            with suppress(CorruptionError), self.parts.audit.noting():
-                self.parts.checkpointer.wait()
-            extra = self.parts.checkpointer.load(directory)
-            self._states.refresh()  # only now: compute weights follow from the masters and the restored state
-            self._check_contract()
+        with self._during(Phase.LOAD):
+            self._finalize()  # [Note: finalize before the next collective]
+            self._states.release()  # before the frozen parameters are made whole, after the forwards of a search
+            with self._states.whole_frozen():
+                # what a save under way found is about to be overwritten; if this load fails, it still counts
+                with suppress(CorruptionError), self.parts.audit.noting():
+                    self.parts.checkpointer.wait()
+                extra = self.parts.checkpointer.load(directory)
+                self._states.refresh()  # only now: compute weights follow from the masters and the restored state
+                self._check_contract()
         logger.info(f"loaded step {self._run.attempted_steps} ({self._run.applied_steps} applied)")
         return extra
 

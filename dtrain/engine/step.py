@@ -16,8 +16,9 @@ new guard is a new part: a class with some of these methods, and its field and v
 for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. If the
 step was skipped, all ranks search for the culprit together, so finalizing may communicate. Every rank must therefore
 finalize at the same point of the sequence of collectives: before the first collective after the step. A loop may read
-an outcome at any time, even on a single rank, except its ``culprit``, which finalizes the step. Therefore backward, a
-forward that communicates, ``eval`` (whose forwards may communicate), saving and loading finalize the last step first.
+the fields of an outcome at any time, even on a single rank; but its ``culprit``, a comparison, ``repr`` and a copy
+finalize the step. Therefore backward, a forward that communicates, ``eval`` (whose forwards may communicate), saving
+and loading finalize the last step first.
 
 [Note: the update is always launched] The decision is a tensor on the device, and the update reads it there: if
 ``found_inf`` is set, every element keeps its bits. If the host asked first, it would wait for the whole step; if it

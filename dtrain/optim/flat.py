@@ -111,8 +111,8 @@ class BlockedUpdate:
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
     """Returns the blocks of each call, which are of one update class.
 
-    On a CPU they are so few that their masters are in the cache when they are cast. On a GPU they are all; but as few
-    as :data:`COPIED` allows of those that are copied, because a call needs memory for all of its copies.
+    On a CPU a call has few, so that their masters are in the cache when they are cast. On a GPU it has all; if FP32
+    copies are made, about :data:`COPIED` elements, because a call needs memory for all of its copies.
     """
     calls: dict[tuple[UpdateClass, int], list[Block]] = {}
     total = 0.0
@@ -124,7 +124,7 @@ def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) ->
 
 
 def _limit(part: UpdateSlice) -> float:
-    """Returns the elements of one call."""
+    """Returns about how many elements a call may have."""
     if part.master.device.type == "cpu":
         return _COPIED_BLOCK if part.needs_copy else BLOCK
     return COPIED if part.needs_copy else math.inf

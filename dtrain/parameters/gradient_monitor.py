@@ -18,15 +18,10 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
     return torch.float32 if grad.dtype == torch.float16 else grad.dtype
 
 
-def _is_finite(total: Tensor) -> bool:
-    """Whether ``total``, on a CPU, is finite."""
-    return math.isfinite(float(total))
-
-
 class GradientMonitor:
     """Records the gradient of each parameter from each micro-batch of this rank, before any other rank's is added.
 
-    Every gradient is summed once, while it is in the cache, or those of a flat buffer at once: a sum is finite unless
+    Every gradient is summed while it is in the cache; those of a small unit are summed together. A sum is finite unless
     an element is Inf or NaN, or the sum itself overflows. Nothing waits for the device.
 
     Args:
@@ -68,10 +63,13 @@ class GradientMonitor:
         return self.is_enabled and self.found is None
 
     def are_finite(self, buffers: Sequence[Tensor]) -> bool:
-        """Whether the sums of ``buffers`` prove that all elements are finite; False on a GPU, which takes a wait."""
-        if any(buffer.device.type != "cpu" or is_fake(buffer) for buffer in buffers):
-            return False
-        return all(_is_finite(buffer.sum(dtype=_sum_dtype(buffer))) for buffer in buffers)
+        """Whether sums prove all elements finite; False for fake tensors, and on a GPU, where the host would wait."""
+        for buffer in buffers:
+            if buffer.device.type != "cpu" or is_fake(buffer):
+                return False
+            if not math.isfinite(float(buffer.sum(dtype=_sum_dtype(buffer)))):
+                return False
+        return True
 
     def record_finiteness(self, micro_batch: int, number: int, grad: Tensor) -> None:
         """Records the gradient of parameter ``number``, or a part of it; any floating dtype."""

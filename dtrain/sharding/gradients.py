@@ -43,7 +43,7 @@ class Sending(Protocol):
 
     @property
     def filled(self) -> Tensor:
-        """The 1-D buffer that this micro-batch fills; zero elsewhere, except in the gaps of an exchange."""
+        """The whole 1-D buffer of :meth:`parts`; its padding is zero, but the gaps of an exchange may hold anything."""
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
@@ -145,7 +145,7 @@ class LocalSending(Sending):
         comm: the ranks that reduce.
         full: [layout.numel], zero in its padding: FP32, or BF16 of a single rank.
         dtype: in which the sum is sent.
-        sums: add a gradient to ``full``, by slot; None: they are added in its dtype, FP32.
+        sums: method :meth:`RoundedSum.accumulate` of each slot; None: gradients are added to ``full`` in FP32.
     """
 
     def __init__(
@@ -182,7 +182,7 @@ class LocalSending(Sending):
 
     def receive_zeros(self, slot: int, *, is_first: bool) -> None:
         if is_first:  # later ones change no sum
-            self.receive([slot], [self._zero], self._one, is_first=True)  # rounded sums count their additions
+            self.receive([slot], [self._zero], self._one, is_first=True)  # the number of an addition seeds its rounding
 
     def start(self) -> Handle:
         if self._full.dtype == torch.bfloat16:  # of a single rank, which has the whole sum

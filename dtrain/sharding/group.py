@@ -175,9 +175,8 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorS
     return TensorShard(spec.name, kind, spec.shape, own.dtype, interval.start, interval.stop, own)
 
 
-_NUM_WAITING = {"cpu": 1 << 16}
+_NUM_WAITING = 1 << 16
 """Elements of gradients that wait to be taken in one call: so few that they stay in a core's cache."""
-_MANY_WAITING = 1 << 22  # on other devices: 16 MiB in FP32
 
 
 class GradientListener(Protocol):
@@ -314,7 +313,7 @@ class ParameterGroup:
         self._missing.discard(number)
         self._waiting.append((number, grad))
         self._num_waiting += grad.numel()
-        if not self._missing or self._num_waiting >= _NUM_WAITING.get(grad.device.type, _MANY_WAITING):
+        if not self._missing or self._num_waiting >= _NUM_WAITING:
             self.take_waiting()
 
     def take_waiting(self) -> None:

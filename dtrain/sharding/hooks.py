@@ -44,9 +44,9 @@ class GuardedParameters(dict[str, Any]):
 
 
 def reads_attributes(module: nn.Module) -> bool:
-    """Whether ``module`` has a forward of torch's own that reads its parameters as attributes; those of RNNs do not.
+    """Whether ``module`` runs a forward of torch's own that reads parameters as attributes; RNNs keep a list of them.
 
-    It needs no hook to unshard them, which would take as long as a small operation.
+    :class:`GuardedParameters` then sees every read. A hook before the forward would take as long as a small operation.
     """
     defined_in = getattr(getattr(type(module), "forward", None), "__module__", "")
     is_torch = defined_in.startswith("torch.nn.modules.") and "forward" not in module.__dict__

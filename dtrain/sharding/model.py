@@ -103,7 +103,8 @@ class ShardedModel:
         is_gathered = any(buffer.replica.is_gathered for buffer in self.buffers)
         limit = sum(buffer.segment.numel for buffer in self.buffers) / (_GATHER_BUCKETS if is_gathered else 1)
         if self.state_device.type == "cpu":
-            limit = BLOCK if self.offload is None else 0  # one, because its staging buffer is every other replica's too
+            # with offload one buffer a call, because replicas share their staging buffers
+            limit = BLOCK if self.offload is None else 0
         buckets: list[list[int]] = []
         filled = math.inf
         for number in numbers:

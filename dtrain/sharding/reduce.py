@@ -103,8 +103,8 @@ class GradientReducer:
             for number, grad in grads:  # the gradients themselves, before weights, rounding and sums
                 monitor.record_magnitude(first + number, grad)
         if monitor.keeps_sums:  # now, while they are in the cache
-            filled = [buffer.gradient.sending.filled for buffer in group.buffers]
-            if len(grads) < group.num_trained or not monitor.are_finite(filled):
+            is_whole = len(grads) == group.num_trained
+            if not (is_whole and monitor.are_finite([one.gradient.sending.filled for one in group.buffers])):
                 for number, _ in grads:
                     for part in group.parts(number):
                         monitor.record_finiteness(self.step.number, first + number, part)

@@ -32,7 +32,7 @@ _HOST_ONLY = {
     ("ring_exchange.py", "RingExchange.begin"),
     ("micro_batch_weight.py", "RankWeights._cut"),
     ("formula_rule.py", "_is_skipped"),
-    ("gradient_monitor.py", "_is_finite"),
+    ("gradient_monitor.py", "GradientMonitor.are_finite"),
     ("rule.py", "UpdateScalars._has_factor"),
     ("squares.py", "_is_any"),
     ("squares.py", "_is_exact"),

@@ -162,25 +162,24 @@ class WrittenWeights(StepPart):
             for name in lost:
                 _restore_placeholder(self._parameters[name])
             self.remember()  # raised once: the masters are as they were
-            kept = [name for name in self._stored_as_masters() if name in names and name not in lost]
-            others = f"; kept: {len(kept)}, such as '{kept[0]}'" if kept else ""
+            masters = self._stored_as_masters()
+            kept = [name for name in names if name in masters and name not in lost]
+            others = f"; writes to {len(kept)} others, such as '{kept[0]}', are kept" if kept else ""
             raise UsageError(
                 f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
                 f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
-                f"{len(lost)}{others}); {_MODIFY}, or load a checkpoint with engine.load"
+                f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
 
-    def _stored_as_masters(self) -> list[str]:
-        """Returns the parameters whose own memory is that of their masters, so that a write has reached these."""
-        return [
-            shard.name
-            for shard in self._states.local_shards(MASTER)
-            if isinstance(shard.values, Tensor)
-            and shard.values.numel()
-            and not shard.start
-            and shard.values.data_ptr() == self._parameters[shard.name].data_ptr()
-        ]
+    def _stored_as_masters(self) -> set[str]:
+        """Returns the parameters whose values are their masters, so that a write has reached these."""
+        found = {name for name, parameter in self._parameters.items() if _is_dtensor(parameter)}
+        for shard in self._states.local_shards(MASTER):
+            address = self._parameters[shard.name].data_ptr()
+            if isinstance(shard.values, Tensor) and not shard.start and address and shard.values.data_ptr() == address:
+                found.add(shard.name)
+        return found
 
     @torch.no_grad()
     def _adopt(self, names: Collection[str]) -> None:

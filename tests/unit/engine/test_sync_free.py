@@ -7,9 +7,11 @@ import math
 import pickle
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,3 +227,18 @@ def test_an_error_is_raised_by_the_next_call(call: str, tmp_path: Path) -> None:
             NEXT_CALLS[call](engine, outcome, tmp_path)
         assert (engine.applied_steps, outcome.reason) == (0, reason)
         assert all(torch.equal(a, b) for a, b in zip(before, states(engine), strict=True))
+
+
+@pytest.mark.parametrize("verb", ["save", "load"])
+def test_a_step_is_finalized_before_frozen_weights_are_made_whole(verb: str, tmp_path: Path) -> None:
+    """Both may communicate, and finalizing a skipped step runs forwards, which leave weights unsharded."""
+    engine, calls = start_one(), mock.Mock()
+    engine.save(tmp_path)
+    calls.whole_frozen.return_value = nullcontext()
+    with (
+        mock.patch.multiple(engine.states, whole_frozen=calls.whole_frozen, release=calls.release),
+        mock.patch.object(engine._between, "_finalize", calls.finalize),
+    ):
+        getattr(engine, verb)(tmp_path / "other" if verb == "save" else tmp_path)
+    expected = ["finalize", "release", "whole_frozen"] if verb == "load" else ["finalize", "whole_frozen"]
+    assert [name for name, *_ in calls.mock_calls][: len(expected)] == expected

@@ -120,7 +120,7 @@ def test_gradients_are_taken_in_any_order_and_missing_ones_are_zero(kind: str) -
 def test_small_gradients_are_taken_together(
     limit: int, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(group_module._NUM_WAITING, "cpu", limit)
+    monkeypatch.setattr(group_module, "_NUM_WAITING", limit)
     group, names, taken = make_group("accumulated"), {number: name for name, number in NUMBERS.items()}, []
     listener = mock.Mock()
     listener.gradients_taken = lambda _, grads: taken.append([names[number] for number, _ in grads])
