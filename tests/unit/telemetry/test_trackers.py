@@ -55,6 +55,7 @@ def test_mode(logged_out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 _RUN = """
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from dtrain.config.schema import WandbConfig
@@ -63,11 +64,14 @@ from tests.helpers.run_folders import STEP
 from tests.unit.telemetry.test_trackers import FOUND
 for _ in range(2):  # the second continues the run of the first
     [tracker] = open_tracker(WandbConfig(mode="offline"), Path(sys.argv[1]), settings={"seed": 7}, start_step=0)
+    second = int(time.time())
     for step in (1, 2):
         tracker.step(replace(STEP, step=step))
     tracker.validation(2, {"val_loss": 2.5})
     tracker.precision(FOUND)
     tracker.close(0)
+    while int(time.time()) == second:  # by which wandb names the folder of a run
+        time.sleep(0.01)
 """
 
 
