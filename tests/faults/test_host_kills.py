@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ import pytest
 
 from tests.helpers.cluster import Cluster, HostRank
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.hosts import Hosts, unsupported_reason
+from tests.helpers.hosts import INTERFACE, Hosts, unsupported_reason
 from tests.helpers.launch import SMALL, curve
 
 pytestmark = pytest.mark.skipif(bool(unsupported_reason()), reason=unsupported_reason() or "hosts can be made")
@@ -92,3 +93,17 @@ def test_a_rank_that_hangs_is_named_on_every_host(cluster: Cluster, faults: Faul
     assert_ended(jobs, LIMIT_S, r"rank 2 is stopped \(SIGSTOP\)")
     assert all(re.search(r"^dtrain: on host2: rank 2 is stopped", job.output, re.M) for job in jobs[:2])
     faults.passed("P9", 1)
+
+
+def test_the_network_of_a_killed_host_does_not_answer_for_the_next(cluster: Cluster) -> None:
+    host = cluster.hosts[2]
+    network = os.open(f"/proc/{host.init}/ns/net", os.O_RDONLY)  # keeps it, as a busy kernel does for a while
+    try:
+        host.kill()
+        cluster.hosts.start()
+        command = ["nsenter", f"--net=/proc/self/fd/{network}", "ip", "-o", "link"]
+        links = subprocess.run(command, check=True, capture_output=True, text=True, pass_fds=[network]).stdout
+        assert "lo:" in links
+        assert INTERFACE not in links
+    finally:
+        os.close(network)

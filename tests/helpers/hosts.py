@@ -38,6 +38,7 @@ class Host:
         self._unshare: subprocess.Popen[str] | None = None
         self.init = 0
         self._network = -1
+        self._port = ""
 
     @property
     def address_in_proc(self) -> str:
@@ -56,12 +57,14 @@ class Host:
 
     def connect(self, switch: int) -> None:
         """Connects the host to the bridge in the network of the process ``switch``."""
-        # one for each start: the old one may live on for a moment
-        port = f"p{self.init}"
+        if self._port:  # the old network lives on for a moment, and would answer in place of this one
+            with suppress(RuntimeError):  # it has gone
+                _ip(switch, "link", "del", self._port)
+        self._port = f"p{self.init}"
         # the same hardware address each time, which the others remember for a minute
         peer = ("name", INTERFACE, "address", f"02:00:00:00:00:{self._number:02x}", "netns", str(self.init))
-        _ip(switch, "link", "add", port, "type", "veth", "peer", *peer)
-        _ip(switch, "link", "set", port, "master", "br0", "up")
+        _ip(switch, "link", "add", self._port, "type", "veth", "peer", *peer)
+        _ip(switch, "link", "set", self._port, "master", "br0", "up")
         _ip(self.init, "link", "set", "lo", "up")
         _ip(self.init, "addr", "add", f"{self.address}/24", "dev", INTERFACE)
         _ip(self.init, "link", "set", INTERFACE, "up")
