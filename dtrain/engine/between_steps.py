@@ -152,7 +152,7 @@ class BetweenSteps:
         directory = checked_path("load", path)
         with self._during(Phase.LOAD):
             self._finalize()  # [Note: finalize before the next collective]
-            self._states.release()  # before the frozen parameters are made whole, after the forwards of a search
+            self._states.release()  # after a search for a culprit, which runs forwards
             with self._states.whole_frozen():
                 # what a save under way found is about to be overwritten; if this load fails, it still counts
                 with suppress(CorruptionError), self.parts.audit.noting():

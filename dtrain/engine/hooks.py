@@ -66,7 +66,7 @@ class EngineHooks(Engine):
     def _update(self, scalars: UpdateScalars) -> None:
         """Runs one update of masters and optimizer states from the main grads, then refreshes the compute weights.
 
-        If ``scalars.found_inf``, the code of the decision, is not 0, all keep their bits.
+        If ``scalars.found_inf`` is not 0, masters, states and compute weights keep their bits.
         """
 
     @abstractmethod

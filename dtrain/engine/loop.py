@@ -99,14 +99,14 @@ class TrainingLoop(ABC):
         """Number of updates of the masters.
 
         On a GPU this waits for the last step's decision. If that step was skipped, all ranks search for the culprit
-        together, so every rank must read this or take its next step.
+        together: while one rank reads this, the others must read it too or train on.
         """
         self._finalizer.finalize_step()
         return self._run.applied_steps
 
     @property
     def loss_scale(self) -> LossScaleState:
-        """The loss-scale machine after the last step; on a GPU it is read as :attr:`applied_steps` is."""
+        """The loss scale after the last step; on a GPU reading it waits like reading :attr:`applied_steps`."""
         self._finalizer.finalize_step()
         return self._finalizer.scale
 

@@ -15,10 +15,10 @@ new guard is a new part: a class with some of these methods, and its field and v
 [Note: finalize before the next collective] On a GPU the host reads the decision on a step late, so that it never waits
 for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. If the
 step was skipped, all ranks search for the culprit together, so finalizing may communicate. Every rank must therefore
-finalize at the same point of the sequence of collectives: before the first collective after the step. A loop may read
-the fields of an outcome at any time, even on a single rank; but its ``culprit``, a comparison, ``repr`` and a copy
-finalize the step. Therefore backward, a forward that communicates, ``eval`` (whose forwards may communicate), saving
-and loading finalize the last step first.
+finalize at the same point of the sequence of collectives: before the first collective after the step. Therefore
+backward, a forward that communicates, ``eval`` (whose forwards may communicate), saving and loading finalize the last
+step first. A single rank may read any field of an outcome except ``culprit`` at any time. To read ``culprit``, and to
+compare, print or copy an outcome, finalizes the step.
 
 [Note: the update is always launched] The decision is a tensor on the device, and the update reads it there: if
 ``found_inf`` is set, every element keeps its bits. If the host asked first, it would wait for the whole step; if it

@@ -111,8 +111,8 @@ class BlockedUpdate:
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
     """Returns the blocks of each call, which are of one update class.
 
-    On a CPU a call has few, so that their masters are in the cache when they are cast. On a GPU it has all; if FP32
-    copies are made, about :data:`COPIED` elements, because a call needs memory for all of its copies.
+    On a CPU a call has about :data:`BLOCK` elements, so that masters are in the cache when they are cast. On a GPU it
+    has all; if FP32 copies are made, about :data:`COPIED`, because a call needs memory for all of its copies.
     """
     calls: dict[tuple[UpdateClass, int], list[Block]] = {}
     total = 0.0

@@ -201,7 +201,7 @@ class ModelStates(ABC):
         """Casts the masters into the compute weights; all ranks call."""
 
     def release(self) -> None:  # noqa: B027 - only DeepSpeed keeps any
-        """Frees weights that forwards left unsharded; before :meth:`refresh`, else forwards use the old values."""
+        """Frees weights that forwards left unsharded; called before :meth:`refresh`, or forwards would use old ones."""
 
     def compute_shards(self) -> Iterator[ComputeShard]:
         """Yields what this rank keeps of the compute weights beside the masters, as it is now; none by default."""

@@ -4,12 +4,12 @@
 
 - :class:`LocalSending`, if every rank holds the main grad: micro-batches accumulate in an unsharded buffer, whose sum
   is reduce-scattered during the backward of the last one.
-- :class:`ExchangedSending`, if it is sharded, BF16 on several ranks, or on the host, and in reproducible runs: every
-  micro-batch's gradient is sent to the owners of its shards unreduced; each owner applies the weights and sums in FP32.
-  This allows the canonical order of reproducible runs.
+- :class:`ExchangedSending`, in reproducible runs, or if the main grad is sharded, on the host or BF16 on several ranks:
+  each micro-batch's gradient is sent to the owners of its shards unreduced; each owner applies the weights and sums in
+  FP32. This allows the canonical order of reproducible runs.
 
-Gradients are sent in the reduce dtype. With ``reduce_dtype=auto`` the second way sends what backward gives: half the
-bytes of FP32, and nothing is rounded between ranks. Sums are formed in FP32 always.
+Gradients are sent in the reduce dtype. With ``reduce_dtype=auto`` an exchange sends what backward gives, which is BF16
+in a BF16 unit: half the bytes of FP32, and nothing is rounded between ranks. Sums are formed in FP32 always.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Sending(Protocol):
         """Takes the gradients of parameters ``slots`` from one micro-batch, the step's first one or a later one."""
 
     @property
-    def filled(self) -> Tensor:
+    def buffer(self) -> Tensor:
         """The whole 1-D buffer of :meth:`parts`; its padding is zero, but the gaps of an exchange may hold anything."""
 
     def parts(self, slot: int) -> Sequence[Tensor]:
@@ -174,15 +174,15 @@ class LocalSending(Sending):
             self._sums[slot](grad, weight, is_first=is_first)
 
     @property
-    def filled(self) -> Tensor:
+    def buffer(self) -> Tensor:
         return self._full
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         return self._views[slot : slot + 1]
 
     def receive_zeros(self, slot: int, *, is_first: bool) -> None:
-        if is_first:  # later ones change no sum
-            self.receive([slot], [self._zero], self._one, is_first=True)  # the number of an addition seeds its rounding
+        if is_first:  # later ones change no sum; this one is the first addition, by which a rounding is seeded
+            self.receive([slot], [self._zero], self._one, is_first=True)
 
     def start(self) -> Handle:
         if self._full.dtype == torch.bfloat16:  # of a single rank, which has the whole sum
@@ -220,7 +220,7 @@ class ExchangedSending(Sending):
         torch._foreach_copy_(targets, cut)
 
     @property
-    def filled(self) -> Tensor:
+    def buffer(self) -> Tensor:
         return self._open()[0]
 
     def parts(self, slot: int) -> Sequence[Tensor]:

@@ -175,8 +175,8 @@ def tensor_shard(kind: str, interval: ShardInterval, values: Numbers) -> TensorS
     return TensorShard(spec.name, kind, spec.shape, own.dtype, interval.start, interval.stop, own)
 
 
-_NUM_WAITING = 1 << 16
-"""Elements of gradients that wait to be taken in one call: so few that they stay in a core's cache."""
+_MAX_WAITING = 1 << 16
+"""A group's gradients are taken once they have this many elements, which still lie in a core's cache."""
 
 
 class GradientListener(Protocol):
@@ -295,7 +295,7 @@ class ParameterGroup:
         """Begins a micro-batch with ``weight``, the step's first or a later one."""
         self._weight, self._is_first = weight, is_first
         self._missing = set(range(len(self._slots)))
-        self._waiting, self._num_waiting = [], 0  # of a backward that was not finished
+        self._waiting, self._num_waiting = [], 0  # a failed backward may have left some
         self.is_complete = False
 
     def accumulate(self, number: int, grad: Tensor) -> None:
@@ -313,7 +313,7 @@ class ParameterGroup:
         self._missing.discard(number)
         self._waiting.append((number, grad))
         self._num_waiting += grad.numel()
-        if not self._missing or self._num_waiting >= _NUM_WAITING:
+        if not self._missing or self._num_waiting >= _MAX_WAITING:
             self.take_waiting()
 
     def take_waiting(self) -> None:

@@ -96,15 +96,18 @@ class ShardedModel:
     def _update_buckets(self) -> list[list[int]]:
         """Returns the numbers of the buffers that are not FP8, in forward order, by the call of the update.
 
-        On a CPU a call has so few that their masters are in the cache when they are cast. On a GPU a call is a launch:
-        one for all buffers, or, if they are gathered after it, a few, so that gathers start early.
+        On a CPU a call has as many as make :data:`BLOCK` elements, whose masters are in the cache when they are cast.
+        On a GPU a call is a launch: one for all buffers, or, if they are gathered after it, a few, so that gathers
+        start early.
         """
         numbers = [number for number in range(len(self.buffers)) if number not in self._float8]
-        is_gathered = any(buffer.replica.is_gathered for buffer in self.buffers)
-        limit = sum(buffer.segment.numel for buffer in self.buffers) / (_GATHER_BUCKETS if is_gathered else 1)
+        if self.offload is not None:  # replicas share their staging buffers
+            return [[number] for number in numbers]
         if self.state_device.type == "cpu":
-            # with offload one buffer a call, because replicas share their staging buffers
-            limit = BLOCK if self.offload is None else 0
+            limit: float = BLOCK
+        else:
+            is_gathered = any(buffer.replica.is_gathered for buffer in self.buffers)
+            limit = sum(buffer.segment.numel for buffer in self.buffers) / (_GATHER_BUCKETS if is_gathered else 1)
         buckets: list[list[int]] = []
         filled = math.inf
         for number in numbers:

@@ -42,7 +42,7 @@ class Placements:
     master: Placement
 
     def reduces_every_micro_batch(self, *, reproducible: bool, grad_dtype: str) -> bool:
-        """Whether each micro-batch's gradient is reduced, instead of a rank's FP32 sum over its micro-batches."""
+        """Whether several ranks send each micro-batch's gradient, and not their FP32 sums over micro-batches."""
         return reproducible or grad_dtype == "bf16" or self.gradient is Placement.SHARD
 
 

@@ -28,7 +28,7 @@ _IN_FLIGHT = 2  # reductions of the last micro-batch on a GPU, if their sums fol
 
 @dataclass
 class ReducedStep:
-    """Counts how far a step has come, and holds its current micro-batch."""
+    """Holds the counters of a step and of its current micro-batch."""
 
     weights: list[Tensor] = field(default_factory=list)  # [world_size] of each micro-batch that was exchanged
     num_complete: int = 0  # gradients
@@ -72,7 +72,7 @@ class GradientReducer:
         self.exchange = exchange
         self._noise = noise
         # number of each group's first parameter in the order of backward
-        first_numbers = list(accumulate((len(group.trained) for group in groups), initial=0))
+        first_numbers = list(accumulate((group.num_trained for group in groups), initial=0))
         self._first_numbers = dict(zip(groups, first_numbers, strict=False))
         self.monitor = GradientMonitor(first_numbers[-1])
         self._gradients = [buffer.gradient for group in groups for buffer in group.buffers]
@@ -97,14 +97,14 @@ class GradientReducer:
             group.begin_micro_batch(weight, is_first=is_first)
 
     def receive(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
-        """Records ``grads``, which ``group`` has taken by their numbers, and reduces the groups that may start."""
+        """Records ``grads`` of ``group``, pairs of number and gradient, and reduces the groups that may start."""
         first, monitor = self._first_numbers[group], self.monitor
         if monitor.records_magnitude or monitor.magnitudes is not None:
             for number, grad in grads:  # the gradients themselves, before weights, rounding and sums
                 monitor.record_magnitude(first + number, grad)
         if monitor.keeps_sums:  # now, while they are in the cache
             is_whole = len(grads) == group.num_trained
-            if not (is_whole and monitor.are_finite([one.gradient.sending.filled for one in group.buffers])):
+            if not (is_whole and monitor.are_finite([one.gradient.sending.buffer for one in group.buffers])):
                 for number, _ in grads:
                     for part in group.parts(number):
                         monitor.record_finiteness(self.step.number, first + number, part)

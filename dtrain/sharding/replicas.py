@@ -58,7 +58,7 @@ class ParameterViews:
         nan = torch.full((), torch.nan, dtype=dtype or layout.dtype, device=device)
         self._placeholders = [nan.expand(slot.spec.shape) for slot in layout.slots]
         self._values: Sequence[Tensor] = []
-        self._checked: tuple[Sequence[Tensor], Sequence[int]] = [], []  # values, and their addresses
+        self._addresses: list[int] = []  # of the values, once they are checked
         for parameter in self.parameters.values():
             parameter.grad = None  # else autograd would add the first gradient to it
 
@@ -70,7 +70,7 @@ class ParameterViews:
         self._set(self._placeholders)
 
     def _set(self, values: Sequence[Tensor]) -> None:
-        self._values = values
+        self._values, self._addresses = values, []
         for parameter, value in zip(self.parameters.values(), values, strict=True):
             parameter.data = value
 
@@ -90,10 +90,9 @@ class ParameterViews:
         Raises:
             ContractError: naming the parameter that was replaced.
         """
-        if self._checked[0] is not self._values:
-            self._checked = self._values, [value.data_ptr() for value in self._values]
+        self._addresses = self._addresses or [value.data_ptr() for value in self._values]
         is_trained = self._layout.is_trained
-        for (name, parameter), address in zip(self.parameters.items(), self._checked[1], strict=True):
+        for (name, parameter), address in zip(self.parameters.items(), self._addresses, strict=True):
             if is_trained and not parameter.requires_grad:
                 require_trained(name, parameter)
             # views of no element have no address of their own

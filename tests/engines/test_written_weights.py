@@ -65,7 +65,7 @@ def test_fsdp2_refuses_writes_to_weights_that_are_unsharded(precision: str) -> N
     computed(engine)  # stage 2 leaves the weights unsharded
     masters = state_digests(engine, buffers=False)
     clamp(engine.module)
-    kept = r"; writes to 4 others, such as 'blocks.0.norm.weight', are kept" if precision == "bf16" else ""
+    kept = rf"; other writes are kept \({6 if precision == 'bf16' else 2}, such as 'frozen.weight'\)"
     with pytest.raises(UsageError, match=rf"'\S+' was written to .* is lost \(written so: \d+\){kept}; write"):
         computed(engine)
     computed(engine)
@@ -78,6 +78,23 @@ def test_fsdp2_refuses_writes_to_weights_that_are_unsharded(precision: str) -> N
     norms = [f"master:blocks.{number}.norm.weight" for number in range(2)]
     assert changed == (norms if precision == "bf16" else [])
     assert engine.step().applied
+
+
+def test_a_lost_write_does_not_lose_the_others() -> None:
+    """The tied weight is replicated in BF16 beside its FP32 master; the biases are unsharded, so theirs are lost."""
+    engine = dtrain.initialize(Halves(), engine="fsdp2", zero_stage=2, precision="bf16", seed=0)
+    x = torch.ones(2, 4)
+    with engine.eval():
+        engine(x)  # stage 2 leaves the weights unsharded
+    with torch.no_grad():
+        engine.module.get_parameter("blocks.0.weight").fill_(2.0)
+        engine.module.get_submodule("blocks.0").bias.fill_(2.0)
+    message = r"\.bias' was written to .* \(written so: 1\); other writes are kept \(1, such as 'blocks.0.weight'\)"
+    with pytest.raises(UsageError, match=message), engine.eval():
+        pass
+    engine.backward(engine(x).float().square().mean())
+    assert engine.step(lr=0.0).applied
+    assert torch.equal(engine.master_state()["blocks.0.weight"], torch.full((4, 4), 2.0))
 
 
 def deepspeed_forgets_unsharded(rank: int, world: int) -> None:

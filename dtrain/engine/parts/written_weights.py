@@ -69,6 +69,14 @@ class WrittenWeights(StepPart):
         self._versions = [parameter._version for parameter in self._parameters.values()]
         self._unsharded_versions = {name: p._version for name, p in self._states.unsharded_parameters().items()}
 
+    def _remember(self, names: Collection[str]) -> None:
+        """Does what :meth:`remember` does for the parameters called ``names``."""
+        pairs = zip(self._parameters.items(), self._versions, strict=True)
+        self._versions = [p._version if name in names else before for (name, p), before in pairs]
+        for name, parameter in self._states.unsharded_parameters().items():
+            if name in names:
+                self._unsharded_versions[name] = parameter._version
+
     def loaded(self) -> None:
         self.remember()
 
@@ -161,25 +169,15 @@ class WrittenWeights(StepPart):
         if lost:
             for name in lost:
                 _restore_placeholder(self._parameters[name])
-            self.remember()  # raised once: the masters are as they were
-            masters = self._stored_as_masters()
-            kept = [name for name in names if name in masters and name not in lost]
-            others = f"; writes to {len(kept)} others, such as '{kept[0]}', are kept" if kept else ""
+            self._remember(lost)  # raised once; the other writes are taken over later
+            kept = [name for name in names if name not in lost]
+            others = f"; other writes are kept ({len(kept)}, such as '{kept[0]}')" if kept else ""
             raise UsageError(
                 f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
                 f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
                 f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
-
-    def _stored_as_masters(self) -> set[str]:
-        """Returns the parameters whose values are their masters, so that a write has reached these."""
-        found = {name for name, parameter in self._parameters.items() if _is_dtensor(parameter)}
-        for shard in self._states.local_shards(MASTER):
-            address = self._parameters[shard.name].data_ptr()
-            if isinstance(shard.values, Tensor) and not shard.start and address and shard.values.data_ptr() == address:
-                found.add(shard.name)
-        return found
 
     @torch.no_grad()
     def _adopt(self, names: Collection[str]) -> None:
@@ -265,9 +263,7 @@ class WrittenWeights(StepPart):
             self._put_back(before)
             states.open_weights(())
             self.is_modifying = False
-            pairs = zip(self._parameters.items(), self._versions, strict=True)
-            # others may have been written too: that is noticed later
-            self._versions = [p._version if name in values else before for (name, p), before in pairs]
+            self._remember(values)  # others may have been written too: that is noticed later
         self._agree(values, failure)
         for shard in states.local_shards(MASTER):
             if shard.name in values:

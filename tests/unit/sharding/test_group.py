@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from dtrain.distributed.communicator import GradientSend
 from dtrain.distributed.transport.single_rank import SingleRank
-from dtrain.errors import UsageError
+from dtrain.errors import ContractError, UsageError
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding import group as group_module
 from dtrain.sharding.accumulate import RunningSum
@@ -22,7 +23,7 @@ from dtrain.sharding.layout import FlatLayout, ParamSpec, flat_layouts
 from dtrain.sharding.placement import STAGES, Placement
 from dtrain.sharding.reduce import GradientReducer
 from dtrain.sharding.replicas import ParameterViews, Replica
-from dtrain.sharding.storage_pool import StoragePool
+from dtrain.sharding.storage_pool import FlatTensor, StoragePool
 from tests.helpers.many_ranks import sent_gradient
 from tests.helpers.op_dtypes import operations_of
 
@@ -120,7 +121,7 @@ def test_gradients_are_taken_in_any_order_and_missing_ones_are_zero(kind: str) -
 def test_small_gradients_are_taken_together(
     limit: int, calls: list[list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(group_module, "_NUM_WAITING", limit)
+    monkeypatch.setattr(group_module, "_MAX_WAITING", limit)
     group, names, taken = make_group("accumulated"), {number: name for name, number in NUMBERS.items()}, []
     listener = mock.Mock()
     listener.gradients_taken = lambda _, grads: taken.append([names[number] for number, _ in grads])
@@ -136,6 +137,21 @@ def test_small_gradients_are_taken_together(
         group.complete()
         assert taken == calls
         assert main_grads(group) == {name: {float(step)} for name in SHAPES}
+
+
+def test_a_check_keeps_no_unsharded_weight() -> None:
+    (layout,) = flat_layouts("unit", [ParamSpec("w", SHAPES["w"], torch.float32)], 1)
+    views, flat = ParameterViews(layout, {"w": nn.Parameter(torch.zeros(SHAPES["w"]))}), torch.zeros(layout.numel)
+    views.bind([FlatTensor(flat)])
+    views.check()
+    views.unbind()
+    kept = weakref.ref(flat.untyped_storage())
+    del flat
+    assert kept() is None
+    views.check()
+    views.parameters["w"].data = torch.zeros(SHAPES["w"])
+    with pytest.raises(ContractError, match="'w' no longer lies in its flat buffer"):
+        views.check()
 
 
 def test_the_first_micro_batch_of_a_step_overwrites_and_later_ones_add() -> None:
@@ -206,7 +222,7 @@ def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None)
         gradient = mock.Mock(finish_reduction=finish)
         gradient.reduce.side_effect = lambda: events.append(f"start {name}")
         gradient.start_gather.side_effect = lambda: events.append(f"gather {name}")
-        made = mock.Mock(trained={}, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
+        made = mock.Mock(num_trained=0, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
         made.begin_micro_batch.side_effect = lambda *_, **__: setattr(made, "is_complete", False)
         made.complete.side_effect = lambda: setattr(made, "is_complete", True)
         return made
