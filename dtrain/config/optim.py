@@ -275,9 +275,13 @@ OPTIMIZERS: dict[str, type[Optimizer]] = {
 
 @dataclass(frozen=True)
 class OptimKeys(Optimizer):
-    """Keys of ``optim``: an optimizer's record, and the clipping threshold."""
+    """Keys of ``optim``: an optimizer's record, the clipping threshold, and what a missing gradient means."""
 
     max_grad_norm: float | None = above(1.0, 0.0, "Norm to which the gradient is clipped; null: no clipping.")
+    missing_grad: str = one_of(
+        *("skip", "zero"),
+        doc="A parameter without a gradient in a step keeps its bits (skip, as in torch), or has a gradient of zero.",
+    )
 
     @property
     def optimizer(self) -> Optimizer:

@@ -69,6 +69,7 @@ def initialize(
     loss_scale: str | float | LossScale = "auto",
     max_grad_norm: float | None = 1.0,
     ema_decay: float | None = None,
+    missing_grad: str = "skip",
     audit: Audit | int | None = None,
     blocks: Blocks | None = None,
     seed: int | None = None,
@@ -99,6 +100,9 @@ def initialize(
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
         ema_decay: decay of an exponential moving average of the weights, such as 0.999 (:meth:`Engine.ema`); None keeps
             none.
+        missing_grad: what happens to a parameter that no micro-batch of any rank gives a gradient in a step: ``skip``
+            leaves its weights, optimizer states and average alone, as torch's optimizers do; ``zero`` updates it with
+            a gradient of zero, so it decays, and its old moments move it.
         audit: how often the bits of weights and optimizer states are checked: ``dtrain.Audit(every=100)``, which is
             the default, or the number of steps; 0 for none. See docs/audit.md.
         blocks: ``dtrain.Blocks(recompute="selective", compile="blocks")``: recompute the activations of the model's
@@ -118,11 +122,13 @@ def initialize(
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
+    missing_grad = check_field(OPTIM_KEYS["adamw"], "missing_grad", missing_grad, "missing_grad")
     ema_decay = checked_ema_decay(ema_decay)
     audits = audit_record(audit)
     optimizer = optimizer_record(optimizer)
     schedule = schedule_record(schedule, optimizer.lr)
-    options = StepOptions(record, optimizer, schedule, max_grad_norm, ema_decay, audits, blocks_record(blocks))
+    blocks = blocks_record(blocks)
+    options = StepOptions(record, optimizer, schedule, max_grad_norm, ema_decay, audits, blocks, missing_grad)
     check_precision(options, policy)
     rule = LossScale.of(loss_scale)
     check_others(seed, comm, frozen_source)

@@ -28,6 +28,7 @@ class StepOptions:
         ema_decay: decay of the moving average of the weights; None: no average.
         audit: which steps are audited.
         blocks: what is done to the blocks of the model.
+        missing_grad: whether a parameter without a gradient in a step is left alone, or updated with zeros.
     """
 
     engine: EngineConfig
@@ -37,6 +38,7 @@ class StepOptions:
     ema_decay: float | None = None
     audit: Audit = field(default_factory=Audit)
     blocks: Blocks = field(default_factory=Blocks)
+    missing_grad: str = "skip"
 
     @property
     def zero_stage(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -15,6 +15,7 @@ class RunState:
         attempted_steps: steps taken, skipped ones included.
         applied_steps: updates of the masters, by the steps that are finalized.
         data_cursor: samples consumed so far.
+        missed_updates: updates that a trained parameter has missed, by name: no rank had a gradient of it.
     """
 
     run_id: str
@@ -22,3 +23,4 @@ class RunState:
     attempted_steps: int = 0
     applied_steps: int = 0
     data_cursor: int = 0
+    missed_updates: dict[str, int] = field(default_factory=dict)

@@ -26,7 +26,7 @@ from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = (
     *("model", "optimizer", "schedule", "engine", "precision", "loss_scale", "max_grad_norm", "ema_decay"),
-    *("audit", "blocks", "seed", "comm", "frozen_source"),
+    *("missing_grad", "audit", "blocks", "seed", "comm", "frozen_source"),
 )
 
 

@@ -28,6 +28,7 @@ multiplied the update by zero, 0 x inf would be NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.parts.explain import SkipExplainer
+from dtrain.engine.parts.missed_updates import MissedUpdates
 from dtrain.engine.parts.order import build_parts
 from dtrain.engine.parts.part import Forward, StepParts, StepUnderWay
 from dtrain.engine.parts.samples import PrecisionSamples
@@ -106,7 +108,8 @@ class StepEngine(EngineHooks):
             searches_backward=self.searches_backward,
         )
         compiled = compile_blocks(self.module, self.options, self.comm)
-        self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor)
+        leaves_alone = self.options.missing_grad == "skip"
+        self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor, counts_missing=leaves_alone)
         self._finalizer = StepFinalizer(
             self.comm,
             self._run,
@@ -120,8 +123,10 @@ class StepEngine(EngineHooks):
         )
         self.busy = BusyMeter(self.comm, self.timed_phases)
         samples = PrecisionSamples(states, self._run, self._batch, self._finalizer, self._backward_names, self.monitor)
+        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, leaves_alone=leaves_alone)
         parts = build_parts(
-            states, self._run, self.options.audit, self._finalizer, self._forward, samples, compiled, self.busy
+            *(states, self._run, self.options.audit, self._finalizer, self._forward),
+            *(samples, self._missed, compiled, self.busy),
         )
         self._parts = StepParts(parts.in_order())
         self._between = BetweenSteps(
@@ -265,13 +270,14 @@ class StepEngine(EngineHooks):
 
     def _scalars(self, step: StepUnderWay, decision: Decision) -> UpdateScalars:
         # as if the step were applied; a skipped step's are not used
-        return UpdateScalars(
+        scalars = UpdateScalars(
             lr=step.lr,
             step=self._run.applied_steps + 1,
             grad_divisor=decision.grad_divisor,
             found_inf=decision.code,
             rule_lrs=self.states.plan.rule_lrs(self.options.optimizer.lr, self._run.applied_steps),
         )
+        return replace(scalars, others=self._missed.apart(scalars, decision))
 
     def _end_step(self) -> None:
         """Ends the step under way, voted on or not; its gradients are cleared later."""

@@ -26,7 +26,10 @@ from dtrain.engine.settings import engine_record
 from dtrain.errors import ConfigError, nearest
 from dtrain.precision.policy import PrecisionPolicy
 
-ENGINE_OPTIONS = ("optimizer", "loss_scale", "max_grad_norm", "ema_decay", "audit", "blocks", "seed", "frozen_source")
+ENGINE_OPTIONS = (
+    *("optimizer", "loss_scale", "max_grad_norm", "ema_decay", "missing_grad", "audit", "blocks", "seed"),
+    "frozen_source",
+)
 """Arguments of ``dtrain.initialize`` that the Accelerator takes beside ``engine`` and ``precision``."""
 
 _NATIVE = "engine=dtrain.Native(zero_stage=3) shards parameters, gradients and states"

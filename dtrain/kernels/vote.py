@@ -42,20 +42,21 @@ def record(
 
     Args:
         row: int64 [HOST + 9].
-        host: int64 [HOST + num_micro_batches], the host's fields, and the numbers of the micro-batches.
+        host: int64 [HOST + num_micro_batches], what the host knows, and the numbers of the micro-batches.
         values: FP32 [2, num_micro_batches], losses and weights.
         squares: FP64 [num_squares].
         max_abs: FP64, the largest magnitude.
         bad_gradient: int64, the first gradient that is not finite, or NEVER, to which it is reset.
         num_micro_batches, num_squares: sizes.
         stride: from a loss to its weight.
-        HOST: number of the host's fields.
+        HOST: number of the columns that the host knows.
         NEVER: above every index.
         BLOCK: elements read at a time.
     """
     lanes = tl.arange(0, BLOCK)
-    known = lanes < HOST
-    tl.store(row + lanes, tl.load(host + lanes, mask=known, other=0), mask=known)
+    for first in tl.static_range(0, HOST, BLOCK):
+        known = first + lanes < HOST
+        tl.store(row + first + lanes, tl.load(host + first + lanes, mask=known, other=0), mask=known)
 
     sum_weights = tl.zeros((BLOCK,), tl.float64)
     weighted_loss = tl.zeros((BLOCK,), tl.float64)
@@ -132,8 +133,8 @@ def decide(
         LOSS_SCALE: field of the loss scale.
         MAX_GRAD_NORM: field of the clipping threshold; infinite: the gradient is not clipped.
         GRAD_FACTOR: field of the factor of the gradient.
-        HOST: number of the host's fields.
-        FIELDS: number of fields of a row.
+        HOST: number of columns before the device's fields.
+        FIELDS: number of columns.
         CANONICAL: whether the canonical sums replace those of the rows.
         MAX_NORM: norm of the applied gradient above which the step is skipped.
         BLOCK: elements read at a time.

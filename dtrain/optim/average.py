@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtrain.optim.rule import StateSpec, UpdateScalars
+from dtrain.optim.rule import SegmentKernel, StateSpec, UpdateScalars, UpdateSlice
 from dtrain.precision.fake import block_starts
 from dtrain.precision.remainder import Numbers, read
 
@@ -40,6 +40,18 @@ class MovingAverage:
         for master, average in (pair for number in numbers for pair in self._segments[number]):
             advanced = torch.sub(read(master), average).mul_(self._weight).add_(average)
             torch.where(skip, average, advanced, out=average)
+
+
+def average_kernel(decay: float, segments: Sequence[Sequence[UpdateSlice]], *, is_compiled: bool) -> SegmentKernel:
+    """Returns what advances the averages of the slices of each segment; on a GPU a Triton kernel if ``is_compiled``."""
+    pairs = [[(part.master, part.average) for part in segment if part.average is not None] for segment in segments]
+    plain = [[(master, own) for master, own in segment if isinstance(master, Tensor)] for segment in pairs]
+    device = next((own.device.type for segment in pairs for _, own in segment), "cpu")
+    if is_compiled and device == "cuda" and sum(map(len, plain)) == sum(map(len, pairs)):  # the kernel reads no pairs
+        from dtrain.optim.tiled_average import TiledAverage  # it imports Triton, which only GPUs need
+
+        return TiledAverage(decay, plain)
+    return MovingAverage(decay, pairs)
 
 
 def _blocks(master: Numbers, average: Tensor) -> list[tuple[Numbers, Tensor]]:

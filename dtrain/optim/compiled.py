@@ -9,7 +9,6 @@ and any sharding give the same bits.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -20,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.optim.formula import MAX_BLOCK, Formula
 from dtrain.optim.rule import UpdateScalars, UpdateSlice
@@ -164,7 +162,6 @@ class CompiledUpdate:
         """Compiles for each kind of replica in ``slices`` by a skipped update, which changes no bit."""
         if not slices:  # a rank may have none
             return
-        started = time.perf_counter()
         device = slices[0].weight_decay.device
         # separate tensors, because a graph is specialized on which of its inputs are the same one
         skipped_by = [torch.ones((), dtype=torch.float32, device=device) for _ in range(5)]
@@ -184,7 +181,6 @@ class CompiledUpdate:
                 f"the update cannot be compiled on {device} ({type(error).__name__}: {reason}); install a C++ "
                 f"compiler, and Triton on a GPU, or set optim.compile=false, {self._name}(compile=False)"
             ) from error
-        logger.info("optimizer: %s compiled in %.1f s", self._name, time.perf_counter() - started)
 
 
 def _copies_pairs(device: torch.device) -> bool:

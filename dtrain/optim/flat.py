@@ -11,11 +11,14 @@ an update is skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import torch
 
+from dtrain.distributed.logging import logger
+from dtrain.optim.average import average_kernel
 from dtrain.optim.rule import (
     ElementwiseRule,
     MatrixKernel,
@@ -43,11 +46,15 @@ COPIED = 1 << 24
 class FlatUpdate:
     """Applies rules to the segments of an arena, each to its own slices.
 
+    [Note: parameters apart] A parameter that has missed updates has a bias correction of its own, and one that misses
+    this update is left alone (:attr:`UpdateScalars.others`). From the first time on such a parameter is updated apart,
+    by kernels of its own; the others are updated between them. Without such parameters there is nothing of this.
+
     Args:
         rules: the rules, by number.
         segments: the slices of each segment, cut where the update class changes.
         matrices: the updates of the rules that need whole matrices, by number.
-        average: moving average of the same segments, if one is kept.
+        ema_decay: of the slices' averages; None if there are none.
 
     Raises:
         ConfigError: the update is to be compiled and cannot be.
@@ -58,18 +65,30 @@ class FlatUpdate:
         rules: Sequence[Rule],
         segments: Sequence[Sequence[UpdateSlice]],
         matrices: Mapping[int, MatrixKernel] | None = None,
-        average: SegmentKernel | None = None,
+        ema_decay: float | None = None,
     ) -> None:
+        self._rules, self._segments, self._ema_decay = rules, segments, ema_decay
         self._matrices = matrices or {}
-        self._average = average
-        self._kernels: list[SegmentKernel] = []
-        for number, rule in enumerate(rules):
-            if number in self._matrices:
-                self._kernels.append(self._matrices[number])
-                continue
+        started = time.perf_counter()
+        self._together = self._kernels(segments)
+        self._apart: dict[str, list[tuple[int | None, SegmentKernel]]] = {}
+        for rule in rules:
+            if rule.description:
+                logger.info("optimizer: %s", rule.description.format(seconds=time.perf_counter() - started))
+
+    def _kernels(self, segments: Sequence[Sequence[UpdateSlice]]) -> list[tuple[int | None, SegmentKernel]]:
+        """Returns the kernels of ``segments`` in their order, each with the number of its rule; None: the average."""
+        kernels: list[tuple[int | None, SegmentKernel]] = []
+        for number, rule in enumerate(self._rules):
             own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
+            if number in self._matrices or not any(own):
+                continue
             assert isinstance(rule, ElementwiseRule)
-            self._kernels.append(rule.segment_kernel(own) or BlockedUpdate(rule, own))
+            kernels.append((number, rule.segment_kernel(own) or BlockedUpdate(rule, own)))
+        if self._ema_decay is not None:
+            is_compiled = any(rule.is_compiled for rule in self._rules)
+            kernels.append((None, average_kernel(self._ema_decay, segments, is_compiled=is_compiled)))
+        return kernels
 
     def begin(self, scalars: UpdateScalars) -> None:
         """Transforms what rules need whole, before the first call of :meth:`update`; all ranks call."""
@@ -86,10 +105,27 @@ class FlatUpdate:
             numbers: ascending indices into ``segments``; on a GPU, adjacent ones are one launch.
             scalars: scalars of this update.
         """
-        for number, kernel in enumerate(self._kernels):
-            kernel.update(numbers, scalars.of_rule(number))
-        if self._average is not None:
-            self._average.update(numbers, scalars)
+        if not self._apart.keys() >= scalars.others.keys():
+            self._set_apart({*self._apart, *scalars.others})
+        for number, matrices in self._matrices.items():  # before the averages
+            matrices.update(numbers, scalars.of_rule(number))
+        _run(self._together, numbers, scalars)
+        for name, kernels in self._apart.items():
+            own = scalars.others.get(name, scalars)
+            if own is not None:
+                _run(kernels, numbers, own)
+
+    def _set_apart(self, names: Collection[str]) -> None:
+        rest = [[part for whole in segment for part in whole.without(names)] for segment in self._segments]
+        self._together = self._kernels(rest)
+        for name in sorted(names):
+            own = [[part for whole in segment for part in whole.of(name)] for segment in self._segments]
+            self._apart[name] = self._kernels(own) if any(own) else []
+
+
+def _run(kernels: Sequence[tuple[int | None, SegmentKernel]], numbers: Sequence[int], scalars: UpdateScalars) -> None:
+    for rule, kernel in kernels:
+        kernel.update(numbers, scalars if rule is None else scalars.of_rule(rule))
 
 
 class BlockedUpdate:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.distributed.logging import logger
 from dtrain.optim.compiled import CompiledUpdate
 from dtrain.optim.formula import MAX_BLOCK, Formula
 from dtrain.optim.rule import ElementwiseRule, SegmentKernel, StateSpec, UpdateGroup, UpdateScalars, UpdateSlice
@@ -30,7 +29,7 @@ class FormulaRule(ElementwiseRule):
     """
 
     eager = "tensor code"
-    """Name of the code that :meth:`apply` runs, for the log."""
+    """Name of the code that :meth:`apply` runs."""
 
     def __init__(
         self, record: Any, formula: Formula, constants: Sequence[float], states: tuple[StateSpec, ...]
@@ -45,6 +44,9 @@ class FormulaRule(ElementwiseRule):
         self._values = list(constants)
         self._constants: dict[torch.device, Tensor] = {}
         self._shared: tuple[UpdateScalars | None, Tensor] = None, torch.empty(0)
+        self.description = f"{self.name} compiled in {{seconds:.1f}} s"
+        if not self.is_compiled:
+            self.description = f"{self.name} by {self.eager}; optim.compile=true would compile it, which takes seconds"
 
     def constants(self, device: torch.device) -> Tensor:
         """Returns FP32 [number of constants]."""
@@ -79,9 +81,6 @@ class FormulaRule(ElementwiseRule):
     def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
         """Returns the compiled update of ``segments``, if one is asked for."""
         if not self.is_compiled:
-            logger.info(
-                "optimizer: %s by %s; optim.compile=true would compile it, which takes seconds", self.name, self.eager
-            )
             return None
         return CompiledUpdate(self.name, self.formula, self.constants, segments, is_rounded=self.is_rounded)
 

@@ -50,6 +50,7 @@ class _Block:
     """Elements of one matrix that are updated in one call.
 
     Attributes:
+        name: of the parameter.
         part: the elements.
         move: where they lie on their way to the owner, and the result on its way back.
         shape: of the matrix.
@@ -57,6 +58,7 @@ class _Block:
         offset: of the first one in the shard.
     """
 
+    name: str
     part: UpdateSlice
     move: Tensor
     shape: tuple[int, int]
@@ -127,12 +129,12 @@ class MatrixUpdate:
             main_grads: of the shards in the order of the segments, if they lie elsewhere than at construction; may be
                 overwritten.
         """
-        for batch in batches(list(chain.from_iterable(self._segments)), _part_of):
+        for batch, shared in _batches(list(chain.from_iterable(self._segments)), scalars):
             grads = [block.part.main_grad.float() for block in batch]
             if main_grads is not None:
                 grads = [main_grads[b.shard].narrow(0, b.offset, b.part.master.numel()) for b in batch]
             group = update_group([block.part for block in batch])
-            self._rule.begin(group, grads, [block.move for block in batch], scalars)
+            self._rule.begin(group, grads, [block.move for block in batch], shared)
         plan, comm, rank = self._plan, self._comm, self._comm.rank
         # An element's buffer is overwritten on the way back. It has been read by then, because its owner starts the
         # second collective after it has waited for the first; before the next update all ranks vote.
@@ -169,9 +171,9 @@ class MatrixUpdate:
             numbers: ascending indices into ``segments``.
             scalars: those of ``begin``.
         """
-        for batch in batches([block for number in numbers for block in self._segments[number]], _part_of):
+        for batch, shared in _batches([block for number in numbers for block in self._segments[number]], scalars):
             parts = [block.part for block in batch]
-            scaled = scalars.scaled(parts[0].update_class.lr_factor)
+            scaled = shared.scaled(parts[0].update_class.lr_factor)
             moves, shapes = [block.move for block in batch], [block.shape for block in batch]
             group = update_group(parts)
             self._rule.finish(group, moves, shapes, scaled)
@@ -246,8 +248,10 @@ def _blocks(
         for start in block_starts(move, size):
             stop = min(start + size, interval.numel)
             block = part.part(offset + start, offset + stop)
-            yield _Block(block, move[start:stop], interval.matrix.shape, number, offset + start)
+            yield _Block(shard.name, block, move[start:stop], interval.matrix.shape, number, offset + start)
 
 
-def _part_of(block: _Block) -> UpdateSlice:
-    return block.part
+def _batches(blocks: Sequence[_Block], scalars: UpdateScalars) -> Iterator[tuple[list[_Block], UpdateScalars]]:
+    """Yields the blocks of each call of the rule, with their scalars."""
+    for own, found in scalars.split(blocks, lambda block: block.name):
+        yield from ((batch, own) for batch in batches(found, lambda block: block.part))

@@ -9,16 +9,18 @@ as the masters, save them under their names and count their bytes; none knows an
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from dtrain.precision.fake import block_starts
 from dtrain.precision.remainder import Numbers
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class UpdateScalars:
         found_inf: if it is not 0, the update is skipped, and masters, states and replicas keep their bits, whatever the
             main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
         rule_lrs: learning rates of rules with a schedule of their own, by the rule's number.
+        others: the scalars of parameters that are not updated as all others, by name: they have missed updates, or miss
+            this one. None leaves a parameter alone.
     """
 
     lr: float
@@ -72,6 +76,7 @@ class UpdateScalars:
     grad_divisor: Tensor
     found_inf: Tensor
     rule_lrs: tuple[tuple[int, float], ...] = ()
+    others: Mapping[str, UpdateScalars | None] = field(default_factory=dict)
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -126,7 +131,8 @@ class UpdateScalars:
 
     def _with_lr(self, lr: float) -> UpdateScalars:
         if lr not in self._by_lr:
-            other = self._by_lr[lr] = replace(self, lr=lr)
+            others = {name: other and other._with_lr(lr) for name, other in self.others.items()}
+            other = self._by_lr[lr] = replace(self, lr=lr, others=others)
             other.__dict__["_by_lr"] = self._by_lr  # so ``is_skipped`` is read once for all
         return self._by_lr[lr]
 
@@ -140,7 +146,31 @@ class UpdateScalars:
 
     def to(self, device: torch.device) -> UpdateScalars:
         """Returns the same with its tensors on ``device``."""
-        return replace(self, grad_divisor=self.grad_divisor.to(device), found_inf=self.found_inf.to(device))
+        return self.with_tensors(self.grad_divisor.to(device), self.found_inf.to(device))
+
+    def with_tensors(self, grad_divisor: Tensor, found_inf: Tensor) -> UpdateScalars:
+        """Returns the same with these tensors, which have the same values elsewhere; the others' follow them."""
+        moved: dict[int, UpdateScalars] = {}  # what parameters share they share still
+        for other in self.others.values():
+            if other is not None and id(other) not in moved:
+                own = found_inf if other.found_inf is self.found_inf else other.found_inf.to(found_inf.device)
+                moved[id(other)] = replace(other, grad_divisor=grad_divisor, found_inf=own)
+        others = {name: other and moved[id(other)] for name, other in self.others.items()}
+        return replace(self, grad_divisor=grad_divisor, found_inf=found_inf, others=others)
+
+    def split(
+        self, items: Sequence[Item], name_of: Callable[[Item], str]
+    ) -> Iterator[tuple[UpdateScalars, Sequence[Item]]]:
+        """Yields the items of the parameters that share scalars, with these; those that are left alone are left out."""
+        if not self.others:
+            yield self, items
+            return
+        found: dict[int, tuple[UpdateScalars, list[Item]]] = {}
+        for item in items:
+            own = self.others.get(name_of(item), self)
+            if own is not None:
+                found.setdefault(id(own), (own, []))[1].append(item)
+        yield from found.values()
 
 
 @dataclass(frozen=True, order=True)
@@ -169,6 +199,9 @@ class UpdateSlice:
         main_grad: FP32 or BF16.
         states: in the order of the rule's ``states``.
         replica: the masters are cast into it; None if it is a part of the masters' storage, or is cast later.
+        average: moving average of the masters; None: none is kept.
+        parameters: name, first element and one past the last of each parameter, which lie apart only if they differ in
+            their scalars; the last element includes padding, so that vectors of any cut begin at the same elements.
     """
 
     update_class: UpdateClass
@@ -177,6 +210,8 @@ class UpdateSlice:
     main_grad: Tensor
     states: tuple[Tensor, ...]
     replica: Tensor | None
+    average: Tensor | None = None
+    parameters: tuple[tuple[str, int, int], ...] = ()
 
     @property
     def needs_copy(self) -> bool:
@@ -184,7 +219,7 @@ class UpdateSlice:
         return not isinstance(self.master, Tensor) or self.main_grad.dtype != torch.float32
 
     def part(self, start: int, stop: int) -> UpdateSlice:
-        """Returns elements ``start`` to ``stop``."""
+        """Returns elements ``start`` to ``stop``, without the names of their parameters."""
         part = slice(start, stop)
         return UpdateSlice(
             self.update_class,
@@ -193,7 +228,18 @@ class UpdateSlice:
             main_grad=self.main_grad[part],
             states=tuple(state[part] for state in self.states),
             replica=None if self.replica is None else self.replica[part],
+            average=None if self.average is None else self.average[part],
         )
+
+    def without(self, names: Collection[str]) -> list[UpdateSlice]:
+        """Returns the parts between the parameters called ``names``."""
+        cuts = [cut for name, *cut in self.parameters if name in names]
+        starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), self.main_grad.numel()]
+        return [self.part(low, high) for low, high in zip(starts, stops, strict=True) if low < high] if cuts else [self]
+
+    def of(self, name: str) -> list[UpdateSlice]:
+        """Returns the part that is parameter ``name``, if it lies here."""
+        return [self.part(start, stop) for other, start, stop in self.parameters if other == name]
 
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
@@ -235,10 +281,12 @@ class Rule(ABC):
     Attributes:
         states: what it keeps beside each master.
         is_compiled: whether its update is compiled; on a GPU, so are the norm and the vote.
+        description: what updates the masters, for the log, with ``{seconds}`` for what its making took; empty: nothing.
     """
 
     states: tuple[StateSpec, ...]
     is_compiled: bool = False
+    description: str = ""
 
     @property
     def state_bytes(self) -> int:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import struct
-import time
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from dtrain.config.optim import AdamW
-from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.kernels.adamw import FIELDS, KINDS, NUM_WARPS, PAIR, TILE, adamw
 from dtrain.kernels.tiles import TileTable
@@ -42,14 +40,12 @@ class TiledAdamW:
 
     def _build(self, num_segments: int, device: torch.device) -> None:
         """Compiles by a skipped update, which changes no bit of a state."""
-        start = time.perf_counter()
         # as in a Decision: Triton compiles for the dtypes of the scalars, and for their alignment
         code, _, _, divisor = torch.ones(4, dtype=torch.float64, device=device).unbind()
         try:
             self.update(range(num_segments), UpdateScalars(0.0, 1, grad_divisor=divisor, found_inf=code))
         except Exception as error:  # Triton's errors, and those of the C compiler that it runs
             raise build_error(error, device) from error
-        logger.info("optimizer: AdamW by a Triton kernel, compiled in %.1f s", time.perf_counter() - start)
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         """Updates the segments ``numbers``, with a launch for each run of adjacent ones; keeps the main grads."""

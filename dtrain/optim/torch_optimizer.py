@@ -2,7 +2,8 @@
 
 :mod:`dtrain.optim.torch_probe` finds the states that the class keeps, and proves that it updates each element by
 itself. Tensors of the masters' shape become states of the engine. Numbers that a class keeps for each parameter, such
-as ``step``, depend on the number of the update only, so all elements share them: the rule keeps them on the host.
+as ``step``, depend on the number of the update only, so all elements with as many updates share them: the rule keeps
+them on the host.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dtrain.optim.torch_states import BoundOptimizer
 _Key = tuple[tuple[int, int], ...]  # address and number of elements of each tensor
 _NUMBER = "applied_steps"
 """Key of a saved state: number of the update that the numbers beside it follow."""
+
+_MAX_NUMBERS = 4096  # counts of updates whose shared numbers are kept; others are computed again
 
 
 class TorchRule(ElementwiseRule):
@@ -37,41 +40,46 @@ class TorchRule(ElementwiseRule):
         self.states = tuple(self._kept.tensors.values())
         self._bound: dict[_Key, BoundOptimizer] = {}  # of the current update
         self._earlier: dict[_Key, BoundOptimizer] = {}  # of the one before it
+        self._update: Tensor | None = None  # the divisor of the current update, which stands for it
         self.load_state_dict({})
 
     def state_dict(self) -> dict[str, float]:
         """Returns the shared numbers that a resumed run would otherwise compute again, and their update's number."""
-        return {_NUMBER: self._number, **self._after} if self._after else {}
+        number = max(self._numbers)
+        return {_NUMBER: number, **self._numbers[number]} if self._kept.numbers else {}
 
     def load_state_dict(self, values: dict[str, float]) -> None:
         """Restores the shared numbers; any earlier ones will do, because :meth:`apply` computes what is missing."""
-        self._number = int(values.get(_NUMBER, 0))
-        self._after = {
-            name: values.get(name, first) if self._number else first for name, first in self._kept.numbers.items()
-        }
-        self._before = self._after
+        first, number = dict(self._kept.numbers), int(values.get(_NUMBER, 0))
+        self._numbers = {0: first}  # after so many updates
+        if number:
+            self._numbers[number] = {name: values.get(name, own) for name, own in first.items()}
 
     def apply(self, group: UpdateGroup, grads: list[Tensor], scalars: UpdateScalars) -> None:
         """Updates masters and states in place by the class, or none if the update is skipped."""
         if scalars.is_skipped or not group.masters:
             return
-        self._begin(scalars.step)
+        if self._update is not scalars.grad_divisor:
+            self._update = scalars.grad_divisor
+            self._bound, self._earlier = {}, self._bound
         scalars.rescale(grads)
         torch._foreach_div_(grads, scalars.tensors[2])
-        bound = self._bind(group)
-        self._after = bound.update(grads, scalars.step, scalars.lr, group.weight_decay, self._before)
+        bound, before = self._bind(group), self._numbers_after(scalars.step - 1)
+        self._numbers[scalars.step] = bound.update(grads, scalars.step, scalars.lr, group.weight_decay, before)
+        while len(self._numbers) > _MAX_NUMBERS:
+            del self._numbers[next(number for number in self._numbers if number)]  # the one computed first
 
-    def _begin(self, number: int) -> None:
-        """Sets the shared numbers to those before update ``number``, of which this may be any call."""
-        if number == self._number:
-            return
-        if self._after and number > self._number + 1:  # this rank had no elements to update, or nothing was saved
+    def _numbers_after(self, count: int) -> dict[str, float]:
+        """Returns the shared numbers after so many updates, of which some parameters may have missed the last ones."""
+        if count not in self._numbers and self._kept.numbers:
             element = torch.zeros(1, device=self._device)
             replay = BoundOptimizer(self._kept, [element], [[spec.like(element)] for spec in self.states])
-            for missing in range(self._number + 1, number):
-                self._after = replay.update([torch.zeros_like(element)], missing, 0.0, 0.0, self._after)
-        self._before, self._number = self._after, number
-        self._bound, self._earlier = {}, self._bound
+            nearest = max(number for number in self._numbers if number < count)
+            values = self._numbers[nearest]
+            for missing in range(nearest + 1, count + 1):
+                values = replay.update([torch.zeros_like(element)], missing, 0.0, 0.0, values)
+            self._numbers[count] = values
+        return self._numbers.get(count, {})
 
     def _bind(self, group: UpdateGroup) -> BoundOptimizer:
         """Returns the optimizer of these tensors; calls repeat with the same ones at every update."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from dtrain.precision.fake import is_fake
 def _sum_dtype(grad: Tensor) -> torch.dtype:
     # a sum of FP16 would overflow by itself; BF16 has the range of FP32, and its own sum is faster on CPU
     return torch.float32 if grad.dtype == torch.float16 else grad.dtype
+
+
+def numbers_of(words: Any, num_parameters: int) -> list[int]:
+    """Returns the numbers of the bits that are set in numpy int64 ``words``, see :meth:`received_words`."""
+    bits = np.unpackbits(words.astype("<i8").view(np.uint8), bitorder="little")
+    numbers: list[int] = np.flatnonzero(bits[:num_parameters]).tolist()
+    return numbers
 
 
 class GradientMonitor:
@@ -36,6 +44,7 @@ class GradientMonitor:
         records_magnitude: whether :meth:`record_magnitude` records the largest one.
         magnitudes: counts all magnitudes of this step; None: they are not counted.
         is_dummy: whether the micro-batch is a dummy, which is not counted: how many there are depends on the ranks.
+        received: bool [num_parameters], numpy: which parameters have been given a gradient in this step, dummies aside.
     """
 
     def __init__(self, num_parameters: int, found: Tensor | None = None) -> None:
@@ -44,6 +53,7 @@ class GradientMonitor:
         self.magnitudes: MagnitudeCounts | None = None
         self.is_dummy = False
         self.found = found
+        self.received = np.zeros(num_parameters, dtype=bool)
         self._num_parameters = num_parameters
         self._searches: dict[int, Any] = {}  # by the number of their first gradient
         self._maxima: list[Tensor] = []
@@ -56,6 +66,23 @@ class GradientMonitor:
         """Counts all magnitudes of this step from now on."""
         if self.magnitudes is None:
             self.magnitudes = MagnitudeCounts(self._num_parameters, device)
+
+    def receive(self, numbers: int | slice) -> None:
+        """Records that parameters ``numbers`` have been given a gradient."""
+        if not self.is_dummy:
+            self.received[numbers] = True
+
+    @property
+    def num_words(self) -> int:
+        """Number of :meth:`received_words`."""
+        return -(-self._num_parameters // 64)
+
+    def received_words(self) -> list[int]:
+        """Returns :attr:`received` as 64-bit words, the first parameters in the lowest bits of the first one."""
+        packed = np.zeros(8 * self.num_words, dtype=np.uint8)
+        packed[: -(-self._num_parameters // 8)] = np.packbits(self.received, bitorder="little")
+        words: list[int] = packed.view("<i8").tolist()
+        return words
 
     @property
     def keeps_sums(self) -> bool:
@@ -134,4 +161,5 @@ class GradientMonitor:
     def clear(self) -> None:
         self._maxima.clear()
         self._numbers.clear()
+        self.received[:] = False
         self.magnitudes = None

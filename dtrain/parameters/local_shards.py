@@ -111,8 +111,8 @@ class LocalShards:
         }
         self._average = None
         if plan.ema_decay is not None:
-            pairs = [(shard.master, self._values[EMA.name][n]) for n, shard in enumerate(self.shards)]
-            self._average = MovingAverage(plan.ema_decay, [pairs])
+            pairs = [[(shard.master, self._values[EMA.name][n])] for n, shard in enumerate(self.shards)]
+            self._average = MovingAverage(plan.ema_decay, pairs)
         segment = [
             MatrixShard(shard.name, shard.shape, shard.start, self._slice(n))
             for n, shard in enumerate(self.shards)
@@ -148,18 +148,24 @@ class LocalShards:
     def update(self, scalars: UpdateScalars) -> None:
         """Runs one update of masters and optimizer states; all ranks call; the main grads may be overwritten."""
         for number, matrices in self._matrices.items():
-            own = [s.main_grad for s in self.shards if self._plan.classes[s.update_class].rule == number]
-            matrices.begin(scalars.of_rule(number), own)
+            grads = [s.main_grad for s in self.shards if self._plan.classes[s.update_class].rule == number]
+            matrices.begin(scalars.of_rule(number), grads)
             matrices.update([0], scalars.of_rule(number))
         for number, chosen in self._classes:
             update_class, rule = self._plan.classes[number], self._plan.rule_of(number)
-            if isinstance(rule, ElementwiseRule):
-                group = update_group([self._slice(n) for n in chosen])
+            if not isinstance(rule, ElementwiseRule):
+                continue
+            scaled = scalars.of_rule(update_class.rule).scaled(update_class.lr_factor)
+            for own, updated in scaled.split(chosen, self._name_of):
+                group = update_group([self._slice(n) for n in updated])
                 # read now, because a library may replace the gradients' tensors at any step
-                grads = [self.shards[n].main_grad for n in chosen]
-                rule.apply(group, grads, scalars.of_rule(update_class.rule).scaled(update_class.lr_factor))
+                rule.apply(group, [self.shards[n].main_grad for n in updated], own)
         if self._average is not None:
-            self._average.update([0], scalars)
+            for own, updated in scalars.split(range(len(self.shards)), self._name_of):
+                self._average.update(updated, own)
+
+    def _name_of(self, number: int) -> str:
+        return self.shards[number].name
 
     def _slice(self, number: int) -> UpdateSlice:
         shard = self.shards[number]

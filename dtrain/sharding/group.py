@@ -83,6 +83,8 @@ class FlatBuffer:
             main_grad=self.gradient.main_grad[start:stop],
             states=tuple(self._state(spec.name, start, stop) for spec in plan.rule_of(number).states),
             replica=None if self._cast_target is None else self._cast_target[start:stop],
+            average=self._state(EMA.name, start, stop) if EMA.name in self.states else None,
+            parameters=self.segment.ranges(start, stop),
         )
 
     def _state(self, kind: str, start: int, stop: int) -> Tensor:
@@ -90,12 +92,6 @@ class FlatBuffer:
         values = held.values[start - held.start : stop - held.start]
         assert isinstance(values, Tensor)
         return values
-
-    def averaged(self) -> tuple[Numbers, Tensor]:
-        """Returns the masters that have a moving average, and their averages; padding has none."""
-        held = self.states[EMA.name]
-        assert isinstance(held.values, Tensor)
-        return self.master[held.start : held.start + held.values.numel()], held.values
 
     @property
     def _cast_target(self) -> Tensor | None:
@@ -271,6 +267,11 @@ class ParameterGroup:
     def num_missing(self) -> int:
         """Number of trained parameters that have given no gradient in this micro-batch."""
         return len(self._missing)
+
+    @property
+    def received(self) -> list[int]:
+        """The numbers of the others."""
+        return [number for number in range(len(self._slots)) if number not in self._missing]
 
     def install_hooks(self, listener: GradientListener) -> None:
         """Takes the parameters' gradients from now on; ``listener`` is called after each batch of them."""

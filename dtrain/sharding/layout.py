@@ -201,6 +201,15 @@ class ArenaSegment:
         """Returns the parts of parameters in this range, offsets counted from its beginning."""
         return self.layout.intervals(self.start, self.stop)
 
+    def ranges(self, start: int, stop: int) -> tuple[tuple[str, int, int], ...]:
+        """Returns (name, first element, one past the last) of each parameter in a part of the range.
+
+        They are counted from ``start``, and include the padding up to the next multiple of :data:`ALIGNMENT`.
+        """
+        low, high = self.start + start, self.start + stop
+        cut = ((s.spec.name, max(s.start, low), min(round_up(s.stop, ALIGNMENT), high)) for s in self.layout.slots)
+        return tuple((name, begin - low, end - low) for name, begin, end in cut if begin < end)
+
     def class_ranges(self, *, padded: bool = False) -> tuple[tuple[int, int, int], ...]:
         """Returns (number, start, stop) of the hyper-parameter classes, counted from its beginning.
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -92,7 +92,7 @@ class DeviceLink:
         both = torch.stack((scalars.grad_divisor, scalars.found_inf))
         target = self.host_bytes(both.nbytes).view(both.dtype)
         self.start_to_host([(target, both)]).wait()
-        return replace(scalars, grad_divisor=target[0], found_inf=target[1])
+        return scalars.with_tensors(target[0], target[1])
 
 
 class _AtOnce:

@@ -126,6 +126,11 @@ class GradientReducer:
     def _complete(self, group: ParameterGroup) -> None:
         group.complete()
         number = self._first_numbers[group]
+        if not group.num_missing:
+            self.monitor.receive(slice(number, number + group.num_trained))
+        elif group.num_missing < group.num_trained:
+            for received in group.received:
+                self.monitor.receive(number + received)
         for buffer in group.buffers if self.monitor.found is not None else ():
             parts = [buffer.gradient.sending.parts(slot) for slot in range(len(buffer.layout.slots))[::-1]]
             self.monitor.search(self.step.number, [(n, part) for n, own in enumerate(parts, number) for part in own])

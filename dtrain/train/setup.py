@@ -237,6 +237,7 @@ def make_engine(
             loss_scale=config.precision.loss_scale,
             max_grad_norm=config.optim.max_grad_norm,
             ema_decay=config.ema.decay,
+            missing_grad=config.optim.missing_grad,
             audit=config.audit,
             blocks=config.model.block_options,
             seed=config.seed,

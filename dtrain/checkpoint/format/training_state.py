@@ -48,12 +48,14 @@ class EngineState(CheckedRecord):
 
     Attributes:
         rules: the numbers that each optimizer group shares over its elements; absent in older checkpoints.
+        missed_updates: applied steps that left a parameter alone, by its name; absent in older checkpoints.
     """
 
     attempted_steps: int = field(metadata=_COUNT)
     applied_steps: int = field(metadata=_COUNT)
     loss_scale: LossScaleState
     rules: list[dict[str, float]] = setting([], "")
+    missed_updates: dict[str, int] = setting({}, "")
 
     def _check(self) -> None:
         scale = self.loss_scale
@@ -67,6 +69,8 @@ class EngineState(CheckedRecord):
         self._at_most("loss_scale.num_measured", scale.num_measured, "applied_steps", applied)
         for number, values in enumerate(self.rules):
             self._at_most(f"rules[{number}].applied_steps", values.get("applied_steps", 0), "applied_steps", applied)
+        for name, missed in self.missed_updates.items():
+            self._at_most(f"missed_updates['{name}']", missed, "applied_steps", applied)
 
     def _at_most(self, name: str, value: float, limit: str, largest: int) -> None:
         if not (0 <= value <= largest and value == int(value)):

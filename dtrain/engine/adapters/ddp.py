@@ -278,6 +278,7 @@ class _Gradients:
             if grad is None:  # a backward of the user's own has returned None
                 return None
             if self._micro_batch is not None:
+                self._monitor.receive(number)
                 self._monitor.record_magnitude(number, grad)
             return None if self._weight.is_one else grad * self._weight.value
 

@@ -15,10 +15,9 @@ from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.engine.vote.record import upload
 from dtrain.errors import ConfigError
-from dtrain.optim.average import MovingAverage
 from dtrain.optim.flat import FlatUpdate
 from dtrain.optim.matrix import HeldMatrix, matrix_updates
-from dtrain.optim.rule import SegmentKernel, UpdateScalars
+from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.sharding.build import build as build_sharded
 from dtrain.sharding.build_gradients import grad_dtype
@@ -135,12 +134,12 @@ class NativeEngine(StepEngine):
 
         def build() -> FlatUpdate:
             slices = [buffer.update_slices(plan) for buffer in buffers]
-            optimizer = FlatUpdate(plan.rules, slices, states.matrices, self._build_average())
+            optimizer = FlatUpdate(plan.rules, slices, states.matrices, self.ema_decay)
             if plan.is_compiled and self.sharded.state_device.type == "cuda":
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
                 grads = [buffer.gradient.shard for buffer in buffers]
-                self._square_sums, tensors = fused_vote(grads, CHUNK, self.options, self.comm)
+                self._square_sums, tensors = fused_vote(grads, CHUNK, self.options, self.comm, self._ballot.num_words)
                 self._ballot.tensors, self.monitor.found = tensors, tensors.bad_gradient
             return optimizer
 
@@ -161,15 +160,3 @@ class NativeEngine(StepEngine):
             ]
             for rank in range(mesh.shard.world_size)
         ]
-
-    def _build_average(self) -> SegmentKernel | None:
-        if self.ema_decay is None:
-            return None
-        averaged = [buffer.averaged() for buffer in self.sharded.buffers]
-        plain = [[(master, average)] for master, average in averaged if isinstance(master, Tensor)]
-        on_gpu = self.sharded.state_device.type == "cuda"
-        if self.states.plan.is_compiled and on_gpu and len(plain) == len(averaged):  # the kernel reads no pairs
-            from dtrain.optim.tiled_average import TiledAverage  # it imports Triton, which only GPUs need
-
-            return TiledAverage(self.ema_decay, plain)
-        return MovingAverage(self.ema_decay, [[pair] for pair in averaged])

@@ -21,6 +21,7 @@ from dtrain.engine.parts.audit.state_audit import StateAudit
 from dtrain.engine.parts.buffers import SharedBuffers
 from dtrain.engine.parts.checkpoint.checkpointer import Checkpointer
 from dtrain.engine.parts.forward_calls import KeptForwards
+from dtrain.engine.parts.missed_updates import MissedUpdates
 from dtrain.engine.parts.part import StepPart
 from dtrain.engine.parts.phases import Phases
 from dtrain.engine.parts.replay import MicroBatchReplay
@@ -45,6 +46,7 @@ class EngineParts:
     observer: ForwardObserver
     forwards: KeptForwards
     samples: PrecisionSamples
+    missed: MissedUpdates
     audit: StateAudit
     replay: MicroBatchReplay
     compiled: CompiledBlocks | None
@@ -63,6 +65,7 @@ def build_parts(
     finalizer: StepFinalizer,
     forward: ModelForward,
     samples: PrecisionSamples,
+    missed: MissedUpdates,
     compiled: CompiledBlocks | None,
     busy: BusyMeter,
 ) -> EngineParts:
@@ -77,6 +80,7 @@ def build_parts(
         observer=forward.observer,
         forwards=forwards,
         samples=samples,
+        missed=missed,
         audit=audit,
         replay=MicroBatchReplay(settings, forward, states, forwards),
         compiled=compiled,

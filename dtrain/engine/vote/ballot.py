@@ -23,17 +23,28 @@ class Ballot:
         config_hash: of all that must be equal on all ranks.
         losses: of this rank's micro-batches.
         monitor: recorded their gradients.
+        counts_missing: whether the ranks learn which parameters have a gradient.
 
     Attributes:
         tensors: the device's part.
+        num_words: words of a row, between the fields of host and device.
     """
 
-    def __init__(self, comm: Communicator, config_hash: int, losses: LossAccumulator, monitor: GradientMonitor) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        config_hash: int,
+        losses: LossAccumulator,
+        monitor: GradientMonitor,
+        *,
+        counts_missing: bool,
+    ) -> None:
         self.tensors = VoteTensors()
         self._comm = comm
         self._config_hash = config_hash
         self._losses = losses
         self._monitor = monitor
+        self.num_words = monitor.num_words if counts_missing else 0
 
     def cast(
         self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
@@ -62,5 +73,6 @@ class Ballot:
             busy_s=step.busy_s,
         )
         sums = canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
-        row = self.tensors.record(host, self._losses, self._monitor, squares)
+        received = self._monitor.received_words() if self.num_words else ()
+        row = self.tensors.record(host, received, self._losses, self._monitor, squares)
         return self.tensors.decide(self._comm.gather_rows(row, label="vote"), **sums)

@@ -20,12 +20,14 @@ from dtrain.engine.vote.record import (
     COLUMNS,
     DEVICE_FLOATS,
     MUST_AGREE,
-    NUM_FIELDS,
+    NUM_DEVICE,
     NUM_HOST,
     DeviceRecord,
     HostRecord,
     RecordTable,
+    upload,
 )
+from dtrain.parameters.gradient_monitor import numbers_of
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
 """Reasons not to apply a step, by code from 1. If several hold, the highest counts. The last two end the run."""
@@ -44,17 +46,25 @@ class Decision:
         grad_norm: global L2 norm of the unscaled gradient; not finite if the step is skipped for it.
         grad_divisor: loss scale x sum of weights / (gradient factor x clip coefficient); main grads divided by it are
             the clipped gradient.
+        rows: int64 [world_size, columns], from which it was derived.
     """
 
     code: Tensor
     loss: Tensor
     grad_norm: Tensor
     grad_divisor: Tensor
+    rows: Tensor
 
-    def pack(self, rows: Tensor) -> Tensor:
-        """Returns int64 [4 + world_size x fields] on the device, so that one copy brings all of it to the host."""
+    def pack(self) -> Tensor:
+        """Returns int64 [4 + world_size x columns] on the device, so that one copy brings all of it to the host."""
         values = torch.stack((self.code, self.loss, self.grad_norm, self.grad_divisor))
-        return torch.cat((values.view(torch.int64), rows.view(-1)))
+        return torch.cat((values.view(torch.int64), self.rows.view(-1)))
+
+    def missing(self, numbers: Sequence[int]) -> Tensor:
+        """Returns whether no rank has a gradient of parameters ``numbers``, bool [n] on the device."""
+        number = upload(numbers, self.rows.device)
+        words = self.rows[:, NUM_HOST:-NUM_DEVICE].index_select(1, number >> 6)
+        return ((words >> (number & 63)) & 1).amax(dim=0) == 0
 
 
 def decide(
@@ -94,15 +104,15 @@ def decide(
     codes = torch.arange(1.0, 1.0 + len(REASONS), dtype=torch.float64, device=rows.device)
     code = (torch.stack(vetoes) * codes).amax()  # 0 if no veto, else the highest
     # the clip coefficient joins the divisor, so that the update scales each gradient once
-    return Decision(code, totals[1] / weights, norm, divisor / clip)
+    return Decision(code, totals[1] / weights, norm, divisor / clip, rows)
 
 
-def applied_values(numel: int) -> list[int]:
-    """Returns ``numel`` values of :meth:`Decision.pack` that say that the step was applied, for any number of ranks."""
+def applied_values(numel: int, world_size: int) -> list[int]:
+    """Returns ``numel`` values of :meth:`Decision.pack` that say that the step was applied."""
     zeros = HostRecord.from_row([0] * NUM_HOST)
-    row = [*replace(zeros, loss_scale=1.0, grad_factor=1.0).to_row(), *DeviceRecord(sum_weights=1.0).to_row()]
-    num_decided = numel % NUM_FIELDS  # code, loss, norm and divisor: the bits of 0.0
-    return [0] * num_decided + row * (numel // NUM_FIELDS)
+    host, device = replace(zeros, loss_scale=1.0, grad_factor=1.0).to_row(), DeviceRecord(sum_weights=1.0).to_row()
+    words = [-1] * ((numel - 4) // world_size - NUM_HOST - NUM_DEVICE)  # all parameters had a gradient
+    return [0] * 4 + [*host, *words, *device] * world_size
 
 
 @dataclass(frozen=True)
@@ -113,6 +123,7 @@ class DecodedDecision:
         reason: None to apply, else one of :data:`REASONS`; loss and norm are as in :class:`Decision`.
         hosts: the host's record of each rank.
         devices: the device's record of each rank.
+        received: int64 [world_size, words], see :data:`dtrain.engine.vote.record.COLUMNS`.
     """
 
     reason: str | None
@@ -120,20 +131,27 @@ class DecodedDecision:
     grad_norm: float
     hosts: RecordTable[HostRecord]
     devices: RecordTable[DeviceRecord]
+    received: Any
 
     @staticmethod
     def of(reason: str | None, loss: float, grad_norm: float, rows: Any) -> DecodedDecision:
-        """Returns the decision that was derived from ``rows``, numpy int64 [world_size, number of fields]."""
-        hosts, devices = RecordTable(HostRecord, rows[:, :NUM_HOST]), RecordTable(DeviceRecord, rows[:, NUM_HOST:])
-        return DecodedDecision(reason, loss, grad_norm, hosts, devices)
+        """Returns the decision that was derived from ``rows``, numpy int64 [world_size, columns]."""
+        hosts, devices = RecordTable(HostRecord, rows[:, :NUM_HOST]), RecordTable(DeviceRecord, rows[:, -NUM_DEVICE:])
+        return DecodedDecision(reason, loss, grad_norm, hosts, devices, rows[:, NUM_HOST:-NUM_DEVICE])
 
     @staticmethod
-    def unpack(values: Sequence[int] | Any) -> DecodedDecision:
+    def unpack(values: Sequence[int] | Any, world_size: int) -> DecodedDecision:
         """Decodes ``values`` of :meth:`Decision.pack`: numpy int64 [n], or integers."""
         numbers: Any = np.asarray(values, dtype=np.int64)
         code, loss, norm, _ = numbers[:4].view(np.float64).tolist()
         reason = REASONS[int(code) - 1] if code else None
-        return DecodedDecision.of(reason, loss, norm, numbers[4:].reshape(-1, NUM_FIELDS))
+        return DecodedDecision.of(reason, loss, norm, numbers[4:].reshape(world_size, -1))
+
+    def missing(self, num_parameters: int) -> list[int]:
+        """Returns the numbers of the parameters of which no rank has a gradient; none if nobody asked for them."""
+        if not self.received.size:
+            return []
+        return numbers_of(~np.bitwise_or.reduce(self.received, axis=0), num_parameters)
 
     @property
     def step(self) -> int:

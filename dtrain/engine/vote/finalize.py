@@ -13,7 +13,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.run_state import RunState
-from dtrain.engine.vote.decide import DecodedDecision
+from dtrain.engine.vote.decide import DecodedDecision, applied_values
 from dtrain.engine.vote.divergence import explain
 from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.readback import Readback
@@ -132,7 +132,7 @@ class StepFinalizer:
         self._locate_culprit = locate_culprit
         self._on_finalized = on_finalized
         self._evidence = evidence
-        self._readback = Readback(comm.device)
+        self._readback = Readback(comm.device, of_fake=partial(applied_values, world_size=comm.world_size))
         self._read: Callable[[], DecodedDecision] | None = None  # of the last step, until that is finalized
         self._collectives: Sequence[str] = ()  # that this rank issued in the last step
         self._written = "{}"  # fingerprints of the parameters that the user wrote before it, as JSON
@@ -144,7 +144,7 @@ class StepFinalizer:
         """Starts the copy of a step's ``packed`` decision to the host; the step before it must be finalized."""
         assert self._read is None
         read = self._readback.post(packed)
-        self._read = cache(lambda: DecodedDecision.unpack(read()))
+        self._read = cache(lambda: DecodedDecision.unpack(read(), self._comm.world_size))
         self._collectives, self._written = collectives, written
 
     def outcome(self) -> StepOutcome:

@@ -12,7 +12,7 @@ from dtrain.engine.outcome import MAX_NORM
 from dtrain.engine.request import StepOptions
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_FIELDS, NUM_HOST, HostRecord, upload
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_DEVICE, NUM_HOST, HostRecord, upload
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.kernels import vote
 from dtrain.kernels.squares import SquareSums
@@ -32,10 +32,18 @@ class FusedVoteTensors(VoteTensors):
         self._device = device
         self.bad_gradient = torch.full((), NEVER, dtype=torch.int64, device=device)
 
-    def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
-        row = torch.empty(NUM_FIELDS, dtype=torch.int64, device=self._device)
+    def record(
+        self,
+        host: HostRecord,
+        received: Sequence[int],
+        losses: LossAccumulator,
+        monitor: GradientMonitor,
+        squares: Tensor,
+    ) -> Tensor:
+        num_known = NUM_HOST + len(received)
+        row = torch.empty(num_known + NUM_DEVICE, dtype=torch.int64, device=self._device)
         values, micro_batches = losses.values()
-        known = upload([*host.to_row(), *micro_batches], self._device)
+        known = upload([*host.to_row(), *received, *micro_batches], self._device)
         launch(
             vote.record,
             1,
@@ -49,7 +57,7 @@ class FusedVoteTensors(VoteTensors):
             len(micro_batches),
             values.stride(0),
             squares.numel(),
-            HOST=NUM_HOST,
+            HOST=num_known,
             NEVER=NEVER,
             BLOCK=vote.BLOCK,
         )
@@ -72,17 +80,18 @@ class FusedVoteTensors(VoteTensors):
             LOSS_SCALE=COLUMNS["loss_scale"],
             MAX_GRAD_NORM=COLUMNS["max_grad_norm"],
             GRAD_FACTOR=COLUMNS["grad_factor"],
-            HOST=NUM_HOST,
-            FIELDS=NUM_FIELDS,
+            HOST=rows.shape[1] - NUM_DEVICE,
+            FIELDS=rows.shape[1],
             CANONICAL=sum_squares is not None,
             MAX_NORM=MAX_NORM,
             BLOCK=vote.BLOCK,
         )
-        return Decision(*packed[:4].view(torch.float64).unbind()), packed
+        code, loss, grad_norm, grad_divisor = packed[:4].view(torch.float64).unbind()
+        return Decision(code, loss, grad_norm, grad_divisor, rows), packed
 
 
 def fused_vote(
-    grads: Sequence[Tensor], chunk: int, options: StepOptions, comm: Communicator
+    grads: Sequence[Tensor], chunk: int, options: StepOptions, comm: Communicator, num_words: int
 ) -> tuple[SquareSums, FusedVoteTensors]:
     """Returns the norm of ``grads`` and the vote as Triton kernels, a launch each; compiled.
 
@@ -91,15 +100,17 @@ def fused_vote(
         chunk: elements of a chunk, whose sums a reproducible norm adds in order.
         options: settings of the step.
         comm: the ranks that vote.
+        num_words: of a row, between the fields of host and device.
 
     Raises:
         ConfigError: Triton failed to compile or to launch.
     """
     squares = SquareSums(grads, chunk, by_chunk=options.reproducible)
     vote_tensors = FusedVoteTensors(comm.device)
+    num_columns = NUM_HOST + num_words + NUM_DEVICE
     try:  # compiled now, because in a step a failure of one rank would leave the others waiting
         squares.compute()
-        vote_tensors.decide(torch.zeros(comm.world_size, NUM_FIELDS, dtype=torch.int64, device=comm.device))
+        vote_tensors.decide(torch.zeros(comm.world_size, num_columns, dtype=torch.int64, device=comm.device))
     except Exception as error:
         raise build_error(error, comm.device) from error
     return squares, vote_tensors

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-
-from dtrain.engine.vote.decide import applied_values
 
 
 class Readback:
@@ -23,20 +21,22 @@ class Readback:
     Args:
         device: device of the tensors.
         num_slots: buffers in the ring.
+        of_fake: returns the values that stand for ``n`` fake ones; by default zeros.
     """
 
-    def __init__(self, device: torch.device, num_slots: int = 2) -> None:
+    def __init__(
+        self, device: torch.device, num_slots: int = 2, of_fake: Callable[[int], Sequence[int]] | None = None
+    ) -> None:
+        self._of_fake = of_fake
         self._on_gpu = device.type == "cuda"
         self._ring: list[Tensor | None] = [None] * num_slots
         self._next = 0
 
     def post(self, values: Tensor) -> Callable[[], Any]:
-        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns numpy int64 [n].
-
-        Fake tensors have no values: the step counts as applied.
-        """
+        """Starts the copy of ``values`` int64 [n]; the returned function waits for it and returns numpy int64 [n]."""
         if isinstance(values, FakeTensor):
-            return partial(np.array, applied_values(values.numel()), dtype=np.int64)
+            n = values.numel()
+            return partial(np.array, [0] * n if self._of_fake is None else self._of_fake(n), dtype=np.int64)
         if not self._on_gpu:
             return values.numpy
         slot, self._next = self._next, (self._next + 1) % len(self._ring)

@@ -105,8 +105,15 @@ class DeviceRecord(_Record):
     bad_gradient: int = -1
 
 
-COLUMNS = {field.name: number for number, field in enumerate((*fields(HostRecord), *fields(DeviceRecord)))}
-"""Column of each field in a row."""
+NUM_HOST, NUM_DEVICE = len(fields(HostRecord)), len(fields(DeviceRecord))
+
+COLUMNS = {field.name: number for number, field in enumerate(fields(HostRecord))} | {
+    field.name: number - NUM_DEVICE for number, field in enumerate(fields(DeviceRecord))
+}
+"""Column of each field in a row: the host's are counted from its beginning, the device's from its end.
+
+Between them lie the words of :attr:`dtrain.parameters.gradient_monitor.GradientMonitor.received`, if there are any.
+"""
 
 MUST_AGREE = (
     "step", "config_hash", "num_micro_batches", "schedule_hash", "data_cursor", "lr", "loss_scale", "max_grad_norm",
@@ -157,8 +164,6 @@ class RecordTable(Sequence[Record], Generic[Record]):
         return found
 
 
-NUM_HOST = len(fields(HostRecord))
-NUM_FIELDS = len(COLUMNS)
 # adjacent in the row, so that the device reads and sums them as one slice
 DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
 

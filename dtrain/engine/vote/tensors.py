@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,19 @@ class VoteTensors:
 
     bad_gradient: Tensor | None = None
 
-    def record(self, host: HostRecord, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor) -> Tensor:
-        """Returns this rank's row, int64 [number of fields] on the device; waits for nothing.
+    def record(
+        self,
+        host: HostRecord,
+        received: Sequence[int],
+        losses: LossAccumulator,
+        monitor: GradientMonitor,
+        squares: Tensor,
+    ) -> Tensor:
+        """Returns this rank's row, int64 [columns] on the device; waits for nothing.
 
         Args:
-            host: the host's fields; the others are filled here as :class:`DeviceRecord` has them.
+            host: the host's fields; the device's are filled here as :class:`DeviceRecord` has them.
+            received: the words between them.
             losses: of this rank's micro-batches.
             monitor: recorded the gradients of the step.
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
@@ -54,11 +64,11 @@ class VoteTensors:
             )
         )
         # float bits are sent as int64: one dtype, one all-gather
-        return torch.cat((upload(host.to_row(), device), floats.view(torch.int64), integers))
+        return torch.cat((upload([*host.to_row(), *received], device), floats.view(torch.int64), integers))
 
     def decide(
         self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None
     ) -> tuple[Decision, Tensor]:
         """Returns the decision, and what the host unpacks as :class:`DecodedDecision`; see :func:`decide`."""
         decision = decide(rows, sum_squares=sum_squares, sum_weights=sum_weights)
-        return decision, decision.pack(rows)
+        return decision, decision.pack()

@@ -108,6 +108,7 @@ class DeepSpeedEngine(StepEngine):
             self._order.append(number)
             if grad is None:  # a backward of the user's own has returned None
                 return
+            self.monitor.receive(number)
             self.monitor.record_magnitude(number, grad)
 
         def record_finiteness(number: int, parameter: Tensor) -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,20 @@ class Partition:
     update_class: int
 
 
+class _Part(NamedTuple):
+    """Elements of a partition that share their scalars."""
+
+    number: int  # of the partition
+    master: Tensor
+    name: str  # of their parameter, if it has scalars of its own
+    cut: slice
+
+    def of(self, values: Tensor | None) -> Tensor:
+        """Returns the elements in ``values``, which have the shape of the master."""
+        assert values is not None
+        return values.detach().view(-1)[self.cut]
+
+
 class RuleOptimizer(torch.optim.Optimizer):
     """The optimizer that DeepSpeed wraps: dtrain's rules on any partition.
 
@@ -53,9 +67,12 @@ class RuleOptimizer(torch.optim.Optimizer):
         self._plan = plan
         self.scalars: UpdateScalars | None = None
 
+        self._intervals: dict[Tensor, tuple[ShardInterval, ...]] = {}  # of each partition, by its master
+
     def add_states(self, partitions: Iterable[Partition]) -> None:
         """Gives each partition the rule's states, under their names, before the first update."""
         for partition in partitions:
+            self._intervals[partition.master] = partition.intervals
             states = [spec for k, spec in self._plan.specs.items() if self._plan.has_state(partition.update_class, k)]
             self.state[partition.master] = {spec.name: spec.like(partition.master) for spec in states}
 
@@ -69,12 +86,28 @@ class RuleOptimizer(torch.optim.Optimizer):
                 continue
             update_class, rule = self._plan.classes[group["update_class"]], self._plan.rule_of(group["update_class"])
             assert isinstance(rule, ElementwiseRule)
-            states = tuple([self.state[p][spec.name] for p in masters] for spec in rule.states)
-            origins = [(zlib.crc32(repr((group["update_class"], n)).encode()), 0) for n in range(len(masters))]
             scalars = self.scalars.of_rule(update_class.rule).scaled(update_class.lr_factor)
-            rule.apply(
-                UpdateGroup(update_class.weight_decay, masters, states, origins), [p.grad for p in masters], scalars
-            )
-            if self._plan.ema_decay is not None:
-                pairs = [(p.detach().view(-1), self.state[p][EMA.name].view(-1)) for p in masters]
-                MovingAverage(self._plan.ema_decay, [pairs]).update([0], self.scalars)
+            parts = [part for n, master in enumerate(masters) for part in self._parts(n, master, scalars.others)]
+            for own, chosen in scalars.split(parts, lambda part: part.name):
+                states = tuple([one.of(self.state[one.master][spec.name]) for one in chosen] for spec in rule.states)
+                origins = [
+                    (zlib.crc32(repr((group["update_class"], n)).encode()), cut.start) for n, _, _, cut in chosen
+                ]
+                updated = UpdateGroup(
+                    update_class.weight_decay, [one.of(one.master) for one in chosen], states, origins
+                )
+                rule.apply(updated, [one.of(one.master.grad) for one in chosen], own)
+                if self._plan.ema_decay is not None:
+                    pairs = [(one.of(one.master), one.of(self.state[one.master][EMA.name])) for one in chosen]
+                    MovingAverage(self._plan.ema_decay, [pairs]).update([0], own)
+
+    def _parts(self, number: int, master: Tensor, names: Collection[str]) -> Iterator[_Part]:
+        """Yields the parameters called ``names`` in ``master``, and, without a name, what lies between them."""
+        cursor = 0
+        for found in self._intervals[master] if names else ():
+            if (name := found.spec.name) in names:
+                stop = found.offset + found.stop - found.start
+                yield _Part(number, master, "", slice(cursor, found.offset))
+                yield _Part(number, master, name, slice(found.offset, stop))
+                cursor = stop
+        yield _Part(number, master, "", slice(cursor, master.numel()))

@@ -83,6 +83,10 @@ class BackwardState:
             require_running(name)  # [Note: another engine's backward]
         return self._weight is not None
 
+    def receive(self, name: str) -> None:
+        """Records that a parameter has been given a gradient."""
+        self._monitor.receive(self._numbers[name])
+
     def record(self, name: str, grad: Tensor, num_padding: int = 0) -> Weight | None:
         """Records the gradient of a parameter as it leaves backward; returns its weight, None if it is not taken.
 

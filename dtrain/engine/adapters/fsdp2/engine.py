@@ -63,7 +63,8 @@ class Fsdp2Engine(StepEngine):
         order = {name: number for number, name in enumerate(self._backward_names)}
         self._state = BackwardState(comm, largest, order, self.monitor)
         self._replicated = ReplicatedParameters(
-            plan.replicated, contract.replica_dtypes, states.plan.numbers, comm, self._state.record
+            *(plan.replicated, contract.replica_dtypes, states.plan.numbers, comm),
+            *(self._state.record, self._state.receive),
         )
         self._reshards = request.step.zero_stage == 3
         mesh = _mesh(comm)

@@ -54,6 +54,8 @@ def _refuse_others(name: str, state: BackwardState) -> Any:
         grad, parameter.grad = parameter.grad, None
         if state.takes(name):
             parameter.grad = grad
+            if grad is not None:
+                state.receive(name)
 
     return on_gradient
 

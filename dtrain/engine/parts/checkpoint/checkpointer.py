@@ -144,6 +144,7 @@ class Checkpointer(StepPart):
                 "applied_steps": run.applied_steps,
                 "loss_scale": self._finalizer.scale.to_dict(),
                 "rules": [rule.state_dict() for rule in states.plan.rules],
+                "missed_updates": dict(sorted(run.missed_updates.items())),
             },
             "rng": {"seed": run.seed, "keyed_by": KEYED_BY},
             "data_cursor": run.data_cursor,
@@ -265,6 +266,7 @@ class Checkpointer(StepPart):
         run, finalizer, saved = self._run, self._finalizer, training_state(reader)
         run.attempted_steps = saved.engine_state.attempted_steps
         run.applied_steps = saved.engine_state.applied_steps
+        run.missed_updates = {n: c for n, c in saved.engine_state.missed_updates.items() if n in self._states.shapes}
         warn_of_other_bits(reader, self._states)
         finalizer.scale = finalizer.scale.restored(saved.engine_state.loss_scale)
         for rule, values in zip(self._states.plan.rules, self._rule_states(reader), strict=True):
