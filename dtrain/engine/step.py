@@ -28,7 +28,6 @@ multiplied the update by zero, 0 x inf would be NaN.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -108,22 +107,20 @@ class StepEngine(EngineHooks):
             searches_backward=self.searches_backward,
         )
         compiled = compile_blocks(self.module, self.options, self.comm)
-        leaves_alone = self.options.missing_grad == "skip"
-        self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor, counts_missing=leaves_alone)
+        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, self.options)
+        self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor, self._missed)
         self._finalizer = StepFinalizer(
             self.comm,
             self._run,
             request.loss_scale,
             SkipCounter(self.options.max_consecutive_skips),
-            self._locate_culprit,
-            self._on_finalized,
+            *(self._locate_culprit, self._on_finalized),
             request.config_text,
             is_synchronous=self.device.type == "cpu",
             evidence=CalibrationEvidence(self.comm, self.monitor),
         )
         self.busy = BusyMeter(self.comm, self.timed_phases)
         samples = PrecisionSamples(states, self._run, self._batch, self._finalizer, self._backward_names, self.monitor)
-        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, leaves_alone=leaves_alone)
         parts = build_parts(
             *(states, self._run, self.options.audit, self._finalizer, self._forward),
             *(samples, self._missed, compiled, self.busy),
@@ -277,7 +274,7 @@ class StepEngine(EngineHooks):
             found_inf=decision.code,
             rule_lrs=self.states.plan.rule_lrs(self.options.optimizer.lr, self._run.applied_steps),
         )
-        return replace(scalars, others=self._missed.apart(scalars, decision))
+        return self._missed.set_apart(scalars, decision)
 
     def _end_step(self) -> None:
         """Ends the step under way, voted on or not; its gradients are cleared later."""

@@ -51,7 +51,7 @@ class TorchRule(ElementwiseRule):
     def load_state_dict(self, values: dict[str, float]) -> None:
         """Restores the shared numbers; any earlier ones will do, because :meth:`apply` computes what is missing."""
         first, number = dict(self._kept.numbers), int(values.get(_NUMBER, 0))
-        self._numbers = {0: first}  # after so many updates
+        self._numbers = {0: first}  # by the number of updates before
         if number:
             self._numbers[number] = {name: values.get(name, own) for name, own in first.items()}
 
@@ -70,7 +70,7 @@ class TorchRule(ElementwiseRule):
             del self._numbers[next(number for number in self._numbers if number)]  # the one computed first
 
     def _numbers_after(self, count: int) -> dict[str, float]:
-        """Returns the shared numbers after so many updates, of which some parameters may have missed the last ones."""
+        """Returns the shared numbers after ``count`` updates; parameters that have missed some have a smaller count."""
         if count not in self._numbers and self._kept.numbers:
             element = torch.zeros(1, device=self._device)
             replay = BoundOptimizer(self._kept, [element], [[spec.like(element)] for spec in self.states])

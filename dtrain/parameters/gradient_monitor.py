@@ -19,13 +19,6 @@ def _sum_dtype(grad: Tensor) -> torch.dtype:
     return torch.float32 if grad.dtype == torch.float16 else grad.dtype
 
 
-def numbers_of(words: Any, num_parameters: int) -> list[int]:
-    """Returns the numbers of the bits that are set in numpy int64 ``words``, see :meth:`received_words`."""
-    bits = np.unpackbits(words.astype("<i8").view(np.uint8), bitorder="little")
-    numbers: list[int] = np.flatnonzero(bits[:num_parameters]).tolist()
-    return numbers
-
-
 class GradientMonitor:
     """Records the gradient of each parameter from each micro-batch of this rank, before any other rank's is added.
 
@@ -71,18 +64,6 @@ class GradientMonitor:
         """Records that parameters ``numbers`` have been given a gradient."""
         if not self.is_dummy:
             self.received[numbers] = True
-
-    @property
-    def num_words(self) -> int:
-        """Number of :meth:`received_words`."""
-        return -(-self._num_parameters // 64)
-
-    def received_words(self) -> list[int]:
-        """Returns :attr:`received` as 64-bit words, the first parameters in the lowest bits of the first one."""
-        packed = np.zeros(8 * self.num_words, dtype=np.uint8)
-        packed[: -(-self._num_parameters // 8)] = np.packbits(self.received, bitorder="little")
-        words: list[int] = packed.view("<i8").tolist()
-        return words
 
     @property
     def keeps_sums(self) -> bool:

@@ -157,7 +157,7 @@ class Plain:
 
     def step(self, micro_batches: int) -> None:
         for parameter in self._trained.values():
-            parameter.grad = torch.zeros_like(parameter)  # of an unused one too, as under an engine
+            parameter.grad = None
         for index in range(micro_batches):
             (self.module(batch(self._steps * micro_batches + index)) / micro_batches).backward()
         for optimizer in self._optimizers:

@@ -155,6 +155,13 @@ def samples(without: str) -> bool:
     return measurement.report() is not None
 
 
+def missed(without: str) -> bool:
+    engine = start(without)
+    engine.backward(engine.module.last(torch.ones(1, 8)).mean())
+    engine.step()
+    return "first.weight" in engine._run.missed_updates
+
+
 def audit(without: str) -> bool:
     engine = start(without)
     step(engine)
@@ -209,6 +216,7 @@ PROMISES: dict[str, Callable[[str], bool]] = {
     "observer": observer,
     "forwards": forwards,
     "samples": samples,
+    "missed": missed,
     "audit": audit,
     "replay": replay,
     "compiled": compiled,

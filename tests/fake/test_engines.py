@@ -72,7 +72,7 @@ def expected_collectives(precision: str, stage: int, ranks: int, num_micro_batch
         yield Collective("reduce_scatter_sum", name, numel, FP32)
     if stage == 0:
         yield from gathers(*((f"sum {name}", numel, FP32) for name, numel, _ in backward_order(buffers)))
-    yield Collective("gather_rows", "vote", NUM_FIELDS, torch.int64)
+    yield Collective("gather_rows", "vote", NUM_FIELDS + 1, torch.int64)  # a bit for each of up to 64 parameters
     if precision == "fp8" and stage:
         yield Collective("all_reduce_max", "largest weights", NUM_WEIGHTS, FP32)
     if stage in (1, 2):

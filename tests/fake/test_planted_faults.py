@@ -114,8 +114,9 @@ def test_the_address_of_freed_memory_is_found() -> None:
     """The optimizer's table of addresses outlives one of its tensors."""
     with fake_engine(8, zero_stage=2) as rank:
         rank.step(1)
-        (kernel,) = rank.engine._optimizer._kernels
+        ((_, kernel),) = rank.engine._optimizer._together
         kernel._slices.clear()
+        rank.engine._optimizer._segments = []
         for buffer in rank.engine.sharded.buffers:
             start = buffer.states["exp_avg"].start
             buffer.states["exp_avg"] = HeldRange(start, torch.empty_like(buffer.states["exp_avg"].values))

@@ -142,6 +142,8 @@ class PaperLion(torch.optim.Optimizer):
         for group in self.param_groups:
             (beta1, beta2), lr, decay = group["betas"], group["lr"], group["weight_decay"]
             for theta in group["params"]:
+                if theta.grad is None:
+                    continue
                 state = self.state[theta]
                 m = state.setdefault("exp_avg", torch.zeros_like(theta))
                 c = beta1 * m + (1 - beta1) * theta.grad

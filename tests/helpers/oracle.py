@@ -5,7 +5,8 @@ their global index (micro-batch x world size + rank), as slowly and as obviously
 
     gradient = sum(w x gradient of loss) / sum(w)
     clipped  = gradient x min(1, max_grad_norm / (norm + 1e-6))          as torch.nn.utils.clip_grad_norm_
-    master   = AdamW(master, clipped), Loshchilov and Hutter 2019, algorithm 2, as torch.optim.AdamW
+    master   = AdamW(master, clipped), Loshchilov and Hutter 2019, algorithm 2, as torch.optim.AdamW; a parameter of
+               which no micro-batch has a gradient is left alone
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Oracle:
         self._parameters = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         self._exp_avg = {name: torch.zeros_like(p.detach()) for name, p in self._parameters.items()}
         self._exp_avg_sq = {name: torch.zeros_like(p.detach()) for name, p in self._parameters.items()}
+        self._num_updates = dict.fromkeys(self._parameters, 0)
 
     def masters(self) -> dict[str, Tensor]:
         """A copy of every parameter by name, frozen ones too; tied ones once, under their first name."""
@@ -101,6 +103,7 @@ class Oracle:
         """
         losses, weights = [], []
         gradients = {name: torch.zeros_like(p.detach()) for name, p in self._parameters.items()}
+        received = set()
         for index, (micro_batch, weight) in enumerate(micro_batches):
             if self._before_forward is not None:
                 self._before_forward(self.attempted_steps, index)
@@ -108,8 +111,9 @@ class Oracle:
             own = torch.autograd.grad(loss, list(self._parameters.values()), allow_unused=True)
             losses.append(loss.item())
             weights.append(float(weight))
-            for total, gradient in zip(gradients.values(), own, strict=True):
+            for (name, total), gradient in zip(gradients.items(), own, strict=True):
                 if gradient is not None:
+                    received.add(name)
                     total += weights[-1] * gradient
         self.attempted_steps += 1
 
@@ -125,7 +129,7 @@ class Oracle:
         elif not all(g.isfinite().all() for g in gradients.values()):
             reason = "overflow"
         else:
-            self._update(gradients, norm)
+            self._update({name: gradients[name] for name in received}, norm)
         return OracleStep(reason is None, reason, mean_loss, norm, gradients)
 
     @torch.no_grad()
@@ -134,14 +138,15 @@ class Oracle:
         beta1, beta2 = self._optimizer.betas
         self.applied_steps += 1
         clip = 1.0 if self._max_grad_norm is None else min(1.0, self._max_grad_norm / (norm + 1e-6))
-        for name, p in self._parameters.items():
-            g, m, v = gradients[name] * clip, self._exp_avg[name], self._exp_avg_sq[name]
+        for name, gradient in gradients.items():
+            p, g, m, v = self._parameters[name], gradient * clip, self._exp_avg[name], self._exp_avg_sq[name]
+            self._num_updates[name] += 1
             decay = self._optimizer.weight_decay if p.ndim > 1 else 0.0
             p.copy_(p * (1 - lr * decay))
             m.copy_(beta1 * m + (1 - beta1) * g)
             v.copy_(beta2 * v + (1 - beta2) * g * g)
-            m_hat = m / (1 - beta1**self.applied_steps)
-            v_hat = v / (1 - beta2**self.applied_steps)
+            m_hat = m / (1 - beta1 ** self._num_updates[name])
+            v_hat = v / (1 - beta2 ** self._num_updates[name])
             p.copy_(p - lr * m_hat / (v_hat.sqrt() + self._optimizer.eps))
 
 

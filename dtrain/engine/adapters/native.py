@@ -139,7 +139,9 @@ class NativeEngine(StepEngine):
                 from dtrain.engine.vote.fused import fused_vote  # it imports Triton, which only GPUs need
 
                 grads = [buffer.gradient.shard for buffer in buffers]
-                self._square_sums, tensors = fused_vote(grads, CHUNK, self.options, self.comm, self._ballot.num_words)
+                self._square_sums, tensors = fused_vote(
+                    grads, CHUNK, self.options, self.comm, self._ballot.missed.num_words
+                )
                 self._ballot.tensors, self.monitor.found = tensors, tensors.bad_gradient
             return optimizer
 

@@ -8,13 +8,15 @@ part. Else the other ranks' bits are read on the device, so the host does not wa
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.part import StepPart
+from dtrain.engine.request import StepOptions
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.optim.rule import UpdateScalars
@@ -29,12 +31,23 @@ class MissedUpdates(StepPart):
         names: of the trained parameters, numbered as in ``monitor``.
         monitor: knows of which parameters this rank has a gradient.
         run: has the counts.
-        leaves_alone: whether a parameter without a gradient is left alone; else its gradient is zero.
+        options: say whether a parameter without a gradient is left alone; else its gradient is zero.
+
+    Attributes:
+        num_words: number of :meth:`words`.
     """
 
-    def __init__(self, names: Sequence[str], monitor: GradientMonitor, run: RunState, *, leaves_alone: bool) -> None:
+    def __init__(self, names: Sequence[str], monitor: GradientMonitor, run: RunState, options: StepOptions) -> None:
         self._names, self._monitor, self._run = names, monitor, run
-        self._leaves_alone = leaves_alone
+        self.num_words = -(-len(names) // 64) if options.missing_grad == "skip" else 0
+
+    def words(self) -> list[int]:
+        """Returns words of 64 bits; bit ``n`` of all says whether this rank has a gradient of parameter ``n``."""
+        packed = np.zeros(8 * self.num_words, dtype=np.uint8)
+        if self.num_words:
+            packed[: -(-len(self._names) // 8)] = np.packbits(self._monitor.received, bitorder="little")
+        words: list[int] = packed.view("<i8").tolist()
+        return words
 
     def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
         """Counts the parameters that an applied step left alone."""
@@ -43,21 +56,20 @@ class MissedUpdates(StepPart):
             name = self._names[number]
             missed[name] = missed.get(name, 0) + 1
 
-    def apart(self, scalars: UpdateScalars, decision: Decision) -> Mapping[str, UpdateScalars | None]:
-        """Returns the scalars of the parameters that ``scalars`` do not fit, as :attr:`UpdateScalars.others`."""
+    def set_apart(self, scalars: UpdateScalars, decision: Decision) -> UpdateScalars:
+        """Returns ``scalars`` with those of the parameters that they do not fit."""
         missed = self._run.missed_updates
-        numbers = (~self._monitor.received).nonzero()[0].tolist() if self._leaves_alone else []
+        numbers = (~self._monitor.received).nonzero()[0].tolist() if self.num_words else []
         if not missed and not numbers:
-            return {}
+            return scalars
         by_count = {count: replace(scalars, step=scalars.step - count) for count in {*missed.values()}}
-        found: dict[str, UpdateScalars | None] = {name: by_count[count] for name, count in missed.items()}
-        if not numbers:
-            return found
+        others: dict[str, UpdateScalars | None] = {name: by_count[count] for name, count in missed.items()}
         is_missing, names = decision.missing(numbers), [self._names[number] for number in numbers]
         if is_missing.device.type == "cpu" and not is_fake(is_missing):
-            return found | {name: None for name, alone in zip(names, is_missing.tolist(), strict=True) if alone}
+            others |= {name: None for name, is_alone in zip(names, is_missing.tolist(), strict=True) if is_alone}
+            return replace(scalars, others=others)
         # in pairs, because a kernel is compiled for addresses that are multiples of 16 bytes
         found_inf = torch.where(is_missing, 1.0, scalars.found_inf).repeat_interleave(2)[::2]
         for name, own in zip(names, found_inf.unbind(), strict=True):
-            found[name] = replace(found.get(name) or scalars, found_inf=own)
-        return found
+            others[name] = replace(others.get(name) or scalars, found_inf=own)
+        return replace(scalars, others=others)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
+from dtrain.engine.parts.missed_updates import MissedUpdates
 from dtrain.engine.parts.part import StepUnderWay
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
@@ -23,11 +24,11 @@ class Ballot:
         config_hash: of all that must be equal on all ranks.
         losses: of this rank's micro-batches.
         monitor: recorded their gradients.
-        counts_missing: whether the ranks learn which parameters have a gradient.
+        missed: knows of which parameters this rank has a gradient.
 
     Attributes:
         tensors: the device's part.
-        num_words: words of a row, between the fields of host and device.
+        missed: see above.
     """
 
     def __init__(
@@ -36,15 +37,14 @@ class Ballot:
         config_hash: int,
         losses: LossAccumulator,
         monitor: GradientMonitor,
-        *,
-        counts_missing: bool,
+        missed: MissedUpdates,
     ) -> None:
         self.tensors = VoteTensors()
         self._comm = comm
         self._config_hash = config_hash
         self._losses = losses
         self._monitor = monitor
-        self.num_words = monitor.num_words if counts_missing else 0
+        self.missed = missed
 
     def cast(
         self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
@@ -73,6 +73,5 @@ class Ballot:
             busy_s=step.busy_s,
         )
         sums = canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
-        received = self._monitor.received_words() if self.num_words else ()
-        row = self.tensors.record(host, received, self._losses, self._monitor, squares)
+        row = self.tensors.record(host, self.missed.words(), self._losses, self._monitor, squares)
         return self.tensors.decide(self._comm.gather_rows(row, label="vote"), **sums)

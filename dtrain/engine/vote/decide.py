@@ -8,7 +8,7 @@ all, from there. The host decodes the decision later (:mod:`dtrain.engine.vote.r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from dtrain.engine.vote.record import (
     RecordTable,
     upload,
 )
-from dtrain.parameters.gradient_monitor import numbers_of
 
 REASONS = ("empty", "overflow", "nonfinite_loss", "bad_weight", "diverged")
 """Reasons not to apply a step, by code from 1. If several hold, the highest counts. The last two end the run."""
@@ -131,7 +130,7 @@ class DecodedDecision:
     grad_norm: float
     hosts: RecordTable[HostRecord]
     devices: RecordTable[DeviceRecord]
-    received: Any
+    received: Any = field(compare=False, repr=False)
 
     @staticmethod
     def of(reason: str | None, loss: float, grad_norm: float, rows: Any) -> DecodedDecision:
@@ -151,7 +150,11 @@ class DecodedDecision:
         """Returns the numbers of the parameters of which no rank has a gradient; none if nobody asked for them."""
         if not self.received.size:
             return []
-        return numbers_of(~np.bitwise_or.reduce(self.received, axis=0), num_parameters)
+        missing = ~np.bitwise_or.reduce(self.received, axis=0).astype("<i8")
+        found: list[int] = (
+            np.unpackbits(missing.view(np.uint8), bitorder="little")[:num_parameters].nonzero()[0].tolist()
+        )
+        return found
 
     @property
     def step(self) -> int:

@@ -106,13 +106,14 @@ class DeviceRecord(_Record):
 
 
 NUM_HOST, NUM_DEVICE = len(fields(HostRecord)), len(fields(DeviceRecord))
+NUM_FIELDS = NUM_HOST + NUM_DEVICE
 
 COLUMNS = {field.name: number for number, field in enumerate(fields(HostRecord))} | {
     field.name: number - NUM_DEVICE for number, field in enumerate(fields(DeviceRecord))
 }
 """Column of each field in a row: the host's are counted from its beginning, the device's from its end.
 
-Between them lie the words of :attr:`dtrain.parameters.gradient_monitor.GradientMonitor.received`, if there are any.
+Between them lie the words of :class:`dtrain.engine.parts.missed_updates.MissedUpdates`, if there are any.
 """
 
 MUST_AGREE = (

@@ -100,7 +100,7 @@ class PlainTraining:
         """Writes the scaled gradient of the mean loss to ``.grad``; returns that loss."""
         total = 0.0
         for p in self._trained():
-            p.grad = torch.zeros_like(p)  # not None: AdamW would not decay a parameter that this batch does not use
+            p.grad = None
         with self._perturbed_weights():
             for index, micro_batch in enumerate(micro_batches):
                 self._seed_forward(self._attempted_steps, index)

@@ -56,13 +56,12 @@ def batch(index: int, size: int = 5) -> dict[str, Tensor]:
 def torch_reference(hyper: AdamWSettings, max_grad_norm: float | None) -> tuple[dict[str, Tensor], list[float]]:
     """The same training by torch.optim.AdamW, one micro-batch a step, in FP64; the masters and the norms."""
     model = regression().double()
-    model.unused.grad = torch.zeros_like(model.unused)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [{"params": [p], "weight_decay": hyper.weight_decay if p.ndim > 1 else 0.0} for p in trained]
     optimizer = torch.optim.AdamW(groups, lr=hyper.lr, betas=hyper.betas, eps=hyper.eps)
     norms = []
     for step in range(6):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad()
         model(**{name: tensor.double() for name, tensor in batch(step).items()}).backward()
         norms.append(float(torch.nn.utils.clip_grad_norm_(trained, max_grad_norm or math.inf)))
         optimizer.step()

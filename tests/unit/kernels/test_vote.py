@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import NUM_HOST, DeviceRecord
+from dtrain.engine.vote.record import NUM_DEVICE, NUM_HOST, DeviceRecord
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from tests.helpers.vote_records import RankRecords, rank_records, table
@@ -28,11 +29,12 @@ def known(**changes: Any) -> RankRecords:
     return rank_records(**{"loss_scale": 1024.0, "save_failed": 1, **changes})
 
 
-def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_same(got: torch.Tensor, want: torch.Tensor, words: Sequence[int]) -> None:
     """Two rows agree, sums to rounding."""
-    assert torch.equal(got[:NUM_HOST], want[:NUM_HOST])
+    assert torch.equal(got[:-NUM_DEVICE], want[:-NUM_DEVICE])
     assert got[:NUM_HOST].tolist() == known().host.to_row()
-    mine, other = (vars(DeviceRecord.from_row(row[NUM_HOST:].tolist())) for row in (got, want))
+    assert got[NUM_HOST:-NUM_DEVICE].tolist() == list(words)
+    mine, other = (vars(DeviceRecord.from_row(row[-NUM_DEVICE:].tolist())) for row in (got, want))
     assert mine == pytest.approx(other, rel=1e-12, nan_ok=True)
 
 
@@ -40,15 +42,18 @@ def assert_same(got: torch.Tensor, want: torch.Tensor) -> None:
 @given(
     st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=10, unique_by=lambda e: e[0]),
     st.lists(st.one_of(st.floats(0, 1e30), st.sampled_from([math.inf, math.nan])), min_size=1, max_size=5),
+    st.sampled_from([(), (5, -1), tuple(range(1500))]),
 )
-def test_the_record_is_that_of_the_tensor_code(entries: list[tuple[int, float, float]], squares: list[float]) -> None:
+def test_the_record_is_that_of_the_tensor_code(
+    entries: list[tuple[int, float, float]], squares: list[float], words: tuple[int, ...]
+) -> None:
     losses, monitor = LossAccumulator(DEVICE), GradientMonitor(4)
     for micro_batch, loss, weight in entries:
         losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
     sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
-    want = VoteTensors().record(known().host, losses, monitor, sums)
-    got = fused.FusedVoteTensors(DEVICE).record(known().host, losses, monitor, sums)
-    assert_same(got, want)
+    want = VoteTensors().record(known().host, words, losses, monitor, sums)
+    got = fused.FusedVoteTensors(DEVICE).record(known().host, words, losses, monitor, sums)
+    assert_same(got, want, words)
 
 
 def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
@@ -63,8 +68,8 @@ def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
             flat[bad, 17] = math.nan
             flat[2, 3] = math.inf
         monitor.search(2, list(enumerate(flat)))
-        row = vote.record(known().host, losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
-        found.append(DeviceRecord.from_row(row[NUM_HOST:].tolist()).bad_gradient)
+        row = vote.record(known().host, (), losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
+        found.append(DeviceRecord.from_row(row[-NUM_DEVICE:].tolist()).bad_gradient)
     assert found == [-1, 2 * 3 + 2, 2 * 3 + 1, -1]
 
 
@@ -92,7 +97,8 @@ def test_the_decision_is_that_of_the_tensor_code(rows: list[RankRecords], agrees
     if not want.code.item():  # else the others are not used
         for name in ("loss", "grad_norm", "grad_divisor"):
             assert getattr(got, name).item() == pytest.approx(getattr(want, name).item(), rel=1e-7)
-    assert DecodedDecision.unpack(packed.tolist()).reason == DecodedDecision.unpack(want_packed.tolist()).reason
+    decoded, wanted = (DecodedDecision.unpack(one.tolist(), len(rows)) for one in (packed, want_packed))
+    assert decoded.reason == wanted.reason
     assert packed[4:].tolist() == want_packed[4:].tolist()
 
 

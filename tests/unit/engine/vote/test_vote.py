@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import struct
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,10 +16,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dtrain.engine.outcome import Culprit
+from dtrain.engine.parts.missed_updates import MissedUpdates
+from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.culprit import Finding, find_nonfinite
 from dtrain.engine.vote.decide import DecodedDecision, decide
 from dtrain.engine.vote.divergence import find_disagreement
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NUM_FIELDS, NUM_HOST, DeviceRecord, HostRecord, upload
+from dtrain.engine.vote.record import (
+    COLUMNS,
+    MUST_AGREE,
+    NUM_DEVICE,
+    NUM_FIELDS,
+    NUM_HOST,
+    DeviceRecord,
+    HostRecord,
+    upload,
+)
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.sharding.layout import CHUNK, ParamSpec, flat_layouts
 from tests.helpers.vote_records import DEVICE_FIELDS, FLOATS, HOST_FIELDS, RankRecords, decoded, ranks_of, table
@@ -43,7 +55,7 @@ def assert_same_bits(got: RankRecords, sent: RankRecords) -> None:
 def decode(records: list[RankRecords], **options: Any) -> DecodedDecision:
     """The decision on ``records`` as the host decodes it."""
     rows = table(records)
-    return DecodedDecision.unpack(decide(rows, **options).pack(rows).tolist())
+    return DecodedDecision.unpack(decide(rows, **options).pack().tolist(), len(records))
 
 
 def disagreement(records: list[RankRecords]) -> tuple[str, int] | None:
@@ -56,7 +68,7 @@ def test_records_keep_every_bit_on_their_way_to_the_host(records: list[RankRecor
     for sent, arrived in zip(records, ranks_of(decode(records)), strict=True):
         row = sent.to_row()
         assert len(row) == NUM_FIELDS == len(FIELDS)
-        host, device = HostRecord.from_row(row[:NUM_HOST]), DeviceRecord.from_row(row[NUM_HOST:])
+        host, device = HostRecord.from_row(row[:NUM_HOST]), DeviceRecord.from_row(row[-NUM_DEVICE:])
         assert_same_bits(RankRecords(host, device), sent)
         assert_same_bits(arrived, sent)
 
@@ -66,7 +78,26 @@ def test_a_row_has_the_hosts_fields_then_the_devices(name: str) -> None:
     """Each field stands in the column of its name, an integer as it is, a float as its bits."""
     row = torch.tensor(record(**{name: 3}).to_row(), dtype=torch.int64)[COLUMNS[name]]
     assert (row.view(torch.float64) if name in FLOATS else row).item() == 3
-    assert (COLUMNS[name] < NUM_HOST) is (name in HOST_FIELDS)
+    assert (COLUMNS[name] >= 0) is (name in HOST_FIELDS)
+
+
+def rows_of_bits(number: int) -> st.SearchStrategy[list[list[bool]]]:
+    return st.lists(st.lists(st.booleans(), min_size=number, max_size=number), min_size=1, max_size=3)
+
+
+@given(st.integers(0, 200).flatmap(rows_of_bits))
+def test_what_no_rank_has_received_is_missing(received: list[list[bool]]) -> None:
+    rows, number = [], len(received[0])
+    for own in received:
+        monitor = GradientMonitor(number)
+        monitor.received[:] = own
+        words = MissedUpdates(["p"] * number, monitor, RunState("", 0), mock.Mock(missing_grad="skip")).words()
+        rows.append([*record().host.to_row(), *words, *record().device.to_row()])
+    decision = decide(torch.tensor(rows, dtype=torch.int64))
+    missing = [n for n in range(number) if not any(own[n] for own in received)]
+    assert decision.missing(range(number)).nonzero().flatten().tolist() == missing
+    assert DecodedDecision.unpack(decision.pack().tolist(), len(rows)).missing(number) == missing
+    assert decision.code == decide(table([record()] * len(rows))).code
 
 
 def test_upload_keeps_63_bits() -> None:

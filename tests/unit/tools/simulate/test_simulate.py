@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_jobs
+from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.planning.fabric import FABRICS, find_fabric
 from dtrain.planning.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.planning.timeline import Transfer
@@ -107,7 +108,7 @@ def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
         expected[GRADIENTS] += micro_batches * part
         expected[REPLICAS] += 2 * (4 * buffer.numel // shard * (replicas - 1) // replicas)
     assert received(point, WEIGHTS) == expected[WEIGHTS]
-    assert received(point, VOTE) == (ranks - 1) * 22 * 8
+    assert received(point, VOTE) == (ranks - 1) * (NUM_FIELDS + 1) * 8
     assert received(point, REPLICAS) == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
     weight_gaps = received(point, GRADIENTS) - expected[GRADIENTS]  # a weight of each rank beside the first gradient
     assert 0 <= weight_gaps <= micro_batches * (shard - 1) * 64 * 4
