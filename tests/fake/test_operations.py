@@ -6,9 +6,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from torch import nn
 
 import dtrain
-from tests.fake.harness import CONFIG, fake_engine
+from dtrain.models import build_model
+from tests.fake.harness import CONFIG, VOCAB, fake_engine
 from tests.fake.launches import HAS_TRITON
 from tests.measure.fake_operations import Counts, count_phases
 
@@ -50,4 +52,24 @@ def test_no_kernel_is_compiled_after_the_first_step() -> None:
         assert {variant for variant in compiled if variant[0] == "adamw"} == built, "the update is compiled at start"
         for num_micro_batches in (1, 3):
             rank.step(num_micro_batches)
+        assert {launch.variant for launch in rank.launches} == compiled
+
+
+def with_unused() -> nn.Module:
+    model = build_model(CONFIG, VOCAB, seed=0)
+    model.unused = nn.Linear(96, 32)
+    return model
+
+
+@pytest.mark.parametrize("optimizer", [dtrain.AdamW(compile=True), dtrain.AdamW(compile=False), dtrain.Muon()])
+def test_a_parameter_without_a_gradient_is_updated_apart_without_a_wait(optimizer: Any) -> None:
+    with fake_engine(8, model=with_unused, optimizer=optimizer, ema_decay=0.999, zero_stage=2) as rank:
+        rank.step(1)
+        compiled = {launch.variant for launch in rank.launches}
+        apart = {*rank.engine._optimizer._apart}
+        assert apart == {"unused.weight", "unused.bias"}
+        for _ in range(2):
+            rank.step(1)
+        rank.collectives.require_waited()
+        assert {*rank.engine._optimizer._apart} == apart
         assert {launch.variant for launch in rank.launches} == compiled

@@ -144,8 +144,8 @@ class Checkpointer(StepPart):
                 "applied_steps": run.applied_steps,
                 "loss_scale": self._finalizer.scale.to_dict(),
                 "rules": [rule.state_dict() for rule in states.plan.rules],
-                "missed_updates": dict(sorted(run.missed_updates.items())),
-            },
+            }
+            | ({"missed_updates": dict(sorted(run.missed_updates.items()))} if run.missed_updates else {}),
             "rng": {"seed": run.seed, "keyed_by": KEYED_BY},
             "data_cursor": run.data_cursor,
             "aliases": aliases(states.module),
