@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -47,8 +48,9 @@ class FlatUpdate:
     """Applies rules to the segments of an arena, each to its own slices.
 
     [Note: parameters apart] A parameter that has missed updates has a bias correction of its own, and one that misses
-    this update is left alone (:attr:`UpdateScalars.others`). From the first time on such a parameter is updated apart,
-    by kernels of its own; the others are updated between them. Without such parameters there is nothing of this.
+    this update is left alone (:attr:`UpdateScalars.others`). The first time, the slices are cut around it, and stay so.
+    A rule that is applied block by block is called once for all blocks with the same scalars; a kernel of a rule's own
+    is built once more for each such parameter. Without such parameters there is nothing of this.
 
     Args:
         rules: the rules, by number.
@@ -70,25 +72,43 @@ class FlatUpdate:
         self._rules, self._segments, self._ema_decay = rules, segments, ema_decay
         self._matrices = matrices or {}
         started = time.perf_counter()
-        self._together = self._kernels(segments)
-        self._apart: dict[str, list[tuple[int | None, SegmentKernel]]] = {}
+        self._together: list[_Kernel] = []
+        self._apart: dict[str, list[_Kernel]] = {}  # by the parameters that have been apart
+        self._build({})
         for rule in rules:
             if rule.description:
                 logger.info("optimizer: %s", rule.description.format(seconds=time.perf_counter() - started))
 
-    def _kernels(self, segments: Sequence[Sequence[UpdateSlice]]) -> list[tuple[int | None, SegmentKernel]]:
-        """Returns the kernels of ``segments`` in their order, each with the number of its rule; None: the average."""
-        kernels: list[tuple[int | None, SegmentKernel]] = []
+    def _build(self, names: Collection[str]) -> None:
+        """Builds the kernels, for the parameters called ``names`` apart from the others."""
+        parts = [[part for whole in segment for part in whole.split_at(names)] for segment in self._segments]
+        self._together, self._apart = [], {name: [] for name in names}
         for number, rule in enumerate(self._rules):
-            own = [[part for part in segment if part.update_class.rule == number] for segment in segments]
-            if number in self._matrices or not any(own):
-                continue
-            assert isinstance(rule, ElementwiseRule)
-            kernels.append((number, rule.segment_kernel(own) or BlockedUpdate(rule, own)))
+            own = [[part for part in segment if part.update_class.rule == number] for segment in parts]
+            if number not in self._matrices and any(own):
+                assert isinstance(rule, ElementwiseRule)
+                if not self._add(number, own, rule.segment_kernel):
+                    self._together.append((number, BlockedUpdate(rule, own)))
         if self._ema_decay is not None:
             is_compiled = any(rule.is_compiled for rule in self._rules)
-            kernels.append((None, average_kernel(self._ema_decay, segments, is_compiled=is_compiled)))
-        return kernels
+            self._add(None, parts, partial(average_kernel, self._ema_decay, is_compiled=is_compiled))
+
+    def _add(
+        self,
+        rule: int | None,
+        parts: Sequence[Sequence[UpdateSlice]],
+        build: Callable[[Sequence[Sequence[UpdateSlice]]], SegmentKernel | None],
+    ) -> bool:
+        """Adds a kernel for what lies together, and one for each parameter apart; whether there are such kernels."""
+        kernel = build([[part for part in segment if not part.name] for segment in parts])
+        if kernel is None:
+            return False
+        self._together.append((rule, kernel))
+        for name in sorted({part.name for segment in parts for part in segment if part.name}):
+            own = build([[part for part in segment if part.name == name] for segment in parts])
+            assert own is not None
+            self._apart[name].append((rule, own))
+        return True
 
     def begin(self, scalars: UpdateScalars) -> None:
         """Transforms what rules need whole, before the first call of :meth:`update`; all ranks call."""
@@ -106,7 +126,7 @@ class FlatUpdate:
             scalars: scalars of this update.
         """
         if not self._apart.keys() >= scalars.others.keys():
-            self._set_apart({*self._apart, *scalars.others})
+            self._build({*self._apart, *scalars.others})
         for number, matrices in self._matrices.items():  # before the averages
             matrices.update(numbers, scalars.of_rule(number))
         _run(self._together, numbers, scalars)
@@ -115,15 +135,12 @@ class FlatUpdate:
             if own is not None:
                 _run(kernels, numbers, own)
 
-    def _set_apart(self, names: Collection[str]) -> None:
-        rest = [[part for whole in segment for part in whole.without(names)] for segment in self._segments]
-        self._together = self._kernels(rest)
-        for name in sorted(names):
-            own = [[part for whole in segment for part in whole.of(name)] for segment in self._segments]
-            self._apart[name] = self._kernels(own) if any(own) else []
+
+_Kernel = tuple[int | None, SegmentKernel]
+"""A kernel with the number of its rule; None: the average's."""
 
 
-def _run(kernels: Sequence[tuple[int | None, SegmentKernel]], numbers: Sequence[int], scalars: UpdateScalars) -> None:
+def _run(kernels: Sequence[_Kernel], numbers: Sequence[int], scalars: UpdateScalars) -> None:
     for rule, kernel in kernels:
         kernel.update(numbers, scalars if rule is None else scalars.of_rule(rule))
 
@@ -136,12 +153,14 @@ class BlockedUpdate:
         self._segments = [[block for part in segment for block in _blocks(part)] for segment in segments]
 
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
-        for batch in batches([block for number in numbers for block in self._segments[number]], lambda block: block):
-            update_class = batch[0].update_class
-            group = update_group(batch)
-            # a BF16 main grad is widened, which copies it
-            self._rule.apply(group, [b.main_grad.float() for b in batch], scalars.scaled(update_class.lr_factor))
-            store(batch, group)
+        chosen = [block for number in numbers for block in self._segments[number]]
+        for own, blocks in scalars.split(chosen, lambda block: block.name):
+            for batch in batches(blocks, lambda block: block):
+                group = update_group(batch)
+                # a BF16 main grad is widened, which copies it
+                grads = [block.main_grad.float() for block in batch]
+                self._rule.apply(group, grads, own.scaled(batch[0].update_class.lr_factor))
+                store(batch, group)
 
 
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:

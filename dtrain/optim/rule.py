@@ -200,6 +200,7 @@ class UpdateSlice:
         states: in the order of the rule's ``states``.
         replica: the masters are cast into it; None if it is a part of the masters' storage, or is cast later.
         average: moving average of the masters; None: none is kept.
+        name: of the only parameter in it, if that may have scalars of its own.
         parameters: name, first element and one past the last of each parameter, which lie apart only if they differ in
             their scalars; the last element includes padding, so that vectors of any cut begin at the same elements.
     """
@@ -211,6 +212,7 @@ class UpdateSlice:
     states: tuple[Tensor, ...]
     replica: Tensor | None
     average: Tensor | None = None
+    name: str = ""
     parameters: tuple[tuple[str, int, int], ...] = ()
 
     @property
@@ -229,17 +231,17 @@ class UpdateSlice:
             states=tuple(state[part] for state in self.states),
             replica=None if self.replica is None else self.replica[part],
             average=None if self.average is None else self.average[part],
+            name=self.name,
         )
 
-    def without(self, names: Collection[str]) -> list[UpdateSlice]:
-        """Returns the parts between the parameters called ``names``."""
-        cuts = [cut for name, *cut in self.parameters if name in names]
-        starts, stops = [0, *(stop for _, stop in cuts)], [*(start for start, _ in cuts), self.main_grad.numel()]
-        return [self.part(low, high) for low, high in zip(starts, stops, strict=True) if low < high] if cuts else [self]
-
-    def of(self, name: str) -> list[UpdateSlice]:
-        """Returns the part that is parameter ``name``, if it lies here."""
-        return [self.part(start, stop) for other, start, stop in self.parameters if other == name]
+    def split_at(self, names: Collection[str]) -> list[UpdateSlice]:
+        """Returns the parameters called ``names``, each with its name, and the parts between them."""
+        parts, cursor = [], 0
+        for name, start, stop in self.parameters:
+            if name in names:
+                parts += [self.part(cursor, start), replace(self.part(start, stop), name=name)]
+                cursor = stop
+        return [part for part in (*parts, self.part(cursor, self.main_grad.numel())) if part.main_grad.numel()]
 
     def cut(self, size: int) -> list[UpdateSlice]:
         """Returns parts of ``size`` elements, the last one shorter."""
