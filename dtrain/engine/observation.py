@@ -7,7 +7,8 @@ read, once after set-up and once after each load, so later steps pay nothing and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from dtrain.engine.parts.part import StepPart
-from dtrain.errors import ContractError
+from dtrain.errors import ContractError, UsageError
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.options import Recipe
@@ -39,12 +41,14 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     - PyTorch's own modules inside FP32 modules return FP32.
     - Modules of another 16-bit format than the modules around them run in that format, and so do norms, softmax and
       losses that a rule makes low-precision.
+    - No trained module runs inside a reentrant checkpoint that has no input with a gradient: it would never get one.
 
     Of compiled and scripted modules, only the parameters of those with a compiled forward are checked. Parameters that
     are read outside the module that owns them are not.
 
     Raises:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
+        UsageError: naming the module in the checkpoint.
     """
     # a tied parameter goes by its first name, as in the contract
     canonical = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
@@ -89,6 +93,8 @@ def _is_known(module: nn.Module) -> bool:
 def _check_parameters(
     names: Mapping[str, str], contract: Contract, nodes: list[Node], module: nn.Module, _: Any
 ) -> None:
+    if not torch.is_grad_enabled():
+        _check_checkpoint(names.values(), module)
     for local, parameter in module.named_parameters(recurse=has_compiled_forward(module)):
         name = names[local]
         want = contract.parameter_dtype(name)
@@ -102,6 +108,22 @@ def _check_parameters(
             node = get_gradient_edge(parameter).node
             node.register_prehook(partial(_check_gradient, name, want))
             nodes.append(node)
+
+
+def _check_checkpoint(names: Iterable[str], module: nn.Module) -> None:
+    """Checks that ``module`` does not lose its gradients in a reentrant checkpoint, whose forward has no graph."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    if frame is None or not any(p.requires_grad for p in module.parameters()):
+        return
+    inputs = [value for value in frame.f_locals["args"] if isinstance(value, Tensor)]
+    if not any(value.requires_grad for value in inputs):
+        raise UsageError(
+            f"'{next(iter(names))}' would never get a gradient: its {type(module).__name__} runs in a checkpoint with "
+            f"use_reentrant=True, none of whose {len(inputs)} input tensors needs a gradient, so it has no backward; "
+            f"pass use_reentrant=False to torch.utils.checkpoint.checkpoint"
+        )
 
 
 def _check_float8(name: str, recipe: Recipe | None, module: nn.Module, _: Any) -> None:

@@ -107,7 +107,7 @@ class StepEngine(EngineHooks):
             searches_backward=self.searches_backward,
         )
         compiled = compile_blocks(self.module, self.options, self.comm)
-        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, self.options)
+        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, self.comm, self.options)
         self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor, self._missed)
         self._finalizer = StepFinalizer(
             self.comm,

@@ -8,12 +8,14 @@ part. Else the other ranks' bits are read on the device, so the host does not wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.part import StepPart
 from dtrain.engine.request import StepOptions
@@ -23,6 +25,20 @@ from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.precision.fake import is_fake
 
+_NUM_LISTED = 8  # in the warning
+
+
+def whole_modules(names: Collection[str], everyone: Sequence[str]) -> list[str]:
+    """Returns the outermost modules that have parameters called ``names`` and no others, then the parameters beside."""
+    others = {"", *(name[:end] for name in everyone if name not in names for end in _ends(name))}
+    found = (next((name[:end] for end in _ends(name) if name[:end] not in others), name) for name in names)
+    return list(dict.fromkeys(found))
+
+
+def _ends(name: str) -> list[int]:
+    """Returns where the names of the modules around a parameter end, the outermost first."""
+    return [place for place, letter in enumerate(name) if letter == "."]
+
 
 class MissedUpdates(StepPart):
     """Counts the updates that each parameter has missed.
@@ -31,14 +47,23 @@ class MissedUpdates(StepPart):
         names: of the trained parameters, numbered as in ``monitor``.
         monitor: knows of which parameters this rank has a gradient.
         run: has the counts.
+        comm: the ranks.
         options: say whether a parameter without a gradient is left alone; else its gradient is zero.
 
     Attributes:
         num_words: number of :meth:`words`.
     """
 
-    def __init__(self, names: Sequence[str], monitor: GradientMonitor, run: RunState, options: StepOptions) -> None:
-        self._names, self._monitor, self._run = names, monitor, run
+    def __init__(
+        self,
+        names: Sequence[str],
+        monitor: GradientMonitor,
+        run: RunState,
+        comm: Communicator,
+        options: StepOptions,
+    ) -> None:
+        self._names, self._monitor, self._run, self._comm = names, monitor, run, comm
+        self._has_warned = False
         self.num_words = -(-len(names) // 64) if options.missing_grad == "skip" else 0
 
     def words(self) -> list[int]:
@@ -52,9 +77,18 @@ class MissedUpdates(StepPart):
     def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
         """Counts the parameters that an applied step left alone."""
         missed = self._run.missed_updates
-        for number in decision.missing(len(self._names)) if outcome.applied else ():
-            name = self._names[number]
+        names = [self._names[number] for number in decision.missing(len(self._names))] if outcome.applied else ()
+        for name in names:
             missed[name] = missed.get(name, 0) + 1
+        if outcome.applied and not self._has_warned:
+            self._has_warned = True
+            if names and self._comm.rank == 0:
+                listed = ", ".join(f"'{one}'" for one in whole_modules(names, self._names)[:_NUM_LISTED])
+                logger.warning(
+                    "%d of %d parameters got no gradient on any rank in the first step, and keep their values until "
+                    "they get one: %s%s",
+                    *(len(names), len(self._names), listed, ", ..." if len(names) > _NUM_LISTED else ""),
+                )
 
     def set_apart(self, scalars: UpdateScalars, decision: Decision) -> UpdateScalars:
         """Returns ``scalars`` with those of the parameters that they do not fit."""

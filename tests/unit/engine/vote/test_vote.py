@@ -91,7 +91,9 @@ def test_what_no_rank_has_received_is_missing(received: list[list[bool]]) -> Non
     for own in received:
         monitor = GradientMonitor(number)
         monitor.received[:] = own
-        words = MissedUpdates(["p"] * number, monitor, RunState("", 0), mock.Mock(missing_grad="skip")).words()
+        words = MissedUpdates(
+            ["p"] * number, monitor, RunState("", 0), mock.Mock(), mock.Mock(missing_grad="skip")
+        ).words()
         rows.append([*record().host.to_row(), *words, *record().device.to_row()])
     decision = decide(torch.tensor(rows, dtype=torch.int64))
     missing = [n for n in range(number) if not any(own[n] for own in received)]
