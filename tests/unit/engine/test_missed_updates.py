@@ -66,7 +66,9 @@ def start(way: str, *, is_frozen: bool = True, engine: str = "native") -> Any:
 def test_a_block_that_a_checkpoint_cuts_off_is_an_error_before_the_first_step(way: str, engine: str) -> None:
     model = start(way, engine=engine)
     before = model.master_state()
-    with pytest.raises(UsageError, match=r"'block\.0\.weight' would never get a gradient: its (FSDP)?Linear .*use_reentrant"):
+    with pytest.raises(
+        UsageError, match=r"'block\.0\.weight' would never get a gradient: its (FSDP)?Linear .*use_reentrant"
+    ):
         model(torch.arange(6))
     assert unchanged(model, before)
 
