@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import FP8BackendType
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from dtrain.config.engines import EngineConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.transport.own_groups import close_at_exit
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
@@ -83,7 +85,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         self._engine_options = {"engine": engine, "precision": self.policy, "max_grad_norm": None, **chosen}
         self._is_saving = False
         # accelerate would wrap forwards in autocast, and scale losses, in any other precision than this
+        has_group = dist.is_initialized()
         super().__init__(mixed_precision="no", **options)
+        if not has_group:
+            close_at_exit(dist.group.WORLD)  # accelerate destroys it in ``end_training`` only
         ranks = LaunchEnv.read().world_size
         if self.num_processes == 1 < ranks:
             raise ConfigError(

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -23,9 +24,10 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 import dtrain
 import dtrain.__main__
 from dtrain.__main__ import main
-from dtrain.distributed.startup import setup
 from dtrain.distributed.startup.setup import connect, disconnect
+from dtrain.distributed.transport import own_groups
 from dtrain.errors import DtrainError, LaunchError
+from dtrain.integrations.accelerate import Accelerator
 from dtrain.train import launcher
 from dtrain.train.launcher import exit_code
 from tests.helpers.launch import SMALL, command_line, fork_command, summary, write_samples
@@ -33,6 +35,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
+LONG_S = 60.0  # a group waits for others for 30 minutes
 SHORT = ("train.steps=2", "train.save_every=0", "train.eval_every=0", "checkpoint.save_at_end=false")
 
 
@@ -239,25 +242,80 @@ def test_no_thread_outlives_the_process_group() -> None:
     assert all(before > 0 == after for before, after in run_ranks(2, _threads_of_gloo))
 
 
-def leave(rank: int, world: int, port: int, fails: bool) -> tuple[bool, bool, bool]:
-    """Runs a rank's exit functions; returns whether its group was there before and after, and if it has waited."""
+def _begin(rank: int, world: int, port: int, maker: str) -> list[Callable[[], None]]:
+    """Takes a step over a group of ``maker``; returns the functions that are registered for the exit, first to last."""
     dist.destroy_process_group()  # a user's script has none
-    os.environ.update(meeting(port) | {"RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
+    os.environ.update(meeting(port) | {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)})
     functions: list[Callable[[], None]] = []
     with mock.patch.object(atexit, "register", lambda fn, *args: functions.append(partial(fn, *args))):
+        if maker == "accelerate":
+            Accelerator(cpu=True)
+        elif maker == "user":
+            dist.init_process_group("gloo")
         engine = dtrain.initialize(torch.nn.Linear(8, 8), precision="fp32", seed=0)
+        engine.prepare_saves()  # makes a second group
     engine.backward(engine(torch.ones(2, 8)).square().mean())
     engine.step()
-    before = dist.is_initialized()
+    return [*reversed(functions), own_groups._let_threads_release]
+
+
+def _leave(rank: int, world: int, port: int, maker: str, fails: bool) -> tuple[bool, int, bool]:
+    """Runs a rank's exit functions; returns whether its group was there, how many are left, and if that was soon."""
+    functions = _begin(rank, world, port, maker)
+    before, work = dist.is_initialized(), None
     if fails:
         sys.last_value = ZeroDivisionError("on purpose")
+        if rank == 0:  # rank 1 never joins it
+            work = dist.all_reduce(torch.ones(3), async_op=True)
     began = time.monotonic()
-    for function in (*reversed(functions), setup._let_gloo_release):
+    for function in functions:
         function()
-    return before, dist.is_initialized(), time.monotonic() - began >= setup._RELEASE_S
+    left = len(dist.distributed_c10d._world.pg_map)
+    del work
+    return before, left, time.monotonic() - began < LONG_S
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_exit_functions_end_the_group_that_initialize_made(fails: bool) -> None:
-    """After an exception it stays, for the other ranks may never answer, and gloo's threads get time to release."""
-    assert run_ranks(2, leave, free_port(), fails, fresh=True) == [(True, fails, fails)] * 2
+@pytest.mark.parametrize("maker", ["initialize", "accelerate", "user"])
+def test_exit_functions_end_the_groups_that_dtrain_made(maker: str, fails: bool) -> None:
+    """Also after an exception, without a wait for the other ranks; a group of the user stays."""
+    left = run_ranks(2, _leave, free_port(), maker, fails, fresh=True)
+    assert left == [(True, int(maker == "user"), True)] * 2
+
+
+def _fork_and_end(rank: int, world: int, port: int) -> list[Any]:
+    functions = _begin(rank, world, port, "initialize")
+    child = os.fork()
+    if child == 0:
+        for function in functions:  # of a script that ends
+            function()
+        os._exit(5 if dist.is_initialized() else 1)
+    deadline = time.monotonic() + LONG_S
+    ended = os.waitpid(child, os.WNOHANG)
+    while not ended[0] and time.monotonic() < deadline:
+        time.sleep(0.02)
+        ended = os.waitpid(child, os.WNOHANG)
+    if not ended[0]:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    sums = torch.ones(1)
+    dist.all_reduce(sums)
+    return [os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", sums.item()]
+
+
+def test_a_forked_process_leaves_the_group_to_its_parent() -> None:
+    """It has none of the threads that an end of the group waits for."""
+    assert run_ranks(2, _fork_and_end, free_port(), fresh=True) == [[5, 2.0]] * 2
+
+
+def test_the_exit_waits_for_threads_of_gloo_that_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has not dropped its tensor when the interpreter ends would abort the process."""
+    states = iter([["S", "R"], ["S", "S"], ["S", "S"], ["R", "S"], ["S", "S"], ["S", "S"], ["S", "S"], ["S", "S"], []])
+    monkeypatch.setattr(own_groups, "_gloo_threads", lambda: next(states))
+    own_groups._let_threads_release()
+    assert list(states) == [[]]
+    monkeypatch.setattr(own_groups, "_gloo_threads", lambda: ["R"])
+    monkeypatch.setattr(own_groups, "_LIMIT_S", 0.1)
+    began = time.monotonic()
+    own_groups._let_threads_release()
+    assert 0.1 <= time.monotonic() - began < 5

@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import atexit
 import errno
 import ipaddress
 import os
 import socket
-import sys
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _abort_process_group
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.descriptors import reserve_descriptors
+from dtrain.distributed.transport.own_groups import close_at_exit, destroy
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.distributed.transport.sockets import interface_address
 from dtrain.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
-
-_RELEASE_S = 0.2  # a thread that gets no processor for longer can still abort a failed rank at exit
 
 
 def choose_device(name: str, local_rank: int) -> torch.device:
@@ -82,7 +78,7 @@ def connect(
     because keys left by an earlier attempt would hang gloo's rendezvous.
 
     ``shared_memory`` lets CPU ranks of one host read each other's buffers, if the system allows it. A group made here
-    is destroyed with the interpreter, unless :func:`disconnect` did so before or the program ends by an exception.
+    is destroyed at exit, unless the program does so before: [Note: groups at exit].
 
     Raises:
         ConfigError: the environment names several ranks but no address to meet at, they need more connections than the
@@ -112,9 +108,8 @@ def connect(
         reserve_descriptors(env.world_size)
     store = PrefixStore(f"dtrain/{env.restart_count}/{job}", _meet(env, timeout))
     dist.init_process_group(_backend(device), store=store, rank=env.rank, world_size=env.world_size, timeout=timeout)
-    comm = make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
-    atexit.register(_leave, comm)
-    return comm
+    close_at_exit(dist.group.WORLD)
+    return make_communicator(dist.group.WORLD, device, shared_memory=shared_memory)
 
 
 def connect_by_file(store: str, rank: int, world_size: int, device: torch.device, timeout_s: float = 600.0) -> None:
@@ -129,6 +124,7 @@ def connect_by_file(store: str, rank: int, world_size: int, device: torch.device
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
     )
+    close_at_exit(dist.group.WORLD)
 
 
 def ensure_process_group(device: torch.device) -> None:
@@ -148,7 +144,7 @@ def ensure_process_group(device: torch.device) -> None:
             del os.environ["GLOO_SOCKET_IFNAME"]
         else:
             os.environ["GLOO_SOCKET_IFNAME"] = interface
-    atexit.register(disconnect)
+    close_at_exit(dist.group.WORLD)
 
 
 def _make_current(device: torch.device) -> None:
@@ -263,46 +259,7 @@ def _check_backend(device: torch.device) -> None:
         )
 
 
-def _leave(comm: Communicator) -> None:
-    """Destroys the process group at exit: a gloo thread that holds a tensor would abort the interpreter.
-
-    After an uncaught exception the other ranks may never answer, so the group stays: see :func:`_let_gloo_release`.
-    """
-    if not hasattr(sys, "last_value"):
-        comm.release()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-_failed = False  # whether this process has left a group after a failure
-
-
-@atexit.register  # on import: exit functions that are registered later, by users of a group, are called before it
-def _let_gloo_release() -> None:
-    """Waits, after a failure, until gloo's threads have released the tensors of collectives that have ended.
-
-    The release of a tensor's last reference takes the interpreter's lock. Before Python 3.14 (gh-87135), a thread that
-    waits for the lock while the interpreter ends aborts the process: its exit code would be -6 instead of 1. The
-    tensors of collectives in flight have other references, in the engine and in the traceback.
-    """
-    if _failed or (dist.is_initialized() and hasattr(sys, "last_value")):
-        time.sleep(_RELEASE_S)
-
-
 def disconnect(*, failed: bool = False) -> None:
-    """Destroys the process group.
-
-    Args:
-        failed: this rank has failed. NCCL would first wait for the collectives in flight, which the other ranks may
-            never join, and so hide the error; they are aborted instead.
-    """
-    global _failed
-    atexit.unregister(_leave)  # the user's next group is not dtrain's to destroy
-    if not dist.is_initialized():
-        return
-    _failed |= failed
-    if failed and "nccl" in dist.get_backend_config():
-        with suppress(RuntimeError):  # the error that made this rank fail comes first
-            _abort_process_group()
-    else:
-        dist.destroy_process_group()
+    """Destroys the process groups, if there are any; ``failed``: as in :func:`destroy`."""
+    if dist.is_initialized():
+        destroy(failed=failed)

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,13 +22,12 @@ from dtrain.distributed.communicator import Handle
 from dtrain.distributed.schedule import Collective, CollectiveSchedule
 from dtrain.distributed.transport.connections import Connections
 from dtrain.distributed.transport.messages import MAX_PAYLOAD_BYTES, Message
+from dtrain.distributed.transport.own_groups import end_connections
 from dtrain.distributed.transport.pipes import Pipes
 from dtrain.distributed.transport.process_group import Choose, ProcessGroup
 from dtrain.distributed.transport.shared_memory import try_on_every_rank
 from dtrain.distributed.transport.sockets import Sockets
 from dtrain.errors import CommunicationError, DtrainError
-
-_TAG = 0x64747261  # of a receive: unlikely to be a user's
 
 
 class GlooGroup(ProcessGroup):
@@ -132,7 +129,8 @@ class GlooGroup(ProcessGroup):
     def close_failed(self, failure: DtrainError) -> None:
         self.messages.close_failed(failure)
         if self.process_group is not None:
-            _close_gloo(self.process_group, failure)
+            _failures[self.process_group] = failure
+            end_connections(self.process_group)
 
     def failure_of_others(self) -> DtrainError | None:
         return self.messages.failure_of_others()
@@ -171,16 +169,6 @@ class _AgreedWork:
 
 
 _failures: WeakKeyDictionary[dist.ProcessGroup, DtrainError] = WeakKeyDictionary()
-
-
-def _close_gloo(group: dist.ProcessGroup, failure: DtrainError) -> None:
-    """Ends gloo's connections of ``group``, so that all that wait for this rank fail; gloo's own ``abort`` does not."""
-    _failures[group] = failure
-    nothing = torch.empty(1, dtype=torch.uint8)
-    with suppress(RuntimeError):  # a receive that times out breaks all pairs of its context
-        group.recv([nothing], (dist.get_rank(group) + 1) % dist.get_world_size(group), _TAG).wait(
-            timedelta(milliseconds=1)
-        )
 
 
 def _require_open(group: dist.ProcessGroup) -> None:

@@ -7,8 +7,6 @@ reduce-scatter, which blocks its caller.
 
 from __future__ import annotations
 
-import atexit
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -33,6 +31,7 @@ from dtrain.distributed.schedule import Collective, CollectiveSchedule, Waiting
 from dtrain.distributed.transport.all_to_all_exchange import AllToAllExchange
 from dtrain.distributed.transport.descriptors import reserve_descriptors
 from dtrain.distributed.transport.gradient_buffers import MAX_BYTES_IN_FLIGHT
+from dtrain.distributed.transport.own_groups import close_at_exit, uses_group
 from dtrain.distributed.transport.sums import sum_in_order
 from dtrain.errors import CommunicationError, ConfigError
 
@@ -85,6 +84,7 @@ class ProcessGroup(Communicator):
         self.schedule = CollectiveSchedule() if schedule is None else schedule
         self._row_sums: list[_RowSum] = []  # in flight, in their order
         self._axes: dict[int, tuple[Communicator, Communicator]] = {}  # by shard size
+        uses_group(self)
 
     def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -200,6 +200,8 @@ class ProcessGroup(Communicator):
                 dist.new_group(ranks, timeout=timeout, backend=backend.name(), use_local_synchronization=True)
                 for ranks in (everyone[first : first + shard_size], everyone[self.rank - first :: shard_size])
             )
+            close_at_exit(shard)
+            close_at_exit(replicate)
             known[shard_size] = shard, replicate
         return known[shard_size]
 
@@ -212,8 +214,7 @@ class ProcessGroup(Communicator):
             on_every_rank(self, "", partial(reserve_descriptors, self.world_size), ConfigError)
             with self.waiting(self.schedule.current("a second process group")):
                 second = dist.new_group(dist.get_process_group_ranks(group), timeout=timeout, backend="gloo")
-            if not _siblings:
-                atexit.register(_end_siblings)
+            close_at_exit(second)
             _siblings[group] = self._choose(second, torch.device("cpu"), shared_memory=False)
         return _siblings[group]
 
@@ -287,17 +288,3 @@ _axis_groups: WeakKeyDictionary[dist.ProcessGroup, dict[int, tuple[dist.ProcessG
 def _num_groups() -> int:
     """Returns the number of process groups that this rank is a member of."""
     return len(dist.distributed_c10d._world.pg_names)
-
-
-def _end_siblings() -> None:
-    """Destroys the siblings at exit: a gloo thread that holds the last tensor of a save would abort the interpreter.
-
-    A script that made the process group itself does not know of these. After an uncaught exception they stay, because
-    the other ranks may never answer; ``setup`` waits for their threads.
-    """
-    atexit.unregister(_end_siblings)
-    while _siblings and not hasattr(sys, "last_value"):
-        _, sibling = _siblings.popitem()
-        group, sibling.process_group = sibling.process_group, None
-        if group is not None and dist.is_initialized():
-            dist.destroy_process_group(group)

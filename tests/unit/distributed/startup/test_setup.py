@@ -20,6 +20,7 @@ import torch.distributed as dist
 from dtrain.distributed.startup import launch_env, setup
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import connect, connect_by_file, disconnect, processes_to_start
+from dtrain.distributed.transport import own_groups
 from dtrain.distributed.transport.descriptors import reserve_descriptors
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import ConfigError
@@ -244,15 +245,14 @@ def test_a_failed_rank_waits_for_no_collective_of_nccl(backends: str, failed: bo
     """``destroy_process_group`` waits for the kernels in flight, which other ranks may never join."""
     ends = []
 
-    def abort() -> None:
+    def abort(group: Any) -> None:
         ends.append("aborted")
         raise RuntimeError("a second error must not hide the first")
 
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("destroyed"))
-    monkeypatch.setattr(setup, "_abort_process_group", abort)
-    monkeypatch.setattr(setup, "_failed", False)  # restored, so that the tests end without a wait
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda group: ends.append("destroyed"))
+    monkeypatch.setattr(own_groups, "_abort_process_group", abort)
     disconnect(failed=failed)
     assert ends == [end]
 
