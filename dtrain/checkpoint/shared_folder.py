@@ -1,4 +1,8 @@
-"""Waits for files that another rank has created, and that a shared folder shows to this host only later.
+"""The folder that all ranks share: they name the same one, and wait for files that its cache shows only later.
+
+[Note: one folder] All ranks give one folder, by the same absolute path or by links to the same one. A folder that hosts
+mount at different paths needs one name, such as a symbolic link on each: nothing else tells at once that two texts of
+different hosts mean the same.
 
 [Note: cached names] A network file system may remember for a minute that a name does not exist (NFS: ``acdirmax``). So
 once a rank has reported by message that a file exists, another rank that does not see it looks again, for longer than
@@ -12,7 +16,7 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -24,7 +28,37 @@ Result = TypeVar("Result")
 
 LIMIT_S = 90.0
 """Seconds after which a file does not exist; by default, NFS keeps names for at most 60."""
+_LISTED = 8  # folders in a message
 _PAUSES_S = (0.02, 1.0)  # the first one, and the longest
+
+
+def folder_names(path: Path) -> tuple[str, str]:
+    """Returns the absolute path of a folder, and the one without links; :func:`require_one_folder` compares them."""
+    return os.path.abspath(path), os.path.realpath(path)
+
+
+def require_one_folder(what: str, names: Sequence[Sequence[str]]) -> None:
+    """Checks that all ranks were given the same folder: [Note: one folder].
+
+    Args:
+        what: the work, for the message.
+        names: :func:`folder_names` of every rank, in rank order.
+
+    Raises:
+        CheckpointError: names the ranks and their folders.
+    """
+    ranks: dict[str, list[str]] = {}
+    for rank, (text, real) in enumerate(names):
+        if text != names[0][0] and real != names[0][1]:
+            ranks.setdefault(text, []).append(str(rank))
+    if ranks:
+        others = [f"{folder} on rank {', '.join(own)}" for folder, own in ranks.items()]
+        more = f", and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
+        raise CheckpointError(
+            f"{what}: the ranks were given different folders, {names[0][0]} on rank 0, {', '.join(others[:_LISTED])}"
+            f"{more}; give all ranks the same one (a relative path counts from a rank's working directory; if hosts "
+            f"mount it at different paths, name a symbolic link that each of them has)"
+        )
 
 
 def is_unseen(error: Exception) -> bool:

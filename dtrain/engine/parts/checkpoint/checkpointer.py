@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.format.training_state import KEYED_BY
+from dtrain.checkpoint.shared_folder import folder_names, require_one_folder
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.engine.arguments import checked_metrics
@@ -84,12 +85,14 @@ class Checkpointer(StepPart):
         self.wait()
         snapshots: list[Snapshot] = []
 
-        def take() -> None:
+        def take() -> tuple[str, str]:
             snapshot = self._snapshot(extra or {}, config or {}, metrics or {})
             snapshots.append(replace(snapshot, expected=expected or {}))
+            return folder_names(directory)
 
         # agreed on before the save: a rank without a snapshot would leave the others waiting in its collectives
-        on_every_rank(self._comm, f"saving step {self._run.attempted_steps}", take, CheckpointError)
+        what = f"saving step {self._run.attempted_steps}"
+        require_one_folder(what, on_every_rank(self._comm, what, take, CheckpointError))
         save = self._saver.start if asynchronous else self._saver.save
         return save(directory, snapshots[0], retention)
 
@@ -172,6 +175,8 @@ class Checkpointer(StepPart):
         The compute weights are not refreshed.
         """
         self.wait()
+        what = "loading a checkpoint"  # the same on all ranks, whose paths may differ
+        require_one_folder(what, on_every_rank(self._comm, what, lambda: folder_names(path), CheckpointError))
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         training_state(reader)
