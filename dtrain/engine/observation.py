@@ -103,7 +103,9 @@ def _check_parameters(
                 f"in the forward of {type(module).__name__}, parameter '{name}' is {parameter.dtype}; the contract "
                 f"says {want}"
             )
-        if parameter.requires_grad and torch.is_grad_enabled():
+        # not inside torch.func's transforms, whose graph is their own
+        in_transform = torch._C._are_functorch_transforms_active()
+        if parameter.requires_grad and torch.is_grad_enabled() and not in_transform:
             # before accumulation, which may cast the gradient
             node = get_gradient_edge(parameter).node
             node.register_prehook(partial(_check_gradient, name, want))

@@ -5,13 +5,18 @@ run in FP32. PyTorch's lists differ between CPU and CUDA and both have gaps: sof
 on CPU, and ``linalg`` raises on CUDA. Kernels registered under the device's autocast dispatch key fill the gaps, also
 for composite functions (attention with weights, ``gumbel_softmax``, ``torch.det``). The kernels act only inside
 :func:`enabled`; elsewhere autocast is unchanged.
+
+[Note: FP32 beside 16 bits] Norms return FP32, but parameters, and what a model creates from them, have 16 bits, where
+plain autocast has FP32 for both. Most elementwise operations promote such a pair. Those that refuse it, or that take a
+number beyond the range of 16 bits, such as the minimum of FP32 in a mask, are adapted here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -46,7 +51,15 @@ _PRODUCTS = (
     *("mv", "addmv", "addr", "dot", "vdot", "bilinear", "chain_matmul", "linalg_multi_dot"),
     *("gru_cell", "lstm_cell", "rnn_tanh_cell", "rnn_relu_cell"),
 )
+_WRITES = ("index_add", "index_copy", "index_put", "scatter.src", "scatter_add", "scatter_reduce.two", "masked_scatter")
+_PROMOTED = (*_WRITES, "lerp.Scalar", "lerp.Tensor", "complex", "polar", "linalg_cross", "isclose")
+_FILLS = (
+    *("masked_fill.Scalar", "masked_fill.Tensor", "index_fill.int_Scalar", "scatter.value", "clamp"),
+    *("clamp_min", "clamp_max"),
+)
+_FILLS_OUT_OF_PLACE = ("full_like", "new_full", "where.ScalarOther", "where.ScalarSelf", "constant_pad_nd")
 _REDUCED_PRECISION = (torch.bfloat16, torch.float16)
+_FP16_MAX = torch.finfo(torch.float16).max
 _FLOATS = (*_REDUCED_PRECISION, torch.float32)
 
 # nesting depth of `enabled`. A global, because backward runs in threads of its own; no second forward runs meanwhile
@@ -104,22 +117,36 @@ def _register(device_type: str) -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     key = f"Autocast{device_type.upper()}"
 
-    def fill_gaps(names: tuple[str, ...], cast: Callable[[Any], Any]) -> None:
+    def fill_gaps(names: Iterable[str], kernel: Callable[[str], Callable[..., Any]]) -> None:
         for name in names:
             if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key):
-                library.impl(name, _casting(name, cast, device_type), key, with_keyset=True)
+                library.impl(name, kernel(name), key, with_keyset=True)
 
-    fill_gaps(_FP32, to_fp32)
-    fill_gaps(_PRODUCTS, lambda value: _to_autocast_dtype(value, device_type))
+    fill_gaps(_FP32, lambda name: _casting(name, to_fp32, device_type))
+    fill_gaps(_PRODUCTS, lambda name: _casting(name, partial(_to_autocast_dtype, device_type=device_type), device_type))
+    fill_gaps(_PROMOTED, lambda name: _adapting(name, _promoted, device_type))
+    fill_gaps(map(_in_place, _WRITES), lambda name: _adapting(name, _in_dtype_of_first, device_type))
+    fills = (*_FILLS, *map(_in_place, _FILLS), *_FILLS_OUT_OF_PLACE, "fill_.Scalar")
+    fill_gaps(fills, lambda name: _adapting(name, _in_range, device_type))
     if device_type == "cpu":
         library.impl("embedding", _embedding, key)
     return library  # cached, because the registration ends with it
 
 
-def _casting(name: str, cast: Callable[[Any], Any], device_type: str) -> Callable[..., Any]:
+def _in_place(name: str) -> str:
+    op, dot, overload = name.partition(".")
+    return f"{op}_{dot}{overload}"
+
+
+def _below_autocast(name: str, device_type: str) -> tuple[Any, Any]:
+    """Returns the operation called ``name`` and the dispatch keys of what follows autocast."""
     op, _, overload = name.partition(".")
-    function = getattr(getattr(torch.ops.aten, op), overload or "default")
     below = torch._C._dispatch_keyset_full_after(getattr(torch._C.DispatchKey, f"Autocast{device_type.upper()}"))
+    return getattr(getattr(torch.ops.aten, op), overload or "default"), below
+
+
+def _casting(name: str, cast: Callable[[Any], Any], device_type: str) -> Callable[..., Any]:
+    function, below = _below_autocast(name, device_type)
 
     def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
         if not _depth:
@@ -140,6 +167,59 @@ def _to_autocast_dtype(value: Any, device_type: str) -> Any:
     if isinstance(value, (list, tuple)):
         return [_to_autocast_dtype(item, device_type) for item in value]
     return value
+
+
+def _adapting(name: str, adapt: Callable[..., tuple[Any, Any]], device_type: str) -> Callable[..., Any]:
+    function, below = _below_autocast(name, device_type)
+
+    def kernel(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if _depth:  # [Note: FP32 beside 16 bits]
+            args, kwargs = adapt(args, kwargs)
+        return function.redispatch(keys & below, *args, **kwargs)
+
+    return kernel
+
+
+def _promoted(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Casts floating tensors of different dtypes to the widest of them."""
+    dtypes = {value.dtype for value in args if isinstance(value, Tensor) and value.dtype in _FLOATS}
+    return (_to_dtype(args, torch.float32), kwargs) if len(dtypes) > 1 else (args, kwargs)
+
+
+def _in_dtype_of_first(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Casts what is written into a tensor, the first argument, to its dtype."""
+    dtype = args[0].dtype
+    return (_to_dtype(args, dtype), kwargs) if dtype in _FLOATS else (args, kwargs)
+
+
+def _to_dtype(values: Any, dtype: torch.dtype) -> list[Any]:
+    return [v.to(dtype) if isinstance(v, Tensor) and v.dtype in _FLOATS and v.dtype != dtype else v for v in values]
+
+
+def _in_range(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Replaces finite numbers beyond the range of the tensor that they fill by its lowest or largest number."""
+    if not any(map(_may_overflow, args)):  # keyword arguments arrive as positional ones, if they have a place
+        return args, kwargs
+    own = (value.dtype for value in args if isinstance(value, Tensor) and value.is_floating_point())
+    dtype = kwargs.get("dtype") or next(own, None)
+    if dtype not in _REDUCED_PRECISION:
+        return args, kwargs
+    low, high = torch.finfo(dtype).min, torch.finfo(dtype).max
+
+    def saturate(value: Any) -> Any:
+        if not _may_overflow(value):
+            return value
+        if isinstance(value, float):
+            return min(max(value, low), high)
+        return torch.where(value.isfinite(), value.clamp(low, high), value)
+
+    return [saturate(value) for value in args], kwargs
+
+
+def _may_overflow(value: Any) -> bool:
+    if isinstance(value, float):
+        return _FP16_MAX < abs(value) < math.inf
+    return isinstance(value, Tensor) and value.dtype == torch.float32 and not value.dim()
 
 
 def _embedding(weight: Tensor, indices: Tensor, *args: Any, **kwargs: Any) -> Tensor:

@@ -5,6 +5,7 @@ from tests.engines.checks import (  # noqa: F401
     checkpoints,
     float8,
     missing_gradients,
+    modules,
     optimizers,
     skips,
     training,

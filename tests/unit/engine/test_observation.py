@@ -129,6 +129,35 @@ def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> N
     later.float().sum().backward()
 
 
+class InTransform(nn.Module):
+    """Calls a module inside a transform of torch.func."""
+
+    def __init__(self, transform: Callable[..., Any]) -> None:
+        super().__init__()
+        self.inner, self.transform = nn.Linear(8, 8), transform
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.transform(self.inner, x)
+        return output
+
+
+TRANSFORMS: dict[str, Callable[..., Any]] = {
+    "jvp": lambda module, x: torch.func.jvp(module, (x,), (torch.ones_like(x),))[1],
+    "vjp": lambda module, x: torch.func.vjp(module, x)[0],
+    "grad": lambda module, x: torch.func.grad(lambda t: module(t).float().square().sum())(x),
+    "vmap": lambda module, x: torch.vmap(module)(x),
+    "jacrev": lambda module, x: torch.func.jacrev(module)(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_a_module_inside_a_transform_of_torch_func_is_called_as_ever(name: str) -> None:
+    model, contract, autocast = prepared(InTransform(TRANSFORMS[name]))
+    run(model, contract, autocast).float().square().sum().backward()
+    assert model.inner.weight.grad is not None
+    assert model.inner.weight.grad.any()
+
+
 def test_what_a_user_adds_is_not_checked() -> None:
     model, contract, autocast = prepared(mlp())
     with torch.no_grad():

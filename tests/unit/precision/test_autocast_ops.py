@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, linalg
+from torch import Tensor, linalg, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dtrain.precision import autocast_ops
@@ -146,6 +147,112 @@ def test_explicit_dtypes_and_elementwise_operations_are_unchanged() -> None:
         assert (narrow + narrow).dtype == BF16
 
 
+LOWEST = torch.finfo(FP32).min
+MASK, ROWS = torch.eye(4, dtype=torch.bool), torch.zeros(4, dtype=torch.long)
+FILLS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "masked_fill": lambda x, value: x.masked_fill(MASK, value),
+    "masked_fill_": lambda x, value: x.masked_fill_(MASK, value),
+    "masked_fill by a tensor": lambda x, value: x.masked_fill(MASK, torch.tensor(value)),
+    "masked_fill_ by a tensor": lambda x, value: x.masked_fill_(MASK, torch.tensor(value)),
+    "fill_": lambda x, value: x.fill_(value),
+    "fill_diagonal": lambda x, value: x.index_fill(0, ROWS[:1], value),
+    "full_like": torch.full_like,
+    "new_full": lambda x, value: x.new_full((2,), value),
+    "full": lambda x, value: torch.full((2,), value, dtype=x.dtype),
+    "where": lambda x, value: torch.where(MASK, x, value),
+    "where, the other way": lambda x, value: torch.where(MASK, value, x),
+    "scatter_": lambda x, value: x.scatter_(0, ROWS[None], value),
+    "pad": lambda x, value: F.pad(x, (1, 0), value=value),
+    "init.constant_": nn.init.constant_,
+}
+CLAMPS: dict[str, Callable[[Tensor], Tensor]] = {
+    "clamp": lambda x: x.clamp(LOWEST, -LOWEST),
+    "clamp, by name": lambda x: x.clamp(max=-LOWEST),
+    "clamp_": lambda x: x.clamp_(min=LOWEST),
+    "clamp_min": lambda x: x.clamp_min(LOWEST),
+    "clip": lambda x: x.clip(LOWEST),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_a_fill_value_beyond_the_range_of_16_bits_is_their_lowest_number(dtype: torch.dtype) -> None:
+    info = torch.finfo(dtype)
+    with autocast("cpu", dtype), autocast_ops.enabled("cpu"):
+        for name, fill in FILLS.items():
+            for value, expected in ((LOWEST, info.min), (-LOWEST, info.max), (-torch.inf, -torch.inf), (-2.0, -2.0)):
+                filled = fill(torch.zeros(4, 4, dtype=dtype), value)
+                assert (filled.dtype, filled.float().flatten().abs().max().item()) == (dtype, abs(expected)), name
+                assert filled.float().sum().sign() == math.copysign(1, expected), name
+        for name, clamp in CLAMPS.items():
+            assert torch.equal(clamp(torch.ones(4, dtype=dtype)), torch.ones(4, dtype=dtype)), name
+        assert torch.zeros(4).masked_fill_(MASK[0], LOWEST).min() == LOWEST, "FP32 has the range"
+        assert torch.zeros(4, dtype=torch.float64).fill_(-1e300).min() == -1e300
+        assert torch.full_like(torch.ones(4, dtype=dtype), LOWEST, dtype=FP32).min() == LOWEST
+        assert torch.arange(4).masked_fill(MASK[0], 9).tolist() == [9, 1, 2, 3]
+    with autocast("cpu", dtype), pytest.raises(RuntimeError, match="without overflow"):
+        torch.zeros(4, 4, dtype=dtype).masked_fill(MASK, LOWEST)  # a user's own autocast
+
+
+def rows(x: Tensor) -> Tensor:
+    return torch.zeros(4, dtype=torch.long, device=x.device)
+
+
+def mask(x: Tensor) -> Tensor:
+    return torch.eye(4, dtype=torch.bool, device=x.device)
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add": lambda x, source: x.index_add(0, rows(x), source),
+    "index_copy": lambda x, source: x.index_copy(0, rows(x), source),
+    "index_put": lambda x, source: x.index_put((rows(x),), source),
+    "scatter": lambda x, source: x.scatter(0, rows(x).unsqueeze(1).expand(4, 4), source),
+    "scatter_add": lambda x, source: x.scatter_add(0, rows(x).unsqueeze(1).expand(4, 4), source),
+    "scatter_reduce": lambda x, source: x.scatter_reduce(0, rows(x).unsqueeze(1).expand(4, 4), source, "amax"),
+    "masked_scatter": lambda x, source: x.masked_scatter(mask(x), source),
+    "lerp": lambda x, source: x.lerp(source, 0.5),
+    "lerp by a tensor": lambda x, source: x.lerp(source, source),
+    "cross": lambda x, source: linalg.cross(x.narrow(1, 0, 3), source.narrow(1, 0, 3)),
+}
+WRITES_IN_PLACE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "index_add_": lambda x, source: x.index_add_(0, rows(x), source),
+    "index_copy_": lambda x, source: x.index_copy_(0, rows(x), source),
+    "x[rows] = source": lambda x, source: setitem(x, rows(x), source),
+    "x[mask] = source": lambda x, source: setitem(x, mask(x), source[0]),
+    "scatter_": lambda x, source: x.scatter_(0, rows(x).unsqueeze(1).expand(4, 4), source),
+    "scatter_add_": lambda x, source: x.scatter_add_(0, rows(x).unsqueeze(1).expand(4, 4), source),
+    "scatter_reduce_": lambda x, source: x.scatter_reduce_(0, rows(x).unsqueeze(1).expand(4, 4), source, "sum"),
+    "masked_scatter_": lambda x, source: x.masked_scatter_(mask(x), source),
+}
+
+
+def setitem(x: Tensor, index: Tensor, source: Tensor) -> Tensor:
+    x[index] = source
+    return x
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_tensors_of_16_and_of_32_bits_meet(device: str) -> None:
+    with FakeTensorMode() if device == "cuda" else nullcontext(), autocast(device), autocast_ops.enabled(device):
+        for dtypes in ((BF16, FP32), (FP32, BF16), (BF16, BF16), (torch.float64, torch.float64)):
+            for name, write in (WRITES | WRITES_IN_PLACE).items():
+                if device == "cuda" and name.startswith("x["):
+                    continue  # indexing needs a device
+                x, source = (torch.ones(4, 4, dtype=dtype, device=device) for dtype in dtypes)
+                expected = dtypes[0] if name in WRITES_IN_PLACE or dtypes[0] == dtypes[1] else FP32
+                assert write(x, source).dtype == expected, (name, dtypes)
+
+
+def test_their_gradients_have_their_own_dtypes() -> None:
+    x, source = torch.ones(4, 4, dtype=BF16, requires_grad=True), torch.ones(4, 4, requires_grad=True)
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        (x * 2).index_add_(0, ROWS, source).masked_fill(MASK, LOWEST).clamp(-1).float().sum().backward()
+    assert x.grad is not None
+    assert source.grad is not None
+    assert (x.grad.dtype, source.grad.dtype) == (BF16, FP32)
+    assert torch.equal(x.grad, 2 * ~MASK)
+    assert torch.equal(source.grad, (~MASK[0]).float().expand(4, 4))
+
+
 def test_a_sum_of_many_does_not_overflow_fp16() -> None:
     x = torch.full((70_000,), 1.0, dtype=FP16)
     with autocast("cpu", FP16), autocast_ops.enabled("cpu"):
@@ -189,3 +296,15 @@ def test_compiled_code_gives_the_same_dtypes() -> None:
     with autocast("cpu"), autocast_ops.enabled("cpu"):
         assert compiled(x).dtype == FP32
         assert torch.equal(compiled(x), function(x))
+
+
+def test_compiled_code_fills_and_writes_alike() -> None:
+    def function(x: Tensor, source: Tensor) -> Tensor:
+        out = x.new_zeros(4, 4).index_add_(0, ROWS, source)
+        return torch.where(MASK, out.masked_fill(MASK, LOWEST), x.clamp(LOWEST))
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    with autocast("cpu"), autocast_ops.enabled("cpu"):
+        inputs = torch.eye(4, dtype=BF16), torch.ones(4, 4)
+        assert compiled(*inputs).dtype == BF16
+        assert torch.equal(compiled(*inputs), function(*inputs))
