@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from dtrain.checkpoint.format.integrity import (
 )
 from dtrain.checkpoint.format.manifest import FileEntry, Manifest, TensorEntry, check_tiling
 from dtrain.checkpoint.format.safetensors_file import StoredTensor
+from dtrain.checkpoint.names import plain_names
 from dtrain.checkpoint.read_targets import PartialRead, ReadTarget, fill, partial_reads
 from dtrain.checkpoint.shared_folder import is_unseen, reopen_folders, until_seen
 from dtrain.checkpoint.snapshot import TensorShard
@@ -59,8 +61,16 @@ class CheckpointReader:
         self.tensors: tuple[TensorEntry, ...] = manifest.tensors
         self.training = manifest.training
         self._manifest = manifest
+        self._index = manifest.index
         self._files = {file.name: file for file in manifest.files}
         self._stored: dict[str, dict[str, StoredTensor]] = {}
+
+    def take_names(self, names: Iterable[str]) -> None:
+        """Gives the tensors the ``names`` of a model, in which other wrappers may stand than in the saved ones."""
+        own = {plain: name for name, plain in plain_names(names).items()}
+        saved = plain_names({tensor.name for tensor in self.tensors})
+        self.tensors = tuple(replace(t, name=own.get(saved[t.name], t.name)) for t in self.tensors)
+        self._index = {(tensor.kind, tensor.name): tensor for tensor in self.tensors}
 
     def require_kinds(self, known: Iterable[str]) -> None:
         """Raises ``CheckpointError`` if the checkpoint holds a kind of tensor that is not among ``known``."""
@@ -107,7 +117,7 @@ class CheckpointReader:
             self._read_file(self._files[name], parts)
 
     def _entry(self, kind: str, name: str) -> TensorEntry:
-        entry = self._manifest.index.get((kind, name))
+        entry = self._index.get((kind, name))
         if entry is None:
             hint = nearest(name, (tensor.name for tensor in self.tensors if tensor.kind == kind))
             raise CheckpointError(f"{self.path} holds no {kind}:{name}{hint}")

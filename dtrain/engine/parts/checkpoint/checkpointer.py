@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import AsyncSaver, CheckpointReader, ReadTarget, Retention, Snapshot, open_newest
 from dtrain.checkpoint.format.training_state import KEYED_BY
+from dtrain.checkpoint.names import plain_name, plain_names
 from dtrain.checkpoint.shared_folder import folder_names, require_one_folder
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.consensus import on_every_rank
@@ -23,6 +24,7 @@ from dtrain.engine.arguments import checked_metrics
 from dtrain.engine.parts.checkpoint.compatibility import (
     check_same_model,
     replicated_tensors,
+    tensor_names,
     trained_kinds,
     training_state,
     warn_of_other_bits,
@@ -83,11 +85,11 @@ class Checkpointer(StepPart):
     ) -> Path:
         """Saves the state; ``expected``: fingerprints that intervals must have, as in :class:`Snapshot`."""
         self.wait()
+        names = plain_names(tensor_names(self._states))
         snapshots: list[Snapshot] = []
 
         def take() -> tuple[str, str]:
-            snapshot = self._snapshot(extra or {}, config or {}, metrics or {})
-            snapshots.append(replace(snapshot, expected=expected or {}))
+            snapshots.append(_plain(self._snapshot(extra or {}, config or {}, metrics or {}, expected or {}), names))
             return folder_names(directory)
 
         # agreed on before the save: a rank without a snapshot would leave the others waiting in its collectives
@@ -124,7 +126,11 @@ class Checkpointer(StepPart):
         self._saver.shut_down(cancel=cancel)
 
     def _snapshot(
-        self, extra: Mapping[str, Any], config: Mapping[str, Any], metrics: Mapping[str, float | None]
+        self,
+        extra: Mapping[str, Any],
+        config: Mapping[str, Any],
+        metrics: Mapping[str, float | None],
+        expected: Mapping[tuple[str, str, int], int],
     ) -> Snapshot:
         states, run = self._states, self._run
         mesh, source = states.mesh, states.frozen_source
@@ -158,7 +164,7 @@ class Checkpointer(StepPart):
         } | ({} if source is None else {"frozen_source": asdict(source)})
         if mesh.is_hybrid:
             state["shard_size"] = mesh.shard.world_size
-        return Snapshot(run.attempted_steps, tuple(shards), state, num_files=mesh.shard.world_size)
+        return Snapshot(run.attempted_steps, tuple(shards), state, expected=expected, num_files=mesh.shard.world_size)
 
     def _owned_shards(self, kinds: Iterable[str]) -> Iterator[TensorShard]:
         """Yields this rank's share of masters and optimizer states, those of one parameter together."""
@@ -180,6 +186,7 @@ class Checkpointer(StepPart):
         reader = open_newest(path, self._comm)
         # before anything is overwritten: a checkpoint of another model leaves the engine as it is
         training_state(reader)
+        reader.take_names(tensor_names(self._states))
         check_same_model(reader, self._states)
         self._rule_states(reader)
         self.load_failed = True  # until all tensors are proven equal to the saved ones
@@ -282,6 +289,23 @@ class Checkpointer(StepPart):
             run.seed = saved.rng.seed
         run.run_id = saved.run_id
         return saved.extra
+
+
+def _plain(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
+    """Returns ``snapshot`` with tensors called as in ``names``, and modules without the names of wrappers."""
+    if all(name == plain for name, plain in names.items()):
+        return snapshot
+    state, contract = snapshot.state, snapshot.state["contract"]
+    tables = {
+        key: {plain_name(name): value for name, value in contract[key].items()} for key in ("modules", "replicas")
+    }
+    aliases = {plain_name(alias): names[name] for alias, name in state["aliases"].items()}
+    return replace(
+        snapshot,
+        shards=tuple(replace(shard, name=names[shard.name]) for shard in snapshot.shards),
+        expected={(kind, names[name], start): value for (kind, name, start), value in snapshot.expected.items()},
+        state={**state, "contract": {**contract, **tables}, "aliases": aliases},
+    )
 
 
 def _replicated_shards(states: ModelStates, *, has_frozen: bool) -> Iterator[TensorShard]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import CheckpointReader
 from dtrain.checkpoint.format.training_state import TrainingState
+from dtrain.checkpoint.names import plain_name
 from dtrain.distributed.logging import logger
 from dtrain.engine.parts.buffers import persistent_buffers
 from dtrain.engine.parts.checkpoint.frozen_weights import check_source
@@ -30,6 +31,11 @@ def replicated_tensors(states: ModelStates, *, has_frozen: bool) -> Iterator[tup
         yield "buffer", name, buffer
     for name, parameter in states.replicated_frozen().items() if has_frozen else ():
         yield "frozen", name, parameter
+
+
+def tensor_names(states: ModelStates) -> list[str]:
+    """Returns the names of the parameters and persistent buffers in the model."""
+    return [*states.shapes, *states.frozen, *(name for name, _ in persistent_buffers(states.module))]
 
 
 def training_state(reader: CheckpointReader) -> TrainingState:
@@ -145,4 +151,4 @@ def warn_of_other_bits(reader: CheckpointReader, states: ModelStates) -> None:
 
 def _formats(contract: Mapping[str, Any]) -> dict[str, str]:
     """Returns the format of each module; empty for a checkpoint without them."""
-    return {name: module["format"] for name, module in contract.get("modules", {}).items()}
+    return {plain_name(name): module["format"] for name, module in contract.get("modules", {}).items()}
