@@ -278,7 +278,8 @@ class Checkpointer(StepPart):
         run, finalizer, saved = self._run, self._finalizer, training_state(reader)
         run.attempted_steps = saved.engine_state.attempted_steps
         run.applied_steps = saved.engine_state.applied_steps
-        run.missed_updates = {n: c for n, c in saved.engine_state.missed_updates.items() if n in self._states.shapes}
+        names = {plain: name for name, plain in plain_names(tensor_names(self._states)).items()}
+        run.missed_updates = {names[n]: c for n, c in saved.engine_state.missed_updates.items() if n in names}
         warn_of_other_bits(reader, self._states)
         finalizer.scale = finalizer.scale.restored(saved.engine_state.loss_scale)
         for rule, values in zip(self._states.plan.rules, self._rule_states(reader), strict=True):
@@ -300,11 +301,14 @@ def _plain(snapshot: Snapshot, names: Mapping[str, str]) -> Snapshot:
         key: {plain_name(name): value for name, value in contract[key].items()} for key in ("modules", "replicas")
     }
     aliases = {plain_name(alias): names[name] for alias, name in state["aliases"].items()}
+    engine_state = dict(state["engine_state"])
+    if "missed_updates" in engine_state:
+        engine_state["missed_updates"] = {names[n]: count for n, count in engine_state["missed_updates"].items()}
     return replace(
         snapshot,
         shards=tuple(replace(shard, name=names[shard.name]) for shard in snapshot.shards),
         expected={(kind, names[name], start): value for (kind, name, start), value in snapshot.expected.items()},
-        state={**state, "contract": {**contract, **tables}, "aliases": aliases},
+        state={**state, "contract": {**contract, **tables}, "aliases": aliases, "engine_state": engine_state},
     )
 
 
