@@ -121,9 +121,14 @@ class DdpEngine(StepEngine):
         another rank has used.
         """
         missing = [p for name, p in self._parameters.items() if name not in self._gradients.received]
+        frozen = [p for p in missing if not p.requires_grad]  # by the user, for this micro-batch
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         if missing:
             with self._gradients.weighted(Weight(torch.ones(()), is_one=True), None), torch.enable_grad():
                 torch.stack([parameter.reshape(-1)[:0].sum() for parameter in missing]).sum().backward()
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def finish_gradients(self) -> None:
         """Completes the main grads: parameters without a gradient in this step get zeros.

@@ -6,6 +6,7 @@ from tests.engines.checks import (  # noqa: F401
     float8,
     missing_gradients,
     modules,
+    gradients,
     optimizers,
     skips,
     training,

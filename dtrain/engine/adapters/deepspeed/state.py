@@ -280,8 +280,13 @@ class _Sharded(ZeroState):
 
     def reduce(self) -> None:
         # as at stage 2
+        optimizer = self.optimizer
         self.engine.set_gradient_accumulation_boundary(True)
-        self.optimizer.finalize_gradient_accumulation_boundary()
+        optimizer.finalize_gradient_accumulation_boundary()
+        if not optimizer.offload_optimizer:  # else a parameter that was frozen in the last backward would have zeros
+            grads = optimizer._DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition
+            for number, group in enumerate(optimizer.fp16_groups):
+                optimizer.averaged_gradients[number] = [grads[parameter.ds_id] for parameter in group]
         # DeepSpeed forms the mean, the vote and the update expect the sum
         for grad in self.main_grads():
             grad.mul_(self.engine.world_size)

@@ -21,7 +21,7 @@ from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import ensure_process_group
 from dtrain.engine.adapters.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
-from dtrain.engine.adapters.fsdp2.guests import guard_backward, reduce_after_backward
+from dtrain.engine.adapters.fsdp2.guests import guard_backward, prepare, reduce_after_backward
 from dtrain.engine.adapters.fsdp2.older_torch import complete_reductions, reset_after_error
 from dtrain.engine.adapters.fsdp2.replicated import ReplicatedParameters
 from dtrain.engine.adapters.fsdp2.units import Unit, plan_units
@@ -75,11 +75,14 @@ class Fsdp2Engine(StepEngine):
         states.local = LocalShards([*sharded, *self._replicated.local_shards], states.plan, comm)
         states.units, states.replicated, states.backward_state = self._units, self._replicated, self._state
         self._is_finished = True
+        prepare(self._root)
         self.check_contract()
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def _call_model(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for unit in self._units:
+            unit.follow_user()
         try:
             return self.module(*args, **kwargs)
         except BaseException as error:
@@ -102,6 +105,7 @@ class Fsdp2Engine(StepEngine):
         # stage 2 keeps weights unsharded over the micro-batches of a step
         reshards = self._reshards or self._batch.current.is_last
         for unit in self._units:
+            unit.follow_user()
             unit.module.set_reshard_after_backward(reshards and not is_second_order, recurse=False)
             unit.module.set_requires_gradient_sync(True, recurse=False)
         (loss * self.loss_scale.scale).backward()
@@ -179,6 +183,7 @@ class Fsdp2States(LocalStates):
     def check_step(self) -> None:
         super().check_step()
         for unit in self.units:
+            unit.follow_user()
             unit.check()
         self.replicated.check()
 
@@ -269,7 +274,7 @@ class _ShardedUnit:
         comm = backward_state.comm
         self._weights = UnitWeights(unit.name, self.gradient.numel, unit.dtype, comm)
         complete_reductions(self.module)
-        guard_backward(self.module, self._parameters, backward_state)
+        self._guests = guard_backward(self.module, unit.parameters, self._parameters, backward_state)
         # sums, because weights make the mean
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(cast(Any, self.gradient))
@@ -294,6 +299,11 @@ class _ShardedUnit:
         """Raises ``ContractError`` for a parameter that is no longer the shard that the engine updates."""
         for (name, parameter), own in zip(self._parameters.items(), self._locals, strict=True):
             check_in_place(name, parameter, cast(DTensor, parameter).to_local(), own)
+
+    def follow_user(self) -> None:
+        """Takes over the ``requires_grad`` that the user has set on a parameter, in one of its two forms."""
+        for guest in self._guests:
+            guest.follow()
 
     def reshard(self) -> None:
         """Makes the next use of the unit gather its weights again."""

@@ -1,0 +1,192 @@
+"""What a user's script does to gradients and to ``requires_grad`` is done, as in plain PyTorch, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+import dtrain
+from tests.engines.matrix import Trial, check
+
+SCALE = 4.0  # of the loss
+X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
+MASK = (torch.arange(16).reshape(4, 4) % 2).float()
+HOOKED = ("tensor", "none", "removed", "in_place", "replaced", "output")
+
+
+class Layers(nn.Module):
+    """Two Linears for each way to add a hook, one hooked before ``initialize`` and one after; masked weights are 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict(
+            {f"{way}_{when}": nn.Linear(4, 4) for way in HOOKED for when in ("before", "after")}
+        )
+        with torch.no_grad():
+            for layer in self.layers.values():
+                layer.weight.mul_(MASK)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.stack([layer(x) for layer in self.layers.values()])
+
+
+class Hooks:
+    """Adds the hooks to a model, and keeps the gradients that they see."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {}
+
+    def add(self, layer: nn.Linear, way: str, name: str) -> None:
+        def keep(grad: Tensor) -> Tensor:
+            self.seen.setdefault(name, []).append(grad.detach().clone())
+            return grad * MASK.to(grad.dtype)
+
+        def in_place(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad.copy_(keep(parameter.grad))
+
+        def replaced(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            parameter.grad = keep(parameter.grad)
+
+        weight = dict(layer.named_parameters())["weight"]
+        hooks: dict[str, Callable[[], RemovableHandle]] = {
+            "tensor": lambda: weight.register_hook(keep),
+            "none": lambda: weight.register_hook(lambda grad: None),
+            "removed": lambda: weight.register_hook(keep),
+            "in_place": lambda: weight.register_post_accumulate_grad_hook(in_place),
+            "replaced": lambda: weight.register_post_accumulate_grad_hook(replaced),
+            "output": lambda: layer.register_full_backward_hook(lambda module, inputs, grads: None),
+        }
+        handle = hooks[way]()
+        if way == "removed":
+            handle.remove()
+
+
+def _hooked(start: Callable[[nn.Module], Any]) -> tuple[Any, Hooks]:
+    torch.manual_seed(0)
+    model, hooks = Layers(), Hooks()
+    engine: Any = None
+    for when in ("before", "after"):
+        if when == "after":
+            engine = start(model)
+            model = engine.module
+        for way in HOOKED:
+            hooks.add(model.layers[f"{way}_{when}"], way, f"{way}_{when}")  # type: ignore[arg-type]
+    return engine, hooks
+
+
+@check(precisions=("bf16", "fp32"), ranks=(2, 1))
+def hooks_of_a_user_run(trial: Trial) -> None:
+    """Before and after ``initialize``, once a micro-batch, on its whole gradient, which is still scaled."""
+    case = trial.case
+    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "loss_scale": SCALE}
+    sgd = dtrain.SGD(lr=0.1, momentum=0, weight_decay=0)
+    engine, hooks = _hooked(lambda model: dtrain.initialize(model, optimizer=sgd, max_grad_norm=None, **options))
+    before = _gathered(engine)
+    for _ in range(2):
+        for micro in engine.accumulate([X, X]):
+            engine.backward(engine(micro).square().mean())
+        assert engine.step().applied
+    low = case.precision == "bf16" and not (case.engine == "ddp" or (case.engine, case.stage) == ("deepspeed", 0))
+    for name, weight in _gathered(engine).items():
+        way = name.split(".")[1].split("_before")[0].split("_after")[0]
+        if "weight" not in name:
+            continue
+        masks = way in ("tensor", "in_place", "replaced")
+        assert bool(weight[MASK == 0].eq(0).all()) == masks, name
+        assert not torch.equal(weight, before[name])
+    # in these the sum over the micro-batches so far is what accumulates
+    running = case.engine == "ddp" or (case.engine, case.stage) == ("deepspeed", 0)
+    want = _plain_gradients(X)
+    for name, grads in hooks.seen.items():
+        assert len(grads) == 4, name
+        assert {grad.dtype for grad in grads} == {torch.bfloat16 if low else torch.float32}
+        tolerance = 3e-2 if case.precision == "bf16" else 1e-5
+        torch.testing.assert_close(grads[0].float() / SCALE, want[name], rtol=tolerance, atol=tolerance)
+        if case.precision == "fp32" and not name.startswith("tensor"):
+            factor = MASK + 1 if running else torch.ones(())
+            torch.testing.assert_close(grads[1] / SCALE, want[name] * factor, rtol=1e-5, atol=1e-5)
+    assert len(hooks.seen) == 6
+
+
+def _gathered(engine: Any) -> dict[str, Tensor]:
+    states: dict[str, Tensor] = engine.master_state()
+    return states
+
+
+def _plain_gradients(x: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    model = Layers()
+    model(x).square().mean().backward()
+    return {name: layer.weight.grad for name, layer in model.layers.items()}  # type: ignore[misc]
+
+
+FROZEN = {  # names, whether the parameters are fetched again to release them, and whether it is an evaluation
+    "for a reference": ("3", False, False),
+    "and fetched again": ("3", True, False),
+    "whole": ("", False, False),
+    "in evaluation": ("3", True, True),
+}
+
+
+def _small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.LayerNorm(4), nn.Linear(4, 1))
+
+
+def _named(model: nn.Module, prefix: str) -> list[nn.Parameter]:
+    return [p for name, p in model.named_parameters() if name.startswith(prefix)]
+
+
+def _trainable(parameters: list[nn.Parameter], is_trained: bool) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_(is_trained)
+
+
+@check(precisions=("fp32", "bf16"), ranks=(2, 1))
+def a_weight_frozen_around_a_forward_without_gradients_trains(trial: Trial) -> None:
+    case = trial.case
+    sgd = dtrain.SGD(lr=0.1, momentum=0)
+    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision}
+    for label, (prefix, is_fetched_again, in_eval) in FROZEN.items():
+        engine = dtrain.initialize(_small(), optimizer=sgd, seed=0, **options)
+        before = _gathered(engine)
+        for _ in range(2):
+            frozen = _named(engine.module, prefix)
+            _trainable(frozen, False)
+            with engine.eval() if in_eval else torch.no_grad():
+                engine(X)
+            _trainable(_named(engine.module, prefix) if is_fetched_again else frozen, True)
+            engine.backward(engine(X).square().mean())
+            assert engine.step().applied
+        assert all(not torch.equal(weight, before[name]) for name, weight in _gathered(engine).items()), label
+
+
+@check(ranks=(2, 1))
+def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> None:
+    """As in plain PyTorch: its gradient is that of the other micro-batch alone, and zero if it was frozen in both."""
+    case, lr = trial.case, 0.1
+    sgd = dtrain.SGD(lr=lr, momentum=0, weight_decay=0)
+    options = {"engine": case.engine, "zero_stage": case.stage, "precision": "fp32", "max_grad_norm": None}
+    for frozen_in in ((0,), (1,), (0, 1)):
+        engine, plain = dtrain.initialize(_small(), optimizer=sgd, **options), _small()
+        theirs, own = _named(plain, "3"), _named(engine.module, "3")
+        for _ in range(2):
+            for index, micro in enumerate(engine.accumulate([X, 2 * X])):
+                _trainable([*theirs, *own], index not in frozen_in)
+                plain(micro).square().mean().backward()
+                engine.backward(engine(micro).square().mean())
+                _trainable([*theirs, *own], True)
+            assert engine.step().applied
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    if parameter.grad is not None:
+                        parameter -= lr * parameter.grad / 2
+                    parameter.grad = None
+        for name, weight in _gathered(engine).items():
+            torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
