@@ -21,10 +21,12 @@ class EngineHooks(Engine):
     Attributes:
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
         searches_backward: whether a backward can be repeated without its gradients reaching a main grad.
+        keeps_gradients: whether the library keeps gradients in ``.grad`` between a backward and the step.
     """
 
     forward_communicates = False
     searches_backward = False
+    keeps_gradients = False
 
     @property
     def timed_phases(self) -> Sequence[Phase]:

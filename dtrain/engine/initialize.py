@@ -30,7 +30,6 @@ from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.engine.blocks.compiled import resolve_compile
 from dtrain.engine.blocks.install import find_blocks
-from dtrain.engine.clip_warning import warn_of_clipping
 from dtrain.engine.deterministic import allow_deterministic_kernels, require_reproducible, use_deterministic_kernels
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import EngineRequest, RunIdentity, StepOptions
@@ -178,7 +177,6 @@ def initialize(
     request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.adapters.{record.name}").build(request)
-    warn_of_clipping(built)
     if comm.device.type == "cpu":
         _keep_freed_memory()
     for line in built.contract.describe():

@@ -46,6 +46,7 @@ from dtrain.engine.parts.order import build_parts
 from dtrain.engine.parts.part import Forward, StepParts, StepUnderWay
 from dtrain.engine.parts.samples import PrecisionSamples
 from dtrain.engine.parts.stragglers import BusyMeter
+from dtrain.engine.parts.taken_gradients import TakenGradients
 from dtrain.engine.request import EngineRequest, manage
 from dtrain.engine.rng import rng_key
 from dtrain.engine.run_state import RunState
@@ -107,12 +108,11 @@ class StepEngine(EngineHooks):
             searches_backward=self.searches_backward,
         )
         compiled = compile_blocks(self.module, self.options, self.comm)
-        self._missed = MissedUpdates(self._backward_names, self.monitor, self._run, self.comm, self.options)
+        run, names = self._run, self._backward_names
+        self._missed = MissedUpdates(names, self.monitor, run, self.comm, self.options)
         self._ballot = Ballot(self.comm, request.config_hash, self._losses, self.monitor, self._missed)
         self._finalizer = StepFinalizer(
-            self.comm,
-            self._run,
-            request.loss_scale,
+            *(self.comm, run, request.loss_scale),
             SkipCounter(self.options.max_consecutive_skips),
             *(self._locate_culprit, self._on_finalized),
             request.config_text,
@@ -120,11 +120,10 @@ class StepEngine(EngineHooks):
             evidence=CalibrationEvidence(self.comm, self.monitor),
         )
         self.busy = BusyMeter(self.comm, self.timed_phases)
-        samples = PrecisionSamples(states, self._run, self._batch, self._finalizer, self._backward_names, self.monitor)
-        parts = build_parts(
-            *(states, self._run, self.options.audit, self._finalizer, self._forward),
-            *(samples, self._missed, compiled, self.busy),
-        )
+        samples = PrecisionSamples(states, run, self._batch, self._finalizer, names, self.monitor)
+        gradients = TakenGradients(states, self.monitor, names, keeps=self.keeps_gradients)
+        watching = samples, self._missed, gradients, compiled, self.busy
+        parts = build_parts(states, run, self.options.audit, self._finalizer, self._forward, *watching)
         self._parts = StepParts(parts.in_order())
         self._between = BetweenSteps(
             states, self._run, self._batch, parts, self._forward, self._finalize_step, self.check_contract

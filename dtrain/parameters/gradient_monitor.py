@@ -60,7 +60,7 @@ class GradientMonitor:
         if self.magnitudes is None:
             self.magnitudes = MagnitudeCounts(self._num_parameters, device)
 
-    def receive(self, numbers: int | slice) -> None:
+    def receive(self, numbers: int | Sequence[int]) -> None:
         """Records that parameters ``numbers`` have been given a gradient."""
         if not self.is_dummy:
             self.received[numbers] = True

@@ -11,10 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 
 from dtrain.errors import UsageError
+
+
+class Hidden(Protocol):
+    """What hides something while a backward runs."""
+
+    def hidden(self) -> AbstractContextManager[None]: ...
+
+
+hidden_in_backwards: WeakSet[Hidden] = WeakSet()
+"""Those that have something to hide now: what autograd would add a gradient to."""
 
 _running: tuple[object, ExitStack] | None = None  # the engine, and what ends with its backward
 
@@ -25,6 +37,8 @@ def backward_of(engine: object) -> Iterator[None]:
     global _running
     outer = _running
     with ExitStack() as joined:
+        for one in list(hidden_in_backwards):
+            joined.enter_context(one.hidden())
         _running = engine, joined
         try:
             yield

@@ -269,11 +269,6 @@ class ParameterGroup:
         """Number of trained parameters that have given no gradient in this micro-batch."""
         return len(self._missing)
 
-    @property
-    def received(self) -> list[int]:
-        """The numbers of the others."""
-        return [number for number in range(len(self._slots)) if number not in self._missing]
-
     def install_hooks(self, listener: GradientListener) -> None:
         """Takes the parameters' gradients from now on; ``listener`` is called after each batch of them."""
         # a parameter that refers to its group would be a cycle, which frees late

@@ -99,6 +99,7 @@ class GradientReducer:
     def receive(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
         """Records ``grads`` of ``group``, pairs of number and gradient, and reduces the groups that may start."""
         first, monitor = self._first_numbers[group], self.monitor
+        monitor.receive([first + number for number, _ in grads])
         if monitor.records_magnitude or monitor.magnitudes is not None:
             for number, grad in grads:  # the gradients themselves, before weights, rounding and sums
                 monitor.record_magnitude(first + number, grad)
@@ -126,11 +127,6 @@ class GradientReducer:
     def _complete(self, group: ParameterGroup) -> None:
         group.complete()
         number = self._first_numbers[group]
-        if not group.num_missing:
-            self.monitor.receive(slice(number, number + group.num_trained))
-        elif group.num_missing < group.num_trained:
-            for received in group.received:
-                self.monitor.receive(number + received)
         for buffer in group.buffers if self.monitor.found is not None else ():
             parts = [buffer.gradient.sending.parts(slot) for slot in range(len(buffer.layout.slots))[::-1]]
             self.monitor.search(self.step.number, [(n, part) for n, own in enumerate(parts, number) for part in own])

@@ -109,6 +109,12 @@ def checkpointer(without: str) -> bool:
     return raises(CheckpointError, lambda: step(engine))
 
 
+def gradients(without: str) -> bool:
+    engine = start(without)
+    step(engine)
+    return engine.module.first.weight.grad is not None
+
+
 def written(without: str) -> bool:
     engine = start(without, precision="bf16", audit=0)
     step(engine)
@@ -210,6 +216,7 @@ def busy(without: str) -> bool:
 PROMISES: dict[str, Callable[[str], bool]] = {
     "phases": phases,
     "checkpointer": checkpointer,
+    "gradients": gradients,
     "written": written,
     "statistics": statistics,
     "buffers": buffers,

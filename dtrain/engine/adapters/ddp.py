@@ -30,6 +30,7 @@ from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_pla
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import LocalStates
 from dtrain.parameters.running_backward import require_running
+from dtrain.parameters.taken_gradient import held_gradient
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
@@ -46,7 +47,7 @@ class DdpEngine(StepEngine):
     """
 
     name = "ddp"
-    searches_backward = True
+    searches_backward = keeps_gradients = True
 
     def __init__(self, request: EngineRequest) -> None:
         model = request.model
@@ -211,7 +212,7 @@ class DdpStates(LocalStates):
         return {
             "compute": [tensor for weights in self.float8_weights for tensor in weights.cached()],
             "unsharded": [],
-            "main_grad": [p.grad for p in self.parameters.values() if p.grad is not None],
+            "main_grad": [grad for p in self.parameters.values() if (grad := held_gradient(p)) is not None],
             "unreduced_grad": [],
             **self.local.storages,
         }

@@ -5,6 +5,7 @@
 - ``phases`` comes first, so that a watcher sees the right phase while a later part waits; ``busy`` comes last, so that
   what all others do counts as busy time.
 - ``checkpointer`` raises the failure of a save before any part has changed the step, so the caller can repeat it.
+- ``gradients`` comes before the parts that change something in ``before_reduction``, so the caller can repeat the step.
 - ``written`` takes over the user's writes before ``audit``, which leaves written parameters out, looks at the masters.
 - ``samples`` comes before ``replay``, so that it has ended its counting when ``replay`` runs forwards again.
 """
@@ -28,6 +29,7 @@ from dtrain.engine.parts.replay import MicroBatchReplay
 from dtrain.engine.parts.running_statistics import RunningStatistics
 from dtrain.engine.parts.samples import PrecisionSamples
 from dtrain.engine.parts.stragglers import BusyMeter
+from dtrain.engine.parts.taken_gradients import TakenGradients
 from dtrain.engine.parts.written_weights import WrittenWeights
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
@@ -40,6 +42,7 @@ class EngineParts:
 
     phases: Phases
     checkpointer: Checkpointer
+    gradients: TakenGradients
     written: WrittenWeights
     statistics: RunningStatistics
     buffers: SharedBuffers
@@ -66,6 +69,7 @@ def build_parts(
     forward: ModelForward,
     samples: PrecisionSamples,
     missed: MissedUpdates,
+    gradients: TakenGradients,
     compiled: CompiledBlocks | None,
     busy: BusyMeter,
 ) -> EngineParts:
@@ -74,6 +78,7 @@ def build_parts(
     return EngineParts(
         phases=Phases(states.comm.schedule.progress),
         checkpointer=Checkpointer(states, run, finalizer, audit.noting),
+        gradients=gradients,
         written=WrittenWeights(states, run),
         statistics=RunningStatistics(states.module),
         buffers=SharedBuffers(states.module, states.comm),

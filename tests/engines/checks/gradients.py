@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.utils.hooks import RemovableHandle
 
 import dtrain
+from dtrain.errors import UsageError
 from tests.engines.matrix import Trial, check
 
 SCALE = 4.0  # of the loss
@@ -190,3 +194,69 @@ def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> Non
                     parameter.grad = None
         for name, weight in _gathered(engine).items():
             torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+class Unused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = _small(), nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.used(x)  # type: ignore[no-any-return]
+
+
+@check(precisions=("fp32", "bf16"), ranks=(2, 1))
+def gradients_show_that_they_are_taken(trial: Trial) -> None:
+    """Reads are NaN, changes are refused before anything is lost, and the step has the bits of one without them."""
+    case = trial.case
+    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "seed": 0}
+
+    def trained(by_hand: Callable[[Any, str], None]) -> dict[str, Tensor]:
+        engine = dtrain.initialize(Unused(), optimizer=dtrain.AdamW(lr=0.1), **options)
+        for _ in range(2):
+            for index, micro in enumerate(engine.accumulate([X, 2 * X])):
+                loss = engine(micro).square().mean()
+                by_hand(engine, "before a backward" if index else "before the first backward")
+                engine.backward(loss)
+            by_hand(engine, "before the step")
+            assert engine.step().applied
+            by_hand(engine, "after the step")
+        return _gathered(engine)
+
+    def by_hand(engine: Any, when: str) -> None:
+        named = dict(engine.module.named_parameters())
+        memory = engine.memory()
+        if when == "before the first backward":
+            assert engine.attempted_steps or all(p.grad is None for p in named.values())
+            engine.module.zero_grad()
+            return
+        weight = named["used.3.weight"]
+        assert named["unused.weight"].grad is None
+        assert (weight.grad.dtype, weight.grad.device) == (weight.dtype, weight.device)
+        if (case.engine, case.stage) != ("deepspeed", 3):  # where a sharded parameter has no elements
+            assert weight.grad.shape == weight.shape == (1, 4)
+            with warnings.catch_warnings(record=True) as found:
+                warnings.simplefilter("always")
+                assert bool(sum(p.grad.norm() for p in named.values() if p.grad is not None).isnan())
+            assert len(found) <= 1
+            with pytest.raises(UsageError, match=r"'used.3.weight'.grad is given to .*max_grad_norm"):
+                clip_grad_norm_([weight], 1.0)
+        if when == "after the step":
+            engine.module.zero_grad()
+            return
+        go_on = (
+            engine.step if when == "before the step" else lambda: engine.backward(torch.ones((), requires_grad=True))
+        )
+        for changed in (None, torch.zeros_like(weight), weight.grad.clone()):
+            weight.grad = changed
+            named["used.0.bias"].grad = None
+            with pytest.raises(UsageError, match=r"'used.0.bias'.grad was set to None after .*\(set so: 2\).*freeze"):
+                go_on()
+        named["unused.bias"].grad = torch.ones_like(named["unused.bias"])
+        with pytest.raises(UsageError, match=r"'unused.bias'.grad was set to a tensor"):
+            go_on()
+        assert engine.memory() == memory
+
+    want = trained(lambda engine, when: None)
+    for name, weight in trained(by_hand).items():
+        assert torch.equal(weight, want[name]), name

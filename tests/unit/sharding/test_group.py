@@ -222,7 +222,7 @@ def reducer_of(names: str, first: dict[int, int], weights: Tensor | None = None)
         gradient = mock.Mock(finish_reduction=finish)
         gradient.reduce.side_effect = lambda: events.append(f"start {name}")
         gradient.start_gather.side_effect = lambda: events.append(f"gather {name}")
-        made = mock.Mock(num_trained=0, num_missing=0, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
+        made = mock.Mock(num_trained=0, is_complete=False, buffers=[mock.Mock(gradient=gradient)])
         made.begin_micro_batch.side_effect = lambda *_, **__: setattr(made, "is_complete", False)
         made.complete.side_effect = lambda: setattr(made, "is_complete", True)
         return made

@@ -59,6 +59,7 @@ class DeepSpeedEngine(StepEngine):
     """
 
     name = "deepspeed"
+    keeps_gradients = True
 
     def __init__(self, request: EngineRequest) -> None:
         model = request.model

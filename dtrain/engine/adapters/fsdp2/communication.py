@@ -83,17 +83,22 @@ class BackwardState:
             require_running(name)  # [Note: another engine's backward]
         return self._weight is not None
 
+    def take(self, name: str, grad: Tensor) -> Weight | None:
+        """Receives and records a gradient if this engine's backward runs; else returns None."""
+        if not self.takes(name):
+            return None
+        self.receive(name)
+        return self.record(name, grad)
+
     def receive(self, name: str) -> None:
         """Records that a parameter has been given a gradient."""
         self._monitor.receive(self._numbers[name])
 
     def record(self, name: str, grad: Tensor, num_padding: int = 0) -> Weight | None:
-        """Records the gradient of a parameter as it leaves backward; returns its weight, None if it is not taken.
+        """Records the gradient of a parameter as it leaves backward; returns its weight.
 
         ``num_padding``: zeros in ``grad`` beside its own elements.
         """
-        if not self.takes(name):
-            return None
         self._monitor.record_magnitude(self._numbers[name], grad, num_padding=num_padding)
         self._monitor.record_finiteness(self._number, self._numbers[name], grad)
         return self._weight

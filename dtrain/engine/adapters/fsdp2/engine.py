@@ -63,8 +63,7 @@ class Fsdp2Engine(StepEngine):
         order = {name: number for number, name in enumerate(self._backward_names)}
         self._state = BackwardState(comm, largest, order, self.monitor)
         self._replicated = ReplicatedParameters(
-            *(plan.replicated, contract.replica_dtypes, states.plan.numbers, comm),
-            *(self._state.record, self._state.receive),
+            plan.replicated, contract.replica_dtypes, states.plan.numbers, comm, self._state.take
         )
         self._reshards = request.step.zero_stage == 3
         mesh = _mesh(comm)

@@ -31,7 +31,6 @@ class ReplicatedParameters:
         dtypes: compute dtype of each parameter.
         update_classes: number of its update class, by parameter name.
         on_gradient: called once for each gradient of each micro-batch.
-        on_received: called with the name of each parameter that is given a gradient.
     """
 
     def __init__(
@@ -41,9 +40,8 @@ class ReplicatedParameters:
         update_classes: Mapping[str, int],
         comm: Communicator,
         on_gradient: OnGradient,
-        on_received: Callable[[str], None],
     ) -> None:
-        self._on_gradient, self._on_received = on_gradient, on_received
+        self._on_gradient = on_gradient
         specs = [ParamSpec(name, tuple(p.shape), dtypes[name], update_classes[name]) for name, p in parameters.items()]
         self._low_precision: dict[str, tuple[nn.Parameter, Tensor]] = {}  # with their masters
         self._values: list[tuple[str, nn.Parameter, Tensor]] = []  # the values of each parameter as they lie here
@@ -85,7 +83,6 @@ class ReplicatedParameters:
             weight = self._on_gradient(name, grad)
             if weight is None:
                 return
-            self._on_received(name)
             is_first = (gradient, slot) in self._missing
             self._missing.discard((gradient, slot))
             gradient.sending.receive([slot], [grad], weight, is_first=is_first)

@@ -1,0 +1,143 @@
+"""Gradients as the user sees them between backward and step.
+
+Each engine has its gradients elsewhere than in ``.grad``, or there with other values: weighted, scaled, summed over
+micro-batches or ranks, sharded. After a backward each parameter that has had a gradient in the step shows a
+:class:`TakenGradient`. So a script that asks which parameters have one is told so, one that reads a value is warned,
+and one that writes, or sets ``.grad`` to None or to another tensor, is stopped before the step does anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import is_
+
+from torch import Tensor, nn
+
+from dtrain.engine.parts.part import StepPart, StepUnderWay
+from dtrain.errors import UsageError
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.parameters.model_states import ModelStates
+from dtrain.parameters.running_backward import hidden_in_backwards
+from dtrain.parameters.taken_gradient import INSTEAD, Readers, TakenGradient
+
+
+class TakenGradients(StepPart):
+    """Shows what parameters have instead of gradients, and notices what the user has changed.
+
+    Autograd would add to what a parameter shows, so an engine hides it in its own backward, and in another's
+    (:data:`dtrain.parameters.running_backward.hidden_in_backwards`).
+
+    Args:
+        states: of the model.
+        monitor: tells which parameters have had a gradient in the step.
+        names: of the parameters, by their numbers in ``monitor``.
+        keeps: whether the engine's library keeps sums in ``.grad``.
+    """
+
+    def __init__(
+        self, states: ModelStates, monitor: GradientMonitor, names: Sequence[str], *, keeps: bool = False
+    ) -> None:
+        self._states = states
+        self._monitor = monitor
+        self._names = names
+        self._keeps = keeps
+        self._readers = Readers(states.engine)
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._received: list[int] | None = None  # numbers of the parameters of which ``_shown`` is made
+        self._tensors: list[Tensor] = []
+        self._shown: list[TakenGradient | None] = []
+        self._held: list[Tensor | None] = []
+        self._is_old = False  # whether they are of a step that is over
+
+    # -- what the step calls -----------------------------------------------------------------------------------------
+
+    def loaded(self) -> None:
+        if not self._parameters:
+            self._parameters = {name: p for name, p in self._states.module.named_parameters() if p.requires_grad}
+
+    def before_backward(self) -> None:
+        """Raises ``UsageError`` if the user has changed a gradient since the last backward."""
+        self._require_unchanged()
+        if self in hidden_in_backwards:
+            hidden_in_backwards.discard(self)
+            self._hide()
+
+    def after_backward(self) -> None:
+        self._is_old = False
+        if self._received != self._monitor.received.nonzero()[0].tolist():
+            self._choose()
+        self._show()
+        hidden_in_backwards.add(self)
+
+    def before_reduction(self, step: StepUnderWay) -> None:
+        """Raises ``UsageError`` if the user has changed a gradient; the step can be called again without it."""
+        self._require_unchanged()
+        if self._keeps:
+            self._hide()
+
+    def end_step(self, step: StepUnderWay) -> None:
+        """Shows them still, as in plain PyTorch, until the next backward; from now on None is as good."""
+        self._is_old = True
+        if self._keeps:
+            self._set(self._shown)
+
+    # -- what shows --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Context of another engine's backward."""
+        now = [tensor.grad for tensor in self._tensors]  # as the user may have changed them
+        self._hide()
+        try:
+            yield
+        finally:
+            if self._is_old:
+                hidden_in_backwards.discard(self)
+            else:
+                self._set(now)
+
+    def _choose(self) -> None:
+        """Makes what each parameter shows, on both of its tensors if ``fully_shard`` has two."""
+        self._received = self._monitor.received.nonzero()[0].tolist()
+        received = {self._names[number] for number in self._received}
+        found = [*self._parameters.items(), *self._states.unsharded_parameters().items()]
+        self._tensors = [tensor for _, tensor in found]
+        self._shown = [
+            TakenGradient(tensor, name, self._readers) if name in received else None for name, tensor in found
+        ]
+
+    def _show(self) -> None:
+        if self._keeps:
+            self._held = [tensor.grad for tensor in self._tensors]
+            for shown, held in zip(self._shown, self._held, strict=True):
+                if shown is not None:
+                    shown.held = held
+        try:
+            self._set(self._shown)
+        except RuntimeError:  # of another shape now: DeepSpeed's stage 3 has sharded or gathered some
+            self._choose()
+            self._set(self._shown)
+
+    def _hide(self) -> None:
+        self._set(self._held if self._keeps and not self._is_old else [None] * len(self._tensors))
+
+    def _set(self, grads: Sequence[Tensor | None]) -> None:
+        for tensor, grad in zip(self._tensors, grads, strict=True):
+            tensor.grad = grad
+
+    def _require_unchanged(self) -> None:
+        now = [tensor.grad for tensor in self._tensors]
+        if self._is_old or self not in hidden_in_backwards or all(map(is_, now, self._shown)):
+            return
+        found = [*self._parameters, *self._states.unsharded_parameters()]
+        changed = [(name, grad) for name, grad, shown in zip(found, now, self._shown, strict=True) if grad is not shown]
+        name, to = changed[0]
+        self._set(self._shown)  # said once: the caller may go on with the gradients as they are
+        raise UsageError(
+            f"'{name}'.grad was set to {'None' if to is None else 'a tensor'} after engine.backward (set so: "
+            f"{len(changed)}), which is lost: engine="
+            f"{self._readers.engine} has taken the gradient. Remove the line. To leave a parameter as it is, freeze it "
+            f"for the forward (requires_grad_(False), and back before engine.step); gradients are cleared by "
+            f"engine.step; {INSTEAD}"
+        )
