@@ -172,17 +172,19 @@ class TrainingLoop(ABC):
         """Runs the model's own forward under the precision policy; returns what the model returns."""
 
     @abstractmethod
-    def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Any, *, weight: float | Tensor = 1.0, **options: Any) -> None:
         """Runs the backward of the mean ``loss`` of one micro-batch, times the loss scale.
 
         Args:
             loss: a 0-dim FP32 tensor, or a model output with a ``loss`` entry or attribute.
             weight: of this loss in the global mean; a number or a 0-dim device tensor, for instance the micro-batch's
                 token count.
+            **options: those of ``Tensor.backward`` are refused, unless they are off.
 
         Raises:
             ContractError: the loss is not FP32.
-            UsageError: a second backward on one micro-batch, or a weight that is negative or not finite.
+            UsageError: a second backward on one micro-batch or of one graph; a gradient that was changed after the last
+                backward; an option; or a weight that is negative or not finite.
         """
 
     @abstractmethod

@@ -180,7 +180,15 @@ class MicroBatches:
     def backward(self) -> Iterator[None]:
         """Context of a backward; after an error in it this rank has issued fewer reductions than the others."""
         self.backward_failed = True
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise UsageError(
+                f"the loss of micro-batch {self.number} is of a graph that another engine.backward has freed; run the "
+                f"forward again in each micro-batch, or add the losses of one forward and call engine.backward once"
+            ) from error
         self.backward_failed = False
 
     @contextmanager

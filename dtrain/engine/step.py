@@ -55,7 +55,7 @@ from dtrain.engine.vote.culprit import locate_culprit
 from dtrain.engine.vote.decide import Decision, DecodedDecision
 from dtrain.engine.vote.evidence import CalibrationEvidence
 from dtrain.engine.vote.finalize import StepFinalizer
-from dtrain.engine.vote.losses import LossAccumulator, checked_loss
+from dtrain.engine.vote.losses import LossAccumulator, checked_loss, refuse_options
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.errors import DtrainError, UsageError
 from dtrain.optim.rule import UpdateScalars
@@ -176,11 +176,11 @@ class StepEngine(EngineHooks):
         )
 
     @names_collectives("backward")
-    def backward(self, loss: Any, *, weight: float | Tensor = 1.0) -> None:
+    def backward(self, loss: Any, *, weight: float | Tensor = 1.0, **options: Any) -> None:
         """Runs the backward of the mean loss of one micro-batch; reductions start as its gradients complete."""
         self._between.require_usable("backward")
+        refuse_options(options)
         self._finalize_step()  # [Note: finalize before the next collective]; also clears the old gradients
-        self._parts.before_backward()
         factor = Weight.of(weight, self.device, micro_batch=self._batch.number)
         is_dummy = not isinstance(weight, Tensor) and weight == 0
         value = checked_loss(loss, is_dummy=is_dummy)
@@ -191,6 +191,7 @@ class StepEngine(EngineHooks):
                 f"a dummy loss without a graph with engine={self.name} at zero_stage={self.options.zero_stage}, where "
                 f"all ranks communicate in every micro-batch; take the loss of any input, with weight=0"
             )
+        self._parts.before_backward()
         self._losses.add(self._batch.number, value, factor.value)
         self._watch_gradients(is_dummy=is_dummy)
         with self._batch.backward(), backward_of(self), self._forward.backward_precision():

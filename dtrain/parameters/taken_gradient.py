@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -83,10 +84,13 @@ class TakenGradient(Tensor):
         if self.readers.is_warned:
             return
         self.readers.is_warned = True
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("torch.", "dtrain.")):
+            level, frame = level + 1, frame.f_back  # to the user's line
         warnings.warn(
             f"'{self.of}'.grad is read after engine.backward, and is NaN: engine={self.readers.engine} has taken the "
             f"gradient, which is summed over micro-batches and ranks, and unscaled, only in engine.step; {INSTEAD}",
-            stacklevel=4,  # this function, the one above, what torch calls
+            stacklevel=level,
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

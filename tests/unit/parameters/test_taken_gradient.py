@@ -64,6 +64,7 @@ def test_a_read_is_nan_and_warns_once(what: str) -> None:
         assert READS[what](tried).isnan()
     assert [str(one.message)[:36] for one in found] == ["'layer.weight'.grad is read after en"]
     assert "grad_norm" in str(found[0].message)
+    assert found[0].filename == (copy.__file__ if what == "copy" else __file__)
 
 
 @pytest.mark.parametrize("what", WRITES)
