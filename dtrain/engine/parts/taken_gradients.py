@@ -44,7 +44,7 @@ class TakenGradients(StepPart):
         self._keeps = keeps
         self._readers = Readers(states.engine)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._received: list[int] | None = None  # numbers of the parameters of which ``_shown`` is made
+        self._received: list[int] = []  # numbers of the parameters of which ``_shown`` is made
         self._tensors: list[Tensor] = []
         self._shown: list[TakenGradient | None] = []
         self._held: list[Tensor | None] = []
@@ -65,8 +65,10 @@ class TakenGradients(StepPart):
 
     def after_backward(self) -> None:
         self._is_old = False
-        if self._received != self._monitor.received.nonzero()[0].tolist():
-            self._choose()
+        received = self._monitor.received.nonzero()[0].tolist()
+        if self._received != received:
+            self._received = received
+            self._make()
         self._show()
         hidden_in_backwards.add(self)
 
@@ -80,7 +82,7 @@ class TakenGradients(StepPart):
         """Shows them still, as in plain PyTorch, until the next backward; from now on None is as good."""
         self._is_old = True
         if self._keeps:
-            self._set(self._shown)
+            self._set_shown()
 
     # -- what shows --------------------------------------------------------------------------------------------------
 
@@ -97,9 +99,8 @@ class TakenGradients(StepPart):
             else:
                 self._set(now)
 
-    def _choose(self) -> None:
+    def _make(self) -> None:
         """Makes what each parameter shows, on both of its tensors if ``fully_shard`` has two."""
-        self._received = self._monitor.received.nonzero()[0].tolist()
         received = {self._names[number] for number in self._received}
         found = [*self._parameters.items(), *self._states.unsharded_parameters().items()]
         self._tensors = [tensor for _, tensor in found]
@@ -113,10 +114,13 @@ class TakenGradients(StepPart):
             for shown, held in zip(self._shown, self._held, strict=True):
                 if shown is not None:
                     shown.held = held
+        self._set_shown()
+
+    def _set_shown(self) -> None:
         try:
             self._set(self._shown)
         except RuntimeError:  # of another shape now: DeepSpeed's stage 3 has sharded or gathered some
-            self._choose()
+            self._make()
             self._set(self._shown)
 
     def _hide(self) -> None:
