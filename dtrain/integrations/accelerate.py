@@ -13,7 +13,7 @@ The rest of a script that was written for accelerate stays as it is.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -180,11 +180,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Context of backwards of ``model`` that are not the last of their step."""
-        driver = getattr(model, "driver", None)
-        if not isinstance(driver, EngineDriver):
-            yield
-            return
-        with driver.unsynchronized():
+        with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
             yield
 
     def backward(

@@ -15,6 +15,12 @@ from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
 from dtrain.integrations.optimizers import GroupRates
 
+NO_LOCAL_STEPS = (
+    "each rank would take a step of its own, and all ranks of an engine take every step together, because masters are "
+    "sharded over them; leave no_sync before optimizer.step(), or train without LocalSGD (enabled=False)"
+)
+"""Why steps without synchronized gradients are refused."""
+
 
 class EngineDriver:
     """Drives one engine by the calls of a loop that was written for accelerate.
@@ -27,8 +33,10 @@ class EngineDriver:
 
     [Note: the last micro-batch] An engine reduces during the backward of a micro-batch that is marked as the last, else
     in ``step``. A loop for accelerate never says that a backward is the last, so it is inferred: gradients are to be
-    synchronized, and every round so far had one backward. A round ends at a step, where ``accumulate`` begins, and at
-    both ends of ``no_sync``. So the first step reduces late, and so do loops with two backwards a round.
+    synchronized, and there were two rounds or more, each with one backward. A round ends at a step, where
+    ``accumulate`` begins, and at both ends of ``no_sync``. So the first steps reduce late, and so do loops with two
+    backwards a round. Two rounds, because a loop that steps ``if index % k == 0`` has one backward in the first, and k
+    in the others.
 
     Args:
         engine: the engine.
@@ -47,6 +55,7 @@ class EngineDriver:
         self._is_last = False  # whether it, or the last one closed, is marked as the last
         self._num_unsynced = 0  # ``no_sync`` blocks around the loop now
         self._round = self._longest_round = 0  # backwards
+        self._num_rounds = 0  # that had backwards
         self._num_backwards = 0  # of the step under way
         self._is_weighted = False  # whether these had weights
         self._max_grad_norm: float | None = None
@@ -78,9 +87,9 @@ class EngineDriver:
         self._open()
         if self._block is None:
             raise UsageError(
-                "a second accelerator.backward before optimizer.step(), in a loop that had one so far, whose gradients "
-                "are reduced already; add the losses, or put all backwards of a step but the last into 'with "
-                "accelerator.no_sync(model):'"
+                f"a second accelerator.backward before optimizer.step(), in a loop that had one in each of its "
+                f"{self._num_rounds} steps so far, so that the gradients of the first are reduced already; put all "
+                f"backwards of a step but the last into 'with accelerator.no_sync(model):', or add their losses"
             )
         self.engine.backward(loss, weight=1.0 if weight is None else weight)
         self._is_weighted = weight is not None
@@ -91,6 +100,7 @@ class EngineDriver:
     def end_round(self) -> None:
         """Ends a round; see [Note: the last micro-batch]."""
         self._longest_round = max(self._longest_round, self._round)
+        self._num_rounds += self._round > 0
         self._round = 0
 
     @contextmanager
@@ -106,7 +116,7 @@ class EngineDriver:
 
     def _expects_last(self) -> bool:
         is_synchronized = self._gradient_state.sync_gradients and not self._num_unsynced
-        return is_synchronized and self._longest_round == 1 and not self._round
+        return is_synchronized and self._num_rounds > 1 and self._longest_round == 1 and not self._round
 
     def _open(self) -> None:
         expects_last = self._expects_last()
@@ -140,10 +150,13 @@ class EngineDriver:
         """Takes the step: see [Note: accelerate adds, dtrain averages].
 
         Raises:
-            UsageError: no backward came before it, or hyper-parameters changed that the update cannot follow.
+            UsageError: no backward came before it, hyper-parameters changed that the update cannot follow, or the ranks
+                would take steps of their own.
         """
         if not self.has_backward:
             raise UsageError("optimizer.step() without accelerator.backward(loss) before it")
+        if self._num_unsynced and self.engine.world_size > 1:
+            raise UsageError(f"optimizer.step() inside no_sync on {self.engine.world_size} ranks: {NO_LOCAL_STEPS}")
         factor = 1.0 if self._is_weighted else self._num_backwards / self._gradient_state.num_steps
         outcome = self.engine.step(lr=self._rates.current(), max_grad_norm=self._max_grad_norm, grad_factor=factor)
         self.close()

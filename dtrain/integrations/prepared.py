@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import convert_to_fp32
-from torch import nn
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor, nn
 
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
-from dtrain.integrations.driver import EngineDriver
+from dtrain.integrations.driver import NO_LOCAL_STEPS, EngineDriver
 from dtrain.integrations.weights import whole_state_dict
 
 
@@ -58,9 +59,14 @@ class PreparedModel(nn.Module):
             return getattr(self.module, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the engine's forward: training if gradients are on; else, in eval mode, an evaluation."""
+        """Runs the engine's forward: training if gradients are on; else, in eval mode, an evaluation.
+
+        Returns:
+            What the model returns. As with accelerate, 16-bit tensors in it are cast to FP32.
+        """
         if self.driver is not None:
-            return self.driver.forward(*args, **kwargs)
+            output = self.driver.forward(*args, **kwargs)
+            return _in_fp32(output) if self.engine.contract.is_mixed else output
         if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
             raise UsageError(
                 "a training forward of a model whose optimizer is not prepared; call accelerator.prepare(model, "
@@ -69,7 +75,18 @@ class PreparedModel(nn.Module):
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         low = nullcontext() if self._autocast_dtype is None else torch.autocast(device, self._autocast_dtype)
         with low:
-            return convert_to_fp32(self.module(*args, **kwargs))
+            output = self.module(*args, **kwargs)
+        return output if self._autocast_dtype is None else _in_fp32(output)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context of backwards that are not the last of their step, as of DistributedDataParallel.
+
+        Raises:
+            UsageError: accelerate's ``LocalSGD`` enters it, in order to take steps inside.
+        """
+        if sys._getframe(1).f_globals.get("__name__") == "accelerate.local_sgd":
+            raise UsageError(f"accelerate.local_sgd.LocalSGD cannot be kept: {NO_LOCAL_STEPS}")
+        return nullcontext() if self.driver is None else self.driver.unsynchronized()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing, because each step clears its gradients; refused where they would be discarded."""
@@ -99,6 +116,16 @@ class PreparedModel(nn.Module):
         self.driver.close()
         with self.engine.modify_weights():
             return self.module.load_state_dict(state_dict, strict=strict)
+
+
+def _in_fp32(output: Any) -> Any:
+    """Casts 16-bit tensors in ``output``, except a loss with a graph, which ``backward`` must see as it is."""
+
+    def is_cast(value: Any) -> bool:
+        is_16_bit = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+        return is_16_bit and (value.dim() > 0 or not value.requires_grad)
+
+    return recursively_apply(Tensor.float, output, test_type=is_cast)
 
 
 def _refuse_discard(driver: EngineDriver) -> None:

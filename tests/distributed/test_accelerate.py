@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import accelerate
 import pytest
 import torch
+from accelerate.local_sgd import LocalSGD
 from torch import Tensor, nn
 
 import dtrain
@@ -96,6 +99,48 @@ def test_a_run_resumes_with_equal_bits_and_loads_on_other_ranks(tmp_path: Path) 
     ((steps, weights),) = run_ranks(1, _load, folder)
     assert steps == 7
     assert weights.keys() == whole[0].weights.keys()
+
+
+def _accumulate_by_hand(kind: type, **options: Any) -> Tensor:
+    """Steps after the first backward, then after every third, and lastly with ``no_sync``; returns the weight."""
+    accelerator, model = kind(cpu=True, **options), nn.Linear(2, 1)
+    nn.init.zeros_(model.weight)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for index in range(9):
+        is_step = index in (0, 3, 6, 8)
+        with nullcontext() if is_step or index < 7 else model.no_sync():
+            x = torch.full((1, 2), index + accelerator.process_index + 1.0)
+            accelerator.backward(model(x).mean() / 3)
+        if is_step:
+            optimizer.step()
+            optimizer.zero_grad()
+    weight: Tensor = accelerator.unwrap_model(model).weight.detach().clone()
+    return weight
+
+
+def _by_hand(rank: int, world: int) -> tuple[list[Tensor], list[str]]:
+    found, messages = [], []
+    for kind, options in ((accelerate.Accelerator, {}), (Accelerator, {}), (Accelerator, {"engine": "ddp"})):
+        with launched(rank, world):
+            found.append(_accumulate_by_hand(kind, **options))
+    with launched(rank, world):
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model := build(), sgd(model))
+        local = LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2)
+        messages.append(message(UsageError, local.__enter__))
+        with model.no_sync():
+            accelerator.backward(nn.functional.cross_entropy(model(torch.ones(1, 6)), torch.tensor([1])))
+            messages.append(message(UsageError, optimizer.step))
+        optimizer.step()
+    return found, messages
+
+
+def test_backwards_that_a_loop_counts_itself() -> None:
+    for (want, *got), (local, inside) in run_ranks(2, _by_hand):
+        for weight in got:
+            torch.testing.assert_close(weight, want)
+        assert local.startswith("accelerate.local_sgd.LocalSGD cannot be kept: each rank would take a step of its own")
+        assert inside.startswith("optimizer.step() inside no_sync on 2 ranks: each rank would take a step of its own")
 
 
 def _misuse(rank: int, world: int, folder: str) -> list[str]:
