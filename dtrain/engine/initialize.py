@@ -26,8 +26,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import on_rank_0
 from dtrain.distributed.logging import logger
 from dtrain.distributed.mesh import Mesh
-from dtrain.distributed.startup.launch_env import LaunchEnv
-from dtrain.distributed.startup.setup import choose_device, connect
+from dtrain.distributed.startup.setup import choose_device, connect, read_launch_env
 from dtrain.engine.blocks.compiled import resolve_compile
 from dtrain.engine.blocks.install import find_blocks
 from dtrain.engine.deterministic import allow_deterministic_kernels, require_reproducible, use_deterministic_kernels
@@ -277,7 +276,7 @@ def _rank_device(model: nn.Module) -> torch.device:
         return found
     if dist.is_initialized() and dist.get_backend() == "gloo":
         return torch.device("cpu")
-    return choose_device("auto", LaunchEnv.read().local_rank)
+    return choose_device("auto", read_launch_env().local_rank)
 
 
 def _agree_on_identity(comm: Communicator, seed: int | None) -> RunIdentity:

@@ -12,8 +12,8 @@ The rest of a script that was written for accelerate stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from dtrain.config.engines import EngineConfig
 from dtrain.distributed.logging import logger
-from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import read_launch_env
 from dtrain.distributed.transport.own_groups import close_at_exit
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, model_of
@@ -83,13 +83,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         self.policy = resolve_precision(mixed_precision, precision)
         chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
         self._engine_options = {"engine": engine, "precision": self.policy, "max_grad_norm": None, **chosen}
-        self._is_saving = False
+        self._saves_for_hooks: bool | None = None  # while save_state runs: whether hooks see the weights
         # accelerate would wrap forwards in autocast, and scale losses, in any other precision than this
         has_group = dist.is_initialized()
         super().__init__(mixed_precision="no", **options)
         if not has_group:
             close_at_exit(dist.group.WORLD)  # accelerate destroys it in ``end_training`` only
-        ranks = LaunchEnv.read().world_size
+        ranks = read_launch_env().world_size
         if self.num_processes == 1 < ranks:
             raise ConfigError(
                 f"a launcher has started {ranks} ranks and accelerate uses one; on ranks without a GPU give "
@@ -149,7 +149,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("the model is wrapped in DDP; give the model itself to accelerator.prepare")
         if not isinstance(model, PreparedModel):
-            model = PreparedModel(model.to(self.device), autocast_dtype(self.policy))
+            # accelerate's own, which refuses models that it cannot place, and wraps none that is only evaluated
+            model = super().prepare_model(model, device_placement, evaluation_mode=True)
+            models.pop()
+            model = PreparedModel(model, autocast_dtype(self.policy))
         models.append(model)
         return model
 
@@ -261,9 +264,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the user's module."""
-        unwrapped: nn.Module = super().unwrap_model(
-            model.module if isinstance(model, PreparedModel) else model, *args, **kwargs
-        )
+        unwrapped: nn.Module = super().unwrap_model(_bare(model), *args, **kwargs)
         return unwrapped
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
@@ -274,8 +275,32 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if driver is None:
             state: dict[str, Any] = super().get_state_dict(self.unwrap_model(model))
             return state
-        # accelerate's save_state asks for wrapped ones
-        return SavedByEngine() if self._is_saving and not unwrap else whole_state_dict(driver.engine)
+        if self._saves_for_hooks is not None and not unwrap:  # accelerate's save_state asks for wrapped ones
+            return SavedByEngine(whole_state_dict(driver.engine) if self._saves_for_hooks else {})
+        return whole_state_dict(driver.engine)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """As in accelerate; the hook gets the users' modules, and on rank 0 their whole weights."""
+
+        def call(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+            hook([_bare(model) for model in models], weights, folder)
+
+        return super().register_save_state_pre_hook(call)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
+        """As in accelerate; the hook gets the users' modules with whole weights, which it may write."""
+
+        def call(models: list[nn.Module], folder: str) -> None:
+            prepared = {id(_bare(model)): model for model in models}
+            models[:] = [_bare(model) for model in models]
+            with ExitStack() as stack:
+                for driver in self._drivers:
+                    driver.close()
+                    stack.enter_context(driver.engine.modify_weights())
+                hook(models, folder)
+            models[:] = [prepared.get(id(model), model) for model in models]
+
+        return super().register_load_state_pre_hook(call)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **options: Any) -> Any:
         """Saves everything to a folder; all ranks call.
@@ -288,15 +313,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             save_engines(self._drivers, Path(folder), {"step": self.step})
             weights[:] = [own for own in weights if not isinstance(own, SavedByEngine)]
 
+        self._saves_for_hooks = bool(self._save_model_state_pre_hook)
         # registered last, so that the user's own hooks have been called
-        handle = self.register_save_state_pre_hook(save)
-        self._is_saving = True
+        handle = super().register_save_state_pre_hook(save)
         try:
             saved = super().save_state(output_dir, safe_serialization, **options)
             self.wait_for_everyone()  # so that a rank that loads finds the files of all
             return saved
         finally:
-            self._is_saving = False
+            self._saves_for_hooks = None
             handle.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
@@ -307,10 +332,15 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             extras.extend(load_engines(self._drivers, Path(folder)))
             models[:] = [model for model in models if getattr(model, "driver", None) is None]
 
-        handle = self.register_load_state_pre_hook(load)
+        handle = super().register_load_state_pre_hook(load)
         try:
             super().load_state(input_dir, load_kwargs, **options)
         finally:
             handle.remove()
         if extras:  # accelerate's own is missing for ranks that did not save
             self.step = int(extras[0]["step"])
+
+
+def _bare(model: nn.Module) -> nn.Module:
+    """Returns the user's module."""
+    return model.module if isinstance(model, PreparedModel) else model

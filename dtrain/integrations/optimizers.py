@@ -70,6 +70,12 @@ def record_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
 
 def _check_unused(optimizer: torch.optim.Optimizer) -> None:
     name = type(optimizer).__name__
+    if all(callable(getattr(optimizer, method, None)) for method in ("train", "eval")):
+        raise ConfigError(
+            f"the {name} has methods train() and eval(), which exchange the weights for others, as schedule-free "
+            f"optimizers do; dtrain keeps sharded masters and calls neither. Use one of torch with a schedule, or "
+            f"ema_decay=0.999 for averages: with model.engine.ema():"
+        )
     # some classes make their states when they are built, with a step of 0
     if any(state and float(state.get("step", 1)) > 0 for state in optimizer.state.values()):
         raise ConfigError(

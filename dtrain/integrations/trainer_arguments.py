@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import read_launch_env
 from dtrain.errors import ConfigError
 from dtrain.local_paths import require_local
 
@@ -56,7 +56,7 @@ def check_arguments(args: Any) -> None:
             f"one process sees {args.n_gpu} GPUs, which Trainer would feed by DataParallel; start one process a GPU: "
             f"torchrun --standalone --nproc_per_node={args.n_gpu} your_script.py"
         )
-    started = LaunchEnv.read().world_size
+    started = read_launch_env().world_size
     if started != args.world_size:
         raise ConfigError(
             f"the launcher has started {started} ranks, but TrainingArguments counts {args.world_size}; start them by "

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from dtrain.errors import ConfigError
@@ -60,16 +60,24 @@ class LaunchEnv:
     one_host: bool = True
 
     @staticmethod
-    def read() -> LaunchEnv:
+    def read(group: Callable[[], tuple[int, int] | None] = lambda: None) -> LaunchEnv:
         """Reads the variables of torchrun and the deepspeed launcher, else those of SLURM's ``srun``.
 
         The former are ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE`` (deepspeed: ``LOCAL_SIZE``) and
         ``TORCHELASTIC_RESTART_COUNT``.
 
+        Args:
+            group: returns rank and size of the process group that exists, or None. It stands for one of ``RANK`` and
+                ``WORLD_SIZE`` that is missing, if the other agrees: accelerate's ``debug_launcher`` sets only one.
+
         Raises:
             ConfigError: ``WORLD_SIZE`` without ``RANK`` or the other way round, not a number, or a rank out of range.
         """
-        env = os.environ
+        env: Mapping[str, str] = os.environ
+        if ("RANK" in env) != ("WORLD_SIZE" in env) and (existing := group()) is not None:
+            of_group = {"RANK": str(existing[0]), "WORLD_SIZE": str(existing[1])}
+            if all(env.get(name, value) == value for name, value in of_group.items()):
+                env = {**of_group, **env}
         if ("RANK" in env) != ("WORLD_SIZE" in env):
             missing, there = ("RANK", "WORLD_SIZE") if "WORLD_SIZE" in env else ("WORLD_SIZE", "RANK")
             raise ConfigError(f"the environment sets {there} but not {missing}; a launcher sets both, or unset {there}")

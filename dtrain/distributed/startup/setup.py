@@ -26,6 +26,11 @@ from dtrain.errors import ConfigError
 LOOPBACK = "127.0.0.1"
 
 
+def read_launch_env() -> LaunchEnv:
+    """Returns rank and world size from the launcher's environment, or from the process group that exists."""
+    return LaunchEnv.read(lambda: (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else None)
+
+
 def choose_device(name: str, local_rank: int) -> torch.device:
     """Returns the device of this rank: ``auto`` is its GPU if there is one, else the CPU.
 
@@ -84,7 +89,7 @@ def connect(
         ConfigError: the environment names several ranks but no address to meet at, they need more connections than the
             system allows, or the existing group has no backend for ``device``.
     """
-    env = LaunchEnv.read()
+    env = read_launch_env()
     if dist.is_initialized():
         _check_backend(device)
         _make_current(device)

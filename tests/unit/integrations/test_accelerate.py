@@ -217,8 +217,10 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
 
     counter, called = Counter(), []
     accelerator.register_for_checkpointing(counter)
-    accelerator.register_save_state_pre_hook(lambda models, weights, _: called.append((len(models), weights.pop(0))))
-    accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models[0] is model))
+    accelerator.register_save_state_pre_hook(
+        lambda models, weights, _: called.append((len(models), len(weights.pop(0))))
+    )
+    accelerator.register_load_state_pre_hook(lambda models, folder: called.append(models[0] is model.module))
     for value in (1, 2):
         with accelerator.accumulate(model):
             accelerator.backward(loss_of(model))
@@ -238,7 +240,7 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
     assert model.engine.applied_steps == 2
     assert all(torch.equal(value, want[name]) for name, value in accelerator.get_state_dict(model).items())
     assert [path.name for path in (tmp_path / "dtrain").glob("save-*")] == ["save-2"]
-    assert called == [(2, {}), (2, {}), True]
+    assert called == [(2, 6), (2, 6), True]
     (tmp_path / "dtrain" / "current.json").unlink()
     with pytest.raises(CheckpointError, match=r"expected a folder that dtrain's Accelerator\.save_state has written"):
         accelerator.load_state(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import accelerate
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from dtrain.errors import ContractError, UsageError
+from dtrain.distributed.startup.setup import disconnect
+from dtrain.errors import ConfigError, ContractError, UsageError
 from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, reset_accelerate
 
@@ -24,6 +26,7 @@ def _fresh_state() -> Iterator[None]:
     reset_accelerate()
     yield
     reset_accelerate()
+    disconnect()  # fsdp2 makes a process group of one rank
 
 
 def fresh(kind: type = Accelerator, **options: Any) -> Any:
@@ -154,3 +157,75 @@ def test_an_output_of_fp32_is_the_models_own_object() -> None:
 def test_a_loop_with_one_backward_in_each_step_is_refused_a_second() -> None:
     with pytest.raises(UsageError, match="had one in each of its 3 steps so far"):
         weight_after(Accelerator, lambda index: index < 3)
+
+
+# -- hooks, launchers, and what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"mixed_precision": "bf16", "zero_stage": 3}, {"engine": "fsdp2"}])
+def test_hooks_of_save_state_and_load_state_get_the_users_module(options: dict[str, Any], tmp_path: Path) -> None:
+    accelerator, net, seen = fresh(**options), nn.Linear(2, 1), []
+    frozen = accelerator.prepare(nn.Linear(3, 3).requires_grad_(False))
+    model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def on_save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
+        seen.append([(isinstance(one, nn.Linear), len(weights[n])) for n, one in enumerate(models)])
+        models[1].saved_to = folder
+        assert models[1] is net
+        assert {value.dtype for value in weights[1].values()} == {torch.float32}
+        seen.append(weights[1]["weight"].tolist())
+
+    def on_load(models: list[nn.Module], folder: str) -> None:
+        assert models[0] is frozen.module
+        models.pop(0)
+        assert models[0].weight.shape == (1, 2)
+        models[0].load_state_dict(nn.Linear(2, 1).state_dict())  # the engine's checkpoint is loaded after it
+        seen.append(models[0].saved_to)
+
+    accelerator.register_save_state_pre_hook(on_save)
+    accelerator.register_load_state_pre_hook(on_load)
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+    accelerator.save_state(str(tmp_path))
+    frozen.module.weight.data.zero_()
+    accelerator.load_state(str(tmp_path))
+    weights = accelerator.get_state_dict(model)["weight"].tolist()
+    assert seen == [[(True, 2), (True, 2)], weights, str(tmp_path)]
+    assert not frozen.module.weight.any()  # a hook that removes a model has loaded it
+
+
+def _report(folder: str) -> None:
+    accelerator = Accelerator()
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    accelerator.backward(model(torch.ones(1, 2)).mean())
+    optimizer.step()
+    Path(folder, "ranks").write_text(f"{accelerator.num_processes} {model.engine.applied_steps}")
+
+
+@pytest.mark.processes
+def test_debug_launcher_with_one_process(tmp_path: Path) -> None:
+    accelerate.debug_launcher(_report, args=(str(tmp_path),), num_processes=1)
+    assert (tmp_path / "ranks").read_text() == "1 1"
+
+
+class ScheduleFree(torch.optim.SGD):
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+def test_optimizers_that_exchange_weights_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    with pytest.raises(ConfigError, match=r"the ScheduleFree has methods train\(\) and eval\(\), which exchange"):
+        fresh().prepare(model, ScheduleFree(model.parameters(), lr=0.1))
+
+
+def test_models_that_accelerate_cannot_place_are_refused() -> None:
+    model = nn.Linear(2, 1)
+    model.is_loaded_in_8bit, model.hf_device_map = True, {"0": "disk", "1": "cpu"}  # type: ignore[assignment]
+    for kind in (accelerate.Accelerator, Accelerator):
+        accelerator = fresh(kind)
+        with pytest.raises(ValueError, match="8-bit or 4-bit precision with CPU or disk offload"):
+            accelerator.prepare_model(model)
+        assert not [one for one in accelerator._models if one is not model]

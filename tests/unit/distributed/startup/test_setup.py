@@ -93,6 +93,29 @@ def test_an_inconsistent_environment_is_refused(words: str, message: str, monkey
         LaunchEnv.read()
 
 
+@pytest.mark.parametrize(
+    ("words", "group", "expected"),
+    [
+        ("WORLD_SIZE=1", (0, 1), (0, 1)),  # as accelerate's debug_launcher sets it
+        ("WORLD_SIZE=2", (1, 2), (1, 2)),
+        ("RANK=1", (1, 4), (1, 4)),
+        ("", (1, 4), (0, 1)),
+        ("WORLD_SIZE=2", (0, 1), None),
+        ("RANK=1", (0, 2), None),
+    ],
+)
+def test_a_process_group_stands_for_a_missing_variable_if_it_agrees(
+    words: str, group: tuple[int, int], expected: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_environment(monkeypatch, words)
+    if expected is None:
+        with pytest.raises(ConfigError, match="a launcher sets both"):
+            LaunchEnv.read(lambda: group)
+    else:
+        env = LaunchEnv.read(lambda: group)
+        assert (env.rank, env.world_size) == expected
+
+
 TWO_RANKS = "RANK=0 WORLD_SIZE=4 LOCAL_WORLD_SIZE=2"
 
 
