@@ -11,7 +11,7 @@
 ``Trainer`` of this module is such a class of :class:`transformers.Trainer` itself. Data, learning rates, logs,
 callbacks and metrics stay those of transformers; forward, backward, clipping, update and checkpoints are the engine's.
 The gradient is that of plain Trainer under DDP, however it weights its losses: :mod:`dtrain.integrations.driver` says
-why.
+why, and :mod:`dtrain.integrations.item_counts` where the two differ.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ import torch
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.integrations.accelerate import Accelerator
+from dtrain.integrations.item_counts import CountedLoss, of_this_rank
 from dtrain.integrations.prepared import PreparedModel
 from dtrain.integrations.trainer_arguments import (
     check_arguments,
@@ -61,6 +62,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     dtrain: Mapping[str, Any] = {}
     model: Any
     _warned_step = 0
+    _hidden_filter = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -74,6 +76,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def __init__(self, *args: Any, dtrain: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
         if dtrain is not None:
             self.dtrain = dtrain
+        self._counted_loss = CountedLoss()
         super().__init__(*args, **kwargs)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
@@ -90,9 +93,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]
                 f"{type(self).__name__}.create_accelerator_and_postprocess has made an accelerator of its own; leave "
                 f"that to Trainer's"
             )
-        if self.args.logging_nan_inf_filter:
-            logger.info("logging_nan_inf_filter is switched off: it would hide the losses of skipped steps")
-            self.args.logging_nan_inf_filter = False
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         options: dict[str, Any] = super()._build_accelerator_args(**kwargs)
@@ -137,10 +137,40 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         step, every = self.state.global_step + 1, self.state.save_steps
         if self.args.save_strategy == "steps" and (step % every == 0 or step == self.state.max_steps):
             self.engine.expect_save()
+        self._hidden_filter |= self.args.logging_nan_inf_filter
+        self.args.logging_nan_inf_filter = False  # it would hide the losses of skipped steps
         loss: torch.Tensor = super().training_step(*args, **kwargs)
         return loss
 
+    def _restore_filter(self) -> None:
+        """Gives the caller's arguments the value back that they have outside of a step."""
+        self.args.logging_nan_inf_filter |= self._hidden_filter
+        self._hidden_filter = False
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Computes the loss of a micro-batch as its share of the step's: see [Note: shares of a step]."""
+        total = kwargs.get("num_items_in_batch")
+        num_ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+        is_whole = self.args.gradient_accumulation_steps == 1 == num_ranks  # a micro-batch is the step
+        if total is None or is_whole or self.loss_is_scaled_for_ga is not None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        with of_this_rank(self.args), self._counted_loss.count(total) as count:
+            share = self._get_num_items_in_batch([inputs], self.args.device) / total
+            found = super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": count})
+            loss, *outputs = found if isinstance(found, tuple) else (found,)
+            is_first = self._counted_loss.kind is None
+            loss = self._counted_loss.share(loss, count, share) * num_ranks
+        if is_first and self._counted_loss.kind != "divided" and self.is_world_process_zero():
+            what = "ignores" if self._counted_loss.kind == "mean" else "has a term that ignores"
+            logger.warning(
+                f"the loss of {type(self.model).__name__} {what} num_items_in_batch, and Trainer would let it grow "
+                f"with the numbers of micro-batches and ranks; here it is averaged over them, weighted by their items. "
+                f"For Trainer's own factor set trainer.loss_is_scaled_for_ga = True"
+            )
+        return (loss, *outputs) if outputs else loss
+
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self._restore_filter()
         outcome, step = self.optimizer.outcome, self.engine.attempted_steps
         if outcome is not None and not outcome.applied and step > self._warned_step:
             self._warned_step, culprit = step, outcome.culprit  # for which the ranks search together
@@ -210,7 +240,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
                 f"{resume_from_checkpoint} is not a complete checkpoint of Trainer with dtrain: {missing}; "
                 f"resume_from_checkpoint=True takes the newest complete one, from_pretrained starts from its weights"
             )
-        return super().train(resume_from_checkpoint or None, *args, **kwargs)
+        try:
+            return super().train(resume_from_checkpoint or None, *args, **kwargs)
+        finally:
+            self._restore_filter()
 
     def _newest_checkpoint(self) -> Path:
         """Returns rank 0's newest complete checkpoint."""

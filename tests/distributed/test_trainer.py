@@ -74,6 +74,34 @@ def test_two_ranks_train_as_plain_trainer(tmp_path: Path) -> None:
         assert results["overflow"]["learning_rate"] == pytest.approx([1e-3 * (1 - n / 6) for n in (0, 1, 2, 2, 3, 4)])
 
 
+def classify(rank: int, world: int, folder: Path) -> dict[str, list[float]]:
+    """Trains and evaluates a model that takes the mean over its own micro-batch, of eight rows a step."""
+    be_rank(rank, world)
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = transformers.BertConfig(vocab_size=40, num_labels=3, **sizes, **no_dropout)
+    rows = [{"input_ids": torch.tensor([2 + i, 3, 4, 1]), "labels": i % 3} for i in range(24)]
+    args = trainers.arguments(
+        folder / str(world), max_steps=3, per_device_train_batch_size=8 // world**2, gradient_accumulation_steps=world,
+        per_device_eval_batch_size=8 // world, eval_strategy="steps", eval_steps=3, max_grad_norm=1e9,
+        train_sampling_strategy="sequential",
+    )  # fmt: skip
+    trainer = EngineTrainer(
+        transformers.BertForSequenceClassification(config), args, train_dataset=rows, eval_dataset=rows[:16]
+    )
+    trainer.train()
+    return {key: [float(entry[key]) for entry in trainer.state.log_history if key in entry] for key in KEYS}
+
+
+def test_a_mean_loss_does_not_grow_with_ranks_and_accumulation(tmp_path: Path) -> None:
+    (whole,) = run_ranks(1, classify, tmp_path)
+    for cut in run_ranks(2, classify, tmp_path):
+        for key in KEYS:
+            assert cut[key] == pytest.approx(whole[key], rel=1e-5), key
+    assert 1.0 < whole["eval_loss"][0] < 1.2
+
+
 def train_and_save(rank: int, world: int, *runs: tuple[Path, type, bool]) -> list[tuple[dict[str, Any], Any, int]]:
     """Trains for eight steps, in each folder with a kind of trainer, from its start or from a checkpoint."""
     be_rank(rank, world)
