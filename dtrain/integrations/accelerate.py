@@ -34,6 +34,7 @@ from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_en
 from dtrain.integrations.driver import EngineDriver
 from dtrain.integrations.graph import driver_of
 from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
+from dtrain.integrations.replayed_order import count_epoch, make_replayable, orders, restore_orders
 from dtrain.integrations.settings import (
     ENGINE_OPTIONS,
     autocast_dtype,
@@ -165,6 +166,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
         return optimizer
+
+    def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in accelerate; the random order of an epoch can be drawn again after a resume."""
+        loader = super().prepare_data_loader(data_loader, *args, **kwargs)
+        make_replayable(loader)
+        return loader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """As in accelerate; the rest of the epoch counts as one of ``dataloader``."""
+        return count_epoch(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     @property
     def _drivers(self) -> list[EngineDriver]:
@@ -310,7 +321,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         """
 
         def save(models: list[nn.Module], weights: list[Any], folder: str) -> None:
-            save_engines(self._drivers, Path(folder), {"step": self.step})
+            save_engines(self._drivers, Path(folder), {"step": self.step, "orders": orders(self._dataloaders)})
             weights[:] = [own for own in weights if not isinstance(own, SavedByEngine)]
 
         self._saves_for_hooks = bool(self._save_model_state_pre_hook)
@@ -339,6 +350,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             handle.remove()
         if extras:  # accelerate's own is missing for ranks that did not save
             self.step = int(extras[0]["step"])
+            restore_orders(self._dataloaders, extras[0].get("orders", ()))
 
 
 def _bare(model: nn.Module) -> nn.Module:

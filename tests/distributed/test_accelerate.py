@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.local_sgd import LocalSGD
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import dtrain
 from dtrain.errors import DivergenceError, UsageError
@@ -141,6 +142,38 @@ def test_backwards_that_a_loop_counts_itself() -> None:
             torch.testing.assert_close(weight, want)
         assert local.startswith("accelerate.local_sgd.LocalSGD cannot be kept: each rank would take a step of its own")
         assert inside.startswith("optimizer.step() inside no_sync on 2 ranks: each rank would take a step of its own")
+
+
+def _batches(rank: int, world: int, folder: str, stop: int, start: int) -> list[list[float]]:
+    """Takes 3 batches in each of 3 epochs, in the default order of accelerate; saves after ``stop`` of them."""
+    torch.manual_seed(start)
+    with launched(rank, world):
+        accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+        rows = DataLoader(TensorDataset(torch.arange(12.0)[:, None]), 2, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, sgd(model), rows)
+        if start:
+            accelerator.load_state(folder)
+        seen: list[list[float]] = []
+        for epoch in range(start // 3, 3):
+            skip = start % 3 if epoch == start // 3 else 0
+            for (x,) in accelerator.skip_first_batches(loader, skip) if skip else loader:
+                accelerator.backward(model(x / 12).square().mean())
+                optimizer.step()
+                seen.append(x.flatten().tolist())
+                if start + len(seen) == stop:
+                    accelerator.save_state(folder)
+                    return seen
+        return seen
+
+
+def test_a_resumed_run_sees_the_batches_of_the_whole_one(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    whole = run_ranks(2, _batches, folder, 0, 0)
+    assert {value for batches in whole for batch in batches[:3] for value in batch} == set(range(12))
+    for stop in (3, 4):
+        heads = run_ranks(2, _batches, folder, stop, 0)
+        rests = run_ranks(2, _batches, folder, 0, stop)
+        assert [head + rest for head, rest in zip(heads, rests, strict=True)] == whole
 
 
 def _misuse(rank: int, world: int, folder: str) -> list[str]:

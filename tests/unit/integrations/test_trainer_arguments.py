@@ -31,7 +31,7 @@ def test_settings_of_a_class_and_of_a_call(tmp_path: Path) -> None:
     assert own.trainer.engine.policy.compute_dtype == torch.bfloat16
     assert other.trainer.engine.options.zero_stage == 1
     assert other.trainer.engine.ema_decay == 0.9
-    assert not own.trainer.args.logging_nan_inf_filter
+    assert own.trainer.args.logging_nan_inf_filter
     assert issubclass(module.Trainer, transformers.Trainer)
     with pytest.raises(ConfigError, match=r"class Swapped\(TrainerMixin, \.\.\.\)"):
         type("Swapped", (transformers.Trainer, TrainerMixin), {})
