@@ -75,9 +75,11 @@ class BetweenSteps:
         self._finalize = finalize
         self._check_contract = check_contract
         self._is_averaged = False  # inside ``ema``
+        self.has_ended = False
 
     def require_usable(self, verb: str) -> None:
         """Raises the reason why ``engine.verb`` cannot be called now."""
+        self.refuse_ended(verb)
         self.parts.written.require_closed(verb)
         if self.parts.audit.error is not None and verb != "load":
             raise self.parts.audit.error
@@ -95,6 +97,11 @@ class BetweenSteps:
             raise UsageError(f"engine.{verb} inside engine.ema(), where the weights are averages; call it outside")
         if self._batch.has_backward and verb in _WHOLE_STEPS:
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
+
+    def refuse_ended(self, verb: str) -> None:
+        """Raises ``UsageError`` if another engine has the model."""
+        if self.has_ended:
+            raise UsageError(f"engine.{verb} of an engine whose model was prepared again; use the newer engine")
 
     def _require_outside(self, verb: str) -> None:
         self.require_usable(verb)
@@ -176,6 +183,7 @@ class BetweenSteps:
 
     @contextmanager
     def eval(self) -> Iterator[None]:
+        self.refuse_ended("eval")
         self.parts.written.refuse_lost("eval")
         with self._during(Phase.EVALUATION):
             self._finalize()  # [Note: finalize before the next collective]
@@ -240,6 +248,7 @@ class BetweenSteps:
 
     @names_collectives("master_state")
     def master_state(self) -> dict[str, Tensor]:
+        self.refuse_ended("master_state")
         self.parts.written.require_closed("master_state")
         self._finalize()
         self._take_written()

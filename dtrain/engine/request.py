@@ -88,9 +88,9 @@ class EngineRequest(ManagedModel):
 _MANAGED: WeakSet[nn.Module] = WeakSet()  # weak, so that it keeps no model alive
 
 
-def manage(model: nn.Module) -> None:
-    """Notes that an engine has taken ``model`` over."""
-    _MANAGED.add(model)
+def manage(model: nn.Module, *, is_managed: bool = True) -> None:
+    """Notes that an engine has taken ``model`` over, or has left it."""
+    (_MANAGED.add if is_managed else _MANAGED.discard)(model)
 
 
 def is_managed(model: nn.Module) -> bool:

@@ -144,6 +144,7 @@ class StepEngine(EngineHooks):
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._between.refuse_ended("forward")
         call = self._call(args, kwargs)
         self._parts.before_forward(call)
         if call.key is not None:

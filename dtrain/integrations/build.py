@@ -6,13 +6,46 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.initialize import initialize
+from dtrain.engine.release import Installation
 from dtrain.errors import ConfigError
 from dtrain.integrations.driver import EngineDriver
 from dtrain.integrations.optimizers import record_of
 from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
+
+_PREPARED = "_dtrain_prepared"
+"""Attribute of a module, which keeps its engine as long as the module, whoever prepared it."""
+
+
+class _Prepared:
+    """The driver of a module's engine, and what the engine has installed; a copy of the module has neither."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.parts = parts
+
+    def __deepcopy__(self, memo: Any) -> _Prepared:
+        return _Prepared()
+
+    def __reduce__(self) -> Any:
+        return _Prepared, ()
+
+
+def end_engine_of(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
+    """Ends the engine of ``module``, if it has one; the module keeps its weights; all ranks call.
+
+    Returns:
+        Pairs of the parameters that it had, of which an optimizer may have been made, and of the new ones.
+    """
+    held = vars(module).get(_PREPARED)
+    if held is None or not held.parts:
+        return []
+    driver, installation = held.parts
+    pairs: list[tuple[nn.Parameter, nn.Parameter]] = driver.leave(installation)
+    vars(module).pop(_PREPARED, None)
+    return pairs
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:
@@ -55,11 +88,14 @@ def build(
     options = {"optimizer": record_of(optimizer, model.module), **options}
     names = {id(parameter): name for name, parameter in model.module.named_parameters()}
     device = device if device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
+    installation = Installation(model.module)
     engine = initialize(model.module, comm=connect(device), **options)
+    installation.complete()
     # a library may have replaced the parameters, whose memory the optimizer would keep
     now = dict(model.module.named_parameters())
     for group in optimizer.param_groups:
         group["params"] = [now.get(names[id(parameter)], parameter) for parameter in group["params"]]
     optimizer.state.clear()  # of a class that makes its states when it is built
     model.driver = EngineDriver(engine, optimizer)
+    vars(model.module)[_PREPARED] = _Prepared(model.driver, installation)
     return PreparedOptimizer(optimizer, model.driver)

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from accelerate.state import GradientState
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.release import Installation, release
 from dtrain.errors import UsageError
 from dtrain.integrations.optimizers import GroupRates
 
@@ -42,12 +43,10 @@ class EngineDriver:
         engine: the engine.
         optimizer: the user's, whose learning rates the steps take.
 
-    Attributes:
-        engine: see above.
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        self.engine = engine
+        self._engine: Engine | None = engine
         self._optimizer = optimizer
         self._rates = GroupRates(optimizer)
         self._gradient_state = GradientState()
@@ -60,6 +59,28 @@ class EngineDriver:
         self._is_weighted = False  # whether these had weights
         self._max_grad_norm: float | None = None
         self._norms: list[Tensor] = []
+
+    @property
+    def engine(self) -> Engine:
+        """The engine; raises ``UsageError`` once another one has the model."""
+        if self._engine is None:
+            raise UsageError(
+                "this model was prepared again, by another Trainer or accelerator.prepare, which has ended this "
+                "engine; use the newer one, which has continued with these weights"
+            )
+        return self._engine
+
+    def leave(self, installation: Installation) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """Ends the engine; returns pairs of the model's old and new parameters; all ranks call."""
+        if self.has_backward:
+            raise UsageError(
+                "this model is prepared again between accelerator.backward and optimizer.step() of its first engine; "
+                "take the step before"
+            )
+        self.close()
+        pairs = release(self.engine, installation)
+        self._engine = None
+        return pairs
 
     @property
     def has_backward(self) -> bool:

@@ -176,6 +176,28 @@ def test_a_resumed_run_sees_the_batches_of_the_whole_one(tmp_path: Path) -> None
         assert [head + rest for head, rest in zip(heads, rests, strict=True)] == whole
 
 
+def _prepared_again(rank: int, world: int) -> list[dict[str, Tensor]]:
+    """Trains one model under several engines, one after the other; returns its weights before and after each change."""
+    model, found = build(), []
+    engines = ({"zero_stage": 3}, {"engine": "fsdp2"}, {"zero_stage": 1}, {"engine": "ddp"})
+    for options in (*engines, {"zero_stage": 3}):
+        with launched(rank, world):
+            accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)
+            prepared, optimizer = accelerator.prepare(model, sgd(model))
+            found.append(accelerator.get_state_dict(prepared))
+            accelerator.backward(nn.functional.cross_entropy(prepared(torch.ones(1, 6)), torch.tensor([rank])))
+            optimizer.step()
+            found.append(accelerator.get_state_dict(prepared))
+    return found
+
+
+def test_each_engine_continues_with_the_weights_of_the_one_before() -> None:
+    weights = run_ranks(2, _prepared_again)[0]
+    for after, following in zip(weights[1:-1:2], weights[2::2], strict=True):
+        assert all(torch.equal(following[name], value) for name, value in after.items())
+    assert not torch.equal(weights[0]["0.weight"], weights[-1]["0.weight"])
+
+
 def _misuse(rank: int, world: int, folder: str) -> list[str]:
     with launched(rank, world):
         accelerator, model = Accelerator(cpu=True), build()
