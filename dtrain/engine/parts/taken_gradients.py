@@ -20,6 +20,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.model_states import ModelStates
 from dtrain.parameters.running_backward import hidden_in_backwards
 from dtrain.parameters.taken_gradient import INSTEAD, Readers, TakenGradient
+from dtrain.precision.fake import is_fake
 
 
 class TakenGradients(StepPart):
@@ -45,7 +46,7 @@ class TakenGradients(StepPart):
         self._readers = Readers(states.engine)
         self._parameters: dict[str, nn.Parameter] = {}
         self._received: list[int] = []  # numbers of the parameters of which ``_shown`` is made
-        self._tensors: list[Tensor] = []
+        self._tensors: list[tuple[str, Tensor]] = []
         self._shown: list[TakenGradient | None] = []
         self._held: list[Tensor | None] = []
         self._is_old = False  # whether they are of a step that is over
@@ -54,7 +55,9 @@ class TakenGradients(StepPart):
 
     def loaded(self) -> None:
         if not self._parameters:
-            self._parameters = {name: p for name, p in self._states.module.named_parameters() if p.requires_grad}
+            # nobody reads gradients of tensors without values, of a plan
+            own = self._states.module.named_parameters()
+            self._parameters = {name: p for name, p in own if p.requires_grad and not is_fake(p)}
 
     def before_backward(self) -> None:
         """Raises ``UsageError`` if the user has changed a gradient since the last backward."""
@@ -89,7 +92,7 @@ class TakenGradients(StepPart):
     @contextmanager
     def hidden(self) -> Iterator[None]:
         """Context of another engine's backward."""
-        now = [tensor.grad for tensor in self._tensors]  # as the user may have changed them
+        now = [tensor.grad for _, tensor in self._tensors]  # as the user may have changed them
         self._hide()
         try:
             yield
@@ -102,15 +105,13 @@ class TakenGradients(StepPart):
     def _make(self) -> None:
         """Makes what each parameter shows, on both of its tensors if ``fully_shard`` has two."""
         received = {self._names[number] for number in self._received}
-        found = [*self._parameters.items(), *self._states.unsharded_parameters().items()]
-        self._tensors = [tensor for _, tensor in found]
-        self._shown = [
-            TakenGradient(tensor, name, self._readers) if name in received else None for name, tensor in found
-        ]
+        unsharded = self._states.unsharded_parameters() if self._parameters else {}
+        self._tensors = [(name, p) for own in (self._parameters, unsharded) for name, p in own.items()]
+        self._shown = [TakenGradient(p, name, self._readers) if name in received else None for name, p in self._tensors]
 
     def _show(self) -> None:
         if self._keeps:
-            self._held = [tensor.grad for tensor in self._tensors]
+            self._held = [tensor.grad for _, tensor in self._tensors]
             for shown, held in zip(self._shown, self._held, strict=True):
                 if shown is not None:
                     shown.held = held
@@ -127,21 +128,20 @@ class TakenGradients(StepPart):
         self._set(self._held if self._keeps and not self._is_old else [None] * len(self._tensors))
 
     def _set(self, grads: Sequence[Tensor | None]) -> None:
-        for tensor, grad in zip(self._tensors, grads, strict=True):
+        for (_, tensor), grad in zip(self._tensors, grads, strict=True):
             tensor.grad = grad
 
     def _require_unchanged(self) -> None:
-        now = [tensor.grad for tensor in self._tensors]
+        now = [tensor.grad for _, tensor in self._tensors]
         if self._is_old or self not in hidden_in_backwards or all(map(is_, now, self._shown)):
             return
-        found = [*self._parameters, *self._states.unsharded_parameters()]
-        changed = [(name, grad) for name, grad, shown in zip(found, now, self._shown, strict=True) if grad is not shown]
+        found = zip(self._tensors, now, self._shown, strict=True)
+        changed = [(name, grad) for (name, _), grad, shown in found if grad is not shown]
         name, to = changed[0]
         self._set(self._shown)  # said once: the caller may go on with the gradients as they are
         raise UsageError(
             f"'{name}'.grad was set to {'None' if to is None else 'a tensor'} after engine.backward (set so: "
-            f"{len(changed)}), which is lost: engine="
-            f"{self._readers.engine} has taken the gradient. Remove the line. To leave a parameter as it is, freeze it "
-            f"for the forward (requires_grad_(False), and back before engine.step); gradients are cleared by "
-            f"engine.step; {INSTEAD}"
+            f"{len(changed)}), which is lost: engine={self._readers.engine} has taken the gradient. Remove the line. "
+            f"To leave a parameter as it is, freeze it for the forward (requires_grad_(False), and back before "
+            f"engine.step); gradients are cleared by engine.step; {INSTEAD}"
         )

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
+from dtrain.errors import UsageError
 from tests.helpers.one_rank import X, build, loss_of, start
+
+
+@pytest.fixture(autouse=True)
+def _no_group_is_left() -> Iterator[None]:
+    """``fsdp2`` makes a process group of one rank."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def changed(engine: Any, before: dict[str, Tensor]) -> set[str]:
@@ -87,6 +98,30 @@ def test_a_hook_sees_whole_gradients_until_it_is_removed(kind: str, where: str) 
     engine.backward(loss_of(engine))
     engine.step()
     assert len(shapes) == 2
+
+
+def test_a_unit_that_only_evaluates_between_two_steps_shows_no_gradient() -> None:
+    """Its unsharded parameters appear after the gradients of the others have been chosen."""
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+
+        def forward(self, x: Tensor, head: int) -> Tensor:
+            return self.heads[head](x)  # type: ignore[no-any-return]
+
+    engine = begin(Heads(), 2)
+    for micro in engine.accumulate([X, X]):
+        engine.backward(engine(micro, 0).square().mean())
+        with torch.no_grad():
+            engine(micro, 1)
+        shown = {name: p.grad is not None for name, p in engine.module.named_parameters()}
+        assert shown == {"heads.0.weight": True, "heads.0.bias": True, "heads.1.weight": False, "heads.1.bias": False}
+        engine.module.heads[0].bias.grad = None
+        with pytest.raises(UsageError, match=r"'heads.0.bias'.grad was set to None"):
+            engine.step()
+    assert engine.step().applied
 
 
 def test_an_engine_with_hooks_is_freed() -> None:
