@@ -6,6 +6,7 @@ so that help and misspelled names are answered at once.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
@@ -76,20 +77,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if verb == "train":
             return _train(rest)
-        _require_local(rest)
+        rest = [_with_home(word) for word in rest]
         run: Callable[[list[str]], int] = import_module(f"dtrain.tools.{verb}.cli").main
         return run(rest)
     except DtrainError as error:
         return _fail(error)
 
 
-def _require_local(argv: Sequence[str]) -> None:
-    """Refuses a URL as an argument of a tool, or as the value of one of its own keys, which have no dot."""
-    for word in argv:
-        key, equals, value = word.partition("=")
-        require_local(word, "an argument")
-        if equals and "." not in key:
-            require_local(value, key)
+def _with_home(word: str) -> str:
+    """Returns an argument of a tool, or ``key=value`` of one of its own keys, which have no dot, with ``~`` replaced.
+
+    A shell replaces it at the start of a word only. URLs are refused.
+    """
+    key, equals, value = word.partition("=")
+    require_local(word, "an argument")
+    if not equals or "." in key:
+        return os.path.expanduser(word)
+    require_local(value, key)
+    return f"{key}={os.path.expanduser(value)}"
 
 
 def _usage() -> str:

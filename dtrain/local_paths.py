@@ -1,4 +1,7 @@
-"""Refuses URLs where dtrain needs a path of a file system: ``Path("s3://bucket/run")`` is a local folder ``s3:``."""
+"""Paths of a file system as users name them: ``~`` is the home folder, and URLs are refused.
+
+``Path("s3://bucket/run")`` would be a local folder ``s3:``, and ``Path("~/run")`` one called ``~``.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,9 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Returns ``path`` as a path, see :func:`require_local`."""
+    """Returns ``path`` with ``~`` replaced by the home folder, see :func:`require_local`."""
     require_local(path, what)
-    return Path(path)
+    return Path(os.path.expanduser(path))
 
 
 def require_local(path: str | os.PathLike[str], what: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import re
 import types
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ def setting(default: Any, doc: str, **limits: Any) -> Any:
     """A key that takes any value of its type; ``limits`` is for the helpers below.
 
     ``kind`` replaces an annotation that OmegaConf cannot read, ``what`` describes its values in a message, and
-    ``is_path`` refuses URLs: it marks a path, or a mapping whose keys are paths.
+    ``is_path`` marks a path, or a mapping whose keys are paths: URLs are refused, and ``~`` is the home folder.
     """
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
@@ -152,6 +153,8 @@ def check_field(record: Any, name: str, value: Any, path: str) -> Any:
     if metadata.get("is_path") and value is not None:
         for item in [value] if isinstance(value, str) else value:
             require_local(item, path)
+        home = os.path.expanduser
+        value = home(value) if isinstance(value, str) else {home(item): of_item for item, of_item in value.items()}
     return value
 
 

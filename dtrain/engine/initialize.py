@@ -18,8 +18,7 @@ from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
 from dtrain.config.capabilities import CAPABILITIES, SETTINGS, check
 from dtrain.config.engines import EngineConfig
-from dtrain.config.fields import check_field
-from dtrain.config.optim import OPTIM_KEYS, Optimizer
+from dtrain.config.optim import Optimizer
 from dtrain.config.precision import LossScale
 from dtrain.config.schedule import AnySchedule
 from dtrain.distributed.communicator import Communicator
@@ -39,6 +38,7 @@ from dtrain.engine.settings import (
     check_others,
     check_precision,
     checked_ema_decay,
+    checked_threshold,
     engine_record,
     optimizer_record,
     schedule_record,
@@ -119,7 +119,7 @@ def initialize(
     """
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
-    max_grad_norm = check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")
+    max_grad_norm = checked_threshold(max_grad_norm)
     missing_grad = check_field(OPTIM_KEYS["adamw"], "missing_grad", missing_grad, "missing_grad")
     ema_decay = checked_ema_decay(ema_decay)
     audits = audit_record(audit)

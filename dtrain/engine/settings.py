@@ -14,7 +14,7 @@ from dtrain.config.audit import Audit
 from dtrain.config.blocks import Blocks
 from dtrain.config.engines import ENGINES, EngineConfig, engines_with, settings_of
 from dtrain.config.fields import check_field, in_keys, shown
-from dtrain.config.optim import OPTIMIZERS, AdamW, EmaConfig, Optimizer
+from dtrain.config.optim import OPTIM_KEYS, OPTIMIZERS, AdamW, EmaConfig, Optimizer
 from dtrain.config.records import check_records
 from dtrain.config.schedule import AnySchedule, Constant, ScheduleConfig
 from dtrain.config.schema import RunConfig
@@ -22,6 +22,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.engine.request import StepOptions, is_managed
 from dtrain.errors import ConfigError, ModelError, nearest
 from dtrain.optim.torch_schedule import TorchSchedule
+from dtrain.parameters.groups import check_overlaps
 from dtrain.precision.policy import PrecisionPolicy, check_trainable
 
 _OTHERS = (
@@ -148,6 +149,14 @@ def checked_ema_decay(decay: float | None) -> float | None:
         raise ConfigError(str(error).replace("EmaConfig.decay", "ema_decay")) from None
 
 
+def checked_threshold(max_grad_norm: float | None) -> float | None:
+    """Returns the threshold of clipping, or raises ``ConfigError``."""
+    try:
+        return check_field(OPTIM_KEYS["adamw"], "max_grad_norm", max_grad_norm, "max_grad_norm")  # type: ignore[no-any-return]
+    except ConfigError as error:
+        raise ConfigError(f"{error}; None clips nothing") from None
+
+
 def audit_record(audit: Audit | int | None) -> Audit:
     """Returns the record of audits: the default one for None; a number is its ``every``."""
     if audit is None or isinstance(audit, Audit):
@@ -179,10 +188,14 @@ def check_others(seed: int | None, comm: Communicator | None, frozen_source: Fro
 
 
 def check_model(model: nn.Module) -> None:
-    """Raises ``ModelError`` for what is no module, is under an engine, or cannot be trained."""
+    """Raises ``ModelError`` for what is no module, is under an engine, or cannot be trained.
+
+    It is called before the model moves to its device, which would untie two parameters over one storage.
+    """
     if not isinstance(model, nn.Module):
         call = "; call it: the model is an instance" if isinstance(model, type) else ""
         raise ModelError(f"model={shown(model)} is not a torch.nn.Module{call}")
     if is_managed(model):
         raise ModelError("this model is under an engine already; use that engine, or build a new model")
     check_trainable(model)
+    check_overlaps(model)

@@ -63,6 +63,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import MAIN_GRAD, ModelStates
 from dtrain.parameters.running_backward import backward_of
+from dtrain.precision.policy import refuse_sparse_gradients
 
 
 class StepEngine(EngineHooks):
@@ -196,7 +197,11 @@ class StepEngine(EngineHooks):
         self._losses.add(self._batch.number, value, factor.value)
         self._watch_gradients(is_dummy=is_dummy)
         with self._batch.backward(), backward_of(self), self._forward.backward_precision():
-            self._backward(value, factor)
+            try:
+                self._backward(value, factor)
+            except RuntimeError as error:
+                refuse_sparse_gradients(((name, p.grad) for name, p in self.module.named_parameters()), error)
+                raise
         self._parts.after_backward()
 
     def _watch_gradients(self, *, is_dummy: bool) -> None:

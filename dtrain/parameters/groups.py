@@ -37,10 +37,8 @@ def find_groups(
 
     Raises:
         ConfigError: a pattern matches no module.
-        ModelError: two different parameters share storage.
     """
     chosen = [(name, p) for name, p in model.named_parameters() if p.requires_grad is not frozen]
-    _check_overlaps(model)
     # a parameter counts for each of its names, so that one that two units share has two owners
     units = find_units(model, sharding_units)
     owners: dict[int, set[str]] = {}
@@ -159,7 +157,8 @@ def find_units(model: nn.Module, patterns: str | Sequence[str], setting: str = "
     return [name for name in names if name in matched and not _unit_of(name, matched)]
 
 
-def _check_overlaps(model: nn.Module) -> None:
+def check_overlaps(model: nn.Module) -> None:
+    """Raises ``ModelError`` if two different parameters share memory, also in part."""
     extents = []  # flattening would untie parameters that overlap in memory
     for name, p in model.named_parameters():
         if p.numel():

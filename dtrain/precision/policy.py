@@ -7,11 +7,11 @@ checkpoint, and checked on the live tensors.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.config.fields import check_field, shown
 from dtrain.config.precision import Float8, PrecisionConfig, check_rules, float8_rule_error, unsupported_format_reason
@@ -198,9 +198,20 @@ def check_trainable(model: nn.Module) -> None:
     """Checks that an FP32 master can represent every trainable parameter.
 
     Raises:
-        ModelError: a parameter is on ``meta``, lazy, float64 or complex; a parameter or buffer is expanded, so that its
-            elements share memory; or nothing is trainable. The message names the tensor.
+        ModelError: a parameter is on ``meta``, lazy, float64 or complex, or its module gives it sparse gradients; a
+            parameter or buffer is sparse, or expanded, so that its elements share memory; or nothing is trainable. The
+            message names the tensor.
     """
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if is_sparse and module.weight.requires_grad:
+            raise _sparse_gradient(f"'{name}.weight'" if name else "'weight'", "its module has sparse=True")
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.layout != torch.strided:
+            raise ModelError(
+                f"'{name}' has the layout {tensor.layout}; an engine broadcasts and stores dense tensors only: use its "
+                f".to_dense(), or keep a constant as a plain attribute of a list, outside of parameters and buffers"
+            )
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not nn.parameter.is_lazy(tensor) and any(
             s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)
@@ -222,3 +233,24 @@ def check_trainable(model: nn.Module) -> None:
             raise ModelError(f"'{name}' is {p.dtype}; an FP32 master can hold float32, bfloat16 and float16 only")
     if not trainable:
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")
+
+
+def refuse_sparse_gradients(gradients: Iterable[tuple[str, Tensor | None]], error: BaseException | None = None) -> None:
+    """Raises ``ModelError`` for the first of the ``gradients``, by parameter, that is sparse.
+
+    Args:
+        gradients: see above.
+        error: of the backward that it has ended; native and fsdp2 have taken the gradient by then.
+    """
+    for name, grad in gradients:
+        if grad is not None and grad.layout != torch.strided:
+            raise _sparse_gradient(f"'{name}'", f"the backward gives it one of {grad.layout}") from error
+    if "sparse" in str(error).lower():
+        raise _sparse_gradient("a parameter", "the backward gives it one") from error
+
+
+def _sparse_gradient(name: str, reason: str) -> ModelError:
+    return ModelError(
+        f"{name} gets a sparse gradient ({reason}); engines add and reduce gradients in flat dense buffers: set "
+        f"sparse=False (torch.gather: sparse_grad=False), or freeze it"
+    )

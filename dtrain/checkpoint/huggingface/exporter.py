@@ -36,7 +36,7 @@ from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.config.model import HF_FACTORY, HF_IMAGES_FACTORY, LANGUAGE_FACTORIES
 from dtrain.distributed.consensus import describe
 from dtrain.errors import CheckpointError, ConfigError, nearest
-from dtrain.local_paths import local_path, require_local
+from dtrain.local_paths import local_path
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MAX_SHARD_SIZE = 5 * 1000**3  # bytes
@@ -100,7 +100,7 @@ def export(
     if weights not in KINDS:
         raise ConfigError(f"unknown weights '{weights}'; expected {' or '.join(KINDS)}{nearest(weights, KINDS)}")
     if base is not None:
-        require_local(base, "the folder of the model")
+        base = local_path(base, "the folder of the model")
     out, checkpoint = local_path(out, "the folder of the export"), newest_checkpoint(path)
     if out.is_symlink() or out.exists():
         raise CheckpointError(f"{out} exists; an export creates a new folder, so name another one or remove it")

@@ -40,7 +40,7 @@ def read_image(path: str | os.PathLike[str], task: Task) -> Tensor:
         )
     channels, size, _ = shape
     try:
-        data = decode(os.fspath(path), (), size, _CHANNELS[channels])
+        data = decode(os.path.expanduser(os.fspath(path)), (), size, _CHANNELS[channels])
     except ImageError as error:
         raise DataError(one_line(str(error))) from None
     pixels = np.frombuffer(data, np.uint8).reshape(size, size, channels).transpose(2, 0, 1) * np.float32(1 / 255)

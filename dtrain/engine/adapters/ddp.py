@@ -34,6 +34,7 @@ from dtrain.parameters.taken_gradient import held_gradient
 from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
+from dtrain.precision.policy import refuse_sparse_gradients
 
 
 def build(request: EngineRequest) -> Engine:
@@ -143,6 +144,7 @@ class DdpEngine(StepEngine):
             parameter = self._parameters[shard.name]
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            refuse_sparse_gradients([(shard.name, parameter.grad)])
             shard.main_grad = parameter.grad.view(-1)
         self._gradients.reduce_dtype_check = None
 

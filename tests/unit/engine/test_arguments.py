@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import dtrain
-from dtrain.distributed.startup.setup import connect
+from dtrain.distributed.startup.setup import connect, disconnect
 from dtrain.errors import CheckpointError, ConfigError, ContractError, ModelError, UsageError
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 
@@ -92,9 +92,30 @@ def test_loss_that_is_not_fp32_is_refused_with_the_fix() -> None:
     assert train_step(engine).applied
 
 
+def sparse_parameter() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.w = nn.Parameter(torch.eye(3).to_sparse())
+    return model
+
+
+def sparse_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("adjacency", torch.eye(3).to_sparse_csr())
+    return model
+
+
 def overlapping() -> nn.Module:
     both = torch.randn(12, 8)
     return nn.ParameterList([nn.Parameter(both[:8]), nn.Parameter(both[4:], requires_grad=False)])
+
+
+def tied_by_data(take: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        model = nn.ModuleDict({"a": nn.Embedding(8, 4), "b": nn.Linear(4, 8, bias=False)})
+        model["b"].weight.data = take(model["a"].weight.data)
+        return model
+
+    return make
 
 
 def expanded(kind: str) -> Callable[[], nn.Module]:
@@ -117,6 +138,15 @@ MODELS: list[tuple[Callable[[], Any], str]] = [
     (lambda: nn.Linear(2, 2).requires_grad_(False), "no parameter that requires a gradient; nothing to train"),
     (nn.ReLU, "nothing to train"),
     (overlapping, "two parameters over one storage"),
+    *(
+        (tied_by_data(take), r"'a\.weight' and 'b\.weight' are two parameters over one storage; tie them by assigning")
+        for take in (lambda data: data, lambda data: data[2:6], lambda data: data.T, lambda data: data.view(-1)[28:])
+    ),
+    (lambda: nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)), r"'0\.weight' gets a sparse gradient"),
+    (lambda: nn.ModuleDict({"bag": nn.EmbeddingBag(8, 4, sparse=True)}), r"'bag\.weight' gets .* set sparse=False"),
+    (lambda: nn.Embedding(8, 4, sparse=True), "'weight' gets a sparse gradient"),
+    (sparse_parameter, r"'w' has the layout torch\.sparse_coo"),
+    (sparse_buffer, r"'adjacency' has the layout torch\.sparse_csr; .*to_dense"),
     *((expanded(kind), EXPANDED) for kind in ("buffer", "frozen", "trainable")),
     (lambda: nn.Linear, "model=the class torch.nn.modules.linear.Linear is not a torch.nn.Module; call it"),
     (lambda: {"weight": X}, "model=.* is not a torch.nn.Module$"),
@@ -127,9 +157,9 @@ MODELS: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("make", "message"), MODELS)
 def test_models_that_cannot_be_trained_are_refused(make: Callable[[], Any], message: str) -> None:
     model = make()
-    for _ in range(2):  # a model that was refused is under no engine
+    for engine in ("native", "fsdp2", "deepspeed", "ddp"):  # a model that was refused is under no engine
         with pytest.raises(ModelError, match=message):
-            dtrain.initialize(model, precision="fp32")
+            dtrain.initialize(model, engine=engine, precision="fp32")
 
 
 class Slowing:
@@ -171,7 +201,11 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
         ({"optimizer": BY_NAME}, r"^AdamW\.groups, '0': schedule=cosine is not a schedule of dtrain"),
         ({"groups": {"0": {"lr_factor": 0.1}}}, r"^groups belong to the optimizer: .*AdamW\(groups=.* sharding_units"),
         ({"loss_scale": torch.amp.GradScaler("cpu")}, "loss_scale=a torch.amp.* is not a mode .* needs no GradScaler"),
-        ({"max_grad_norm": "1"}, "max_grad_norm='1' is not a number or null"),
+        *(
+            ({"max_grad_norm": value}, rf"^max_grad_norm={text}.*; None clips nothing$")
+            for value, text in (("1", "'1' is not a number"), (0, "0.0 is too small; it must be above 0"), (-1, "-1.0"))
+        ),
+        ({"max_grad_norm": math.nan}, "^max_grad_norm=nan is not a finite number; None clips nothing$"),
         ({"seed": 2**64}, "seed=18446744073709551616 is too large; it must be below 2"),
         ({"engine": "nativ"}, "engine 'nativ' is not one of .*; did you mean 'native'"),
         ({"seed": -1}, "seed=-1 is too small; it must be at least 0"),
@@ -184,6 +218,54 @@ TORCH_SCHEDULE = schedulers.LambdaLR(torch.optim.SGD([nn.Parameter(X)]), lambda 
 def test_unsupported_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(**options)
+
+
+def looked_up(weight: nn.Parameter) -> torch.Tensor:
+    return nn.functional.embedding(torch.arange(4), weight, sparse=True)
+
+
+def gathered(weight: nn.Parameter) -> torch.Tensor:
+    return torch.gather(weight, 1, torch.zeros(8, 2, dtype=torch.long), sparse_grad=True)
+
+
+def pooled(weight: nn.Parameter) -> torch.Tensor:
+    return nn.functional.embedding_bag(torch.zeros(2, 3, dtype=torch.long), weight, sparse=True, mode="sum")
+
+
+class Sparse(nn.Module):
+    """Has a parameter whose gradient a function of torch makes sparse."""
+
+    def __init__(self, use: Callable[[nn.Parameter], torch.Tensor]) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(8, 4))
+        self.use = use
+
+    def forward(self, scale: float) -> torch.Tensor:
+        return scale * self.use(self.w).square().mean()
+
+
+@pytest.mark.parametrize("use", [looked_up, gathered, pooled])
+@pytest.mark.parametrize("engine", ["native", "fsdp2", "ddp", "deepspeed"])
+def test_a_sparse_gradient_is_refused_at_the_first_step(engine: str, use: Callable[[Any], torch.Tensor]) -> None:
+    own = dtrain.initialize(Sparse(use), engine=engine, precision="fp32", seed=0)
+
+    def step() -> None:
+        own.backward(own(2.0))
+        own.step()
+
+    try:
+        with pytest.raises(ModelError, match=r"gets a sparse gradient \(the backward gives it one.*set sparse=False"):
+            step()
+        assert torch.equal(own.master_state()["w"], torch.ones(8, 4))
+    finally:
+        disconnect()  # fsdp2 and deepspeed have made a process group
+
+
+def test_a_frozen_sparse_embedding_is_trained_around() -> None:
+    model = nn.Sequential(nn.Embedding(8, 4, sparse=True).requires_grad_(False), nn.Linear(4, 1))
+    own = dtrain.initialize(model, precision="fp32", seed=0)
+    own.backward(own(torch.arange(4)).mean())
+    assert own.step().applied
 
 
 def test_batch_norm_cannot_be_reproducible() -> None:

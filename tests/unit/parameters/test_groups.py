@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.errors import ConfigError, ModelError
+from dtrain.errors import ConfigError
 from dtrain.parameters.groups import aliases, backward_names, backward_order, find_groups
 from tests.helpers.zoo import ZOO, make
 
@@ -105,13 +105,6 @@ def test_patterns() -> None:
     assert list(names(make("gru").build(0))) == [""], "without containers"
     with pytest.raises(ConfigError, match=r"'embeding' matches no module; did you mean 'embedding'\?"):
         find_groups(model, ["blocks.*", "embeding"])
-
-
-def test_two_parameters_over_one_storage_are_refused() -> None:
-    model = nn.ModuleDict({"a": linear(), "b": linear()})
-    model["b"].weight = nn.Parameter(model["a"].weight.detach())
-    with pytest.raises(ModelError, match=r"'a\.weight' and 'b\.weight' are two parameters over one storage"):
-        find_groups(model)
 
 
 def test_aliases_map_to_the_stored_name() -> None:
