@@ -38,6 +38,7 @@ from dtrain.engine.settings import (
     check_others,
     check_precision,
     checked_ema_decay,
+    checked_missing_grad,
     checked_threshold,
     engine_record,
     optimizer_record,
@@ -120,7 +121,7 @@ def initialize(
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
     max_grad_norm = checked_threshold(max_grad_norm)
-    missing_grad = check_field(OPTIM_KEYS["adamw"], "missing_grad", missing_grad, "missing_grad")
+    missing_grad = checked_missing_grad(missing_grad)
     ema_decay = checked_ema_decay(ema_decay)
     audits = audit_record(audit)
     optimizer = optimizer_record(optimizer)

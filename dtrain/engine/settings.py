@@ -157,6 +157,11 @@ def checked_threshold(max_grad_norm: float | None) -> float | None:
         raise ConfigError(f"{error}; None clips nothing") from None
 
 
+def checked_missing_grad(missing_grad: str) -> str:
+    """Returns what a missing gradient means, or raises ``ConfigError``."""
+    return check_field(OPTIM_KEYS["adamw"], "missing_grad", missing_grad, "missing_grad")  # type: ignore[no-any-return]
+
+
 def audit_record(audit: Audit | int | None) -> Audit:
     """Returns the record of audits: the default one for None; a number is its ``every``."""
     if audit is None or isinstance(audit, Audit):

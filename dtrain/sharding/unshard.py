@@ -19,13 +19,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils import _pytree as pytree
 
 from dtrain.config.engines import Native
 from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
+from dtrain.parameters.escapes import kept_tensors, tensors_in
 from dtrain.parameters.groups import callable_parts
 from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
@@ -74,6 +74,9 @@ class UnshardScheduler:
         self._open: Collection[str] = ()  # parameters that hold whole masters now
         self._saving: saved_tensors_hooks | None = None
         self.peak = 0
+        self._kept = {(name, id(tensor)) for name, tensor in kept_tensors(model)}  # before any forward
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+        self._checked: set[tuple[int, bool]] = set()  # modules whose attributes were looked at, by their mode
         self._install(model)
 
     # -- hooks -----------------------------------------------------------------------------------------------------
@@ -91,10 +94,11 @@ class UnshardScheduler:
                     ModuleHook(lambda *_, group=group: self._enter_unit(group)), prepend=True
                 )
                 # always_call: a forward that raises must not leave its group open
-                leave = ModuleHook(lambda module, args, output, group=group: self._leave_unit(group, output))
+                leave = ModuleHook(lambda module, args, output, group=group: self._leave_unit(module, group, output))
                 module.register_forward_hook(leave, always_call=True)
         model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
-        model.register_forward_hook(ModuleHook(lambda *_: self._leave_model()), always_call=True)
+        leave_model = ModuleHook(lambda module, args, output: self._leave_model(module, output))
+        model.register_forward_hook(leave_model, always_call=True)
 
     def _guard(self, module: nn.Module, guards: Mapping[str, tuple[ParameterGroup, str]]) -> None:
         """Guards a module's parameters, and its forward, if that may bypass ``_parameters``."""
@@ -170,7 +174,7 @@ class UnshardScheduler:
             if not group.name:
                 self._use(group)
 
-    def _leave_model(self) -> None:
+    def _leave_model(self, module: nn.Module, output: Any) -> None:
         if not self._depth:  # another hook failed before this forward began
             return
         self._depth -= 1
@@ -186,6 +190,9 @@ class UnshardScheduler:
             # a prefetched group that was not used is not ready; its all-gather is waited for: [Note: buffer reuse]
             if not (self._records_graph and group.is_ready):
                 self._reshard(group)
+        for group in self._groups:
+            if not group.name and not group.is_ready:
+                self._check_escapes(module, group, output)
 
     def _enter_unit(self, group: ParameterGroup) -> None:
         self._join_backward()
@@ -198,20 +205,30 @@ class UnshardScheduler:
         if not (self._in_backward and self._is_current(group)):
             self._use(group)
 
-    def _leave_unit(self, group: ParameterGroup, output: Any) -> None:
+    def _leave_unit(self, module: nn.Module, group: ParameterGroup, output: Any) -> None:
         group.num_forwards = max(group.num_forwards - 1, 0)  # 0 if another pre-hook failed before this forward began
         if group.num_forwards or self._in_backward or not group.is_unsharding:
             return
-        names = self._names[group]
-        for value in (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output):
-            if id(value) in names:  # the caller would read NaN
-                raise ModelError(
-                    f"'{group.name}' returns its parameter '{names[id(value)]}', which is sharded outside its forward "
-                    f"(zero_stage=3); return a view or a copy, or keep it gathered: "
-                    f"keep_gathered=['{names[id(value)]}']"
-                )
+        self._check_escapes(module, group, output)
         if not self._records_graph:  # else it stays until others need its room, because backward begins with the last
             self._reshard(group)
+
+    def _check_escapes(self, module: nn.Module, group: ParameterGroup, output: Any) -> None:
+        """Raises ``ModelError`` if a parameter itself leaves its unit's forward: it would be read as NaN."""
+        names, unit = self._names[group], group.name
+        found = next((names[id(tensor)] for tensor in tensors_in(output) if id(tensor) in names), None)
+        what = (f"'{unit}'" if unit else "the model") + f" returns its parameter '{found}'"
+        if found is None and unit and (id(module), module.training) not in self._checked:
+            self._checked.add((id(module), module.training))
+            for attribute, tensor in kept_tensors(module, self._module_names[id(module)]):
+                if id(tensor) in names and (attribute, id(tensor)) not in self._kept:
+                    found = names[id(tensor)]
+                    what = f"'{unit}' keeps its parameter '{found}' as '{attribute}'"
+        if found is not None:
+            raise ModelError(
+                f"{what}, which is sharded outside its forward (zero_stage=3); take a view or a copy"
+                + (f", or keep it gathered: keep_gathered=['{found}']" if unit else "")
+            )
 
     # -- backward --------------------------------------------------------------------------------------------------
 

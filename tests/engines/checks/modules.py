@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -15,6 +17,8 @@ from torch.nn import functional as F
 import dtrain
 from dtrain.checkpoint.names import plain_name
 from dtrain.engine.parts.checkpoint import checkpointer
+from dtrain.errors import ModelError
+from dtrain.parameters.escapes import tensors_in
 from tests.engines import helpers
 from tests.engines.matrix import Trial, check
 
@@ -140,3 +144,138 @@ def a_checkpoint_knows_no_wrapper(trial: Trial) -> None:
         names[number] = {label.partition(":")[2] for label in helpers.fingerprints(folder)}
     assert names[0] == names[1] == {plain_name(name) for name in names[2]}
     assert any(plain_name(name) != name for name in names[2]), "a control"
+
+
+@dataclass
+class Output:
+    x: Tensor
+    weight: Tensor
+
+
+class Box:
+    def __init__(self, x: Tensor, weight: Tensor) -> None:
+        self.x, self.weight = x, weight
+
+
+RETURNED: dict[str, Callable[[Tensor, nn.Parameter], Any]] = {
+    "itself": lambda x, weight: (x, weight),
+    "cast": lambda x, weight: (x, weight.to(x.dtype)),
+    "in a list": lambda x, weight: [x, {"weight": weight}],
+    "in a dataclass": Output,
+    "in an object": Box,
+    "a view": lambda x, weight: (x, weight.view(-1)),
+    "a row": lambda x, weight: (x, weight[0]),
+    "detached": lambda x, weight: (x, weight.detach()),
+    "a copy": lambda x, weight: (x, weight.clone()),
+}
+KEPT: dict[str, Callable[[nn.Parameter], Any]] = {
+    "kept": lambda weight: weight,
+    "kept in a list": lambda weight: [weight],
+    "kept view": lambda weight: weight.view(-1),
+    "kept copy": lambda weight: weight.clone(),
+}
+SGD = dtrain.SGD(lr=0.1, momentum=0.0, weight_decay=0.0)
+BY_NAME = {"itself", "cast", "in a list", "in a dataclass", "in an object", "kept", "kept in a list"}
+REFUSED = {
+    "native": BY_NAME,  # what has no name is a tensor of its own
+    "fsdp2": {"kept", "kept in a list", "kept view"},
+    "deepspeed": {"in a list", "kept in a list"},
+}
+
+
+class Giving(nn.Module):
+    """A unit whose weight leaves its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight, self.kind = nn.Parameter(torch.eye(5) + torch.rand(5, 5) / 10), kind
+
+    def forward(self, x: Tensor) -> Any:
+        if self.kind in RETURNED:
+            return RETURNED[self.kind](x @ self.weight, self.weight)
+        self.kept = KEPT[self.kind](self.weight)
+        return x @ self.weight
+
+
+class Taking(nn.Module):
+    """Reads each weight after all units have run; more units than any engine keeps gathered."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(Giving(kind) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        taken = []
+        for unit in self.units:
+            given = unit(x)
+            leaves = list(tensors_in(given)) if isinstance(given, tuple | list | Output | Box) else [given, *kept(unit)]
+            x, weight = leaves
+            taken.append(weight)
+        return x.square().mean() + sum(weight.square().mean() for weight in taken)
+
+
+def kept(unit: nn.Module) -> list[Tensor]:
+    return list(tensors_in(unit.kept))
+
+
+@check(ranks=(2, 1))
+def a_weight_that_leaves_its_unit_has_its_values_or_is_refused(trial: Trial) -> None:
+    engine_name, stage = trial.case.engine, trial.case.stage
+    is_freed = stage == 3 and (trial.ranks > 1 or engine_name != "native")
+    refused = REFUSED[engine_name] if is_freed else set()
+    x = torch.rand(3, 5, generator=torch.Generator().manual_seed(0))
+    # DeepSpeed frees what an object holds too, and some operations read it before
+    kinds = [kind for kind in (*RETURNED, *KEPT) if (engine_name, kind) != ("deepspeed", "in an object")]
+    for kind in kinds:
+        torch.manual_seed(0)
+        model = Taking(kind)
+        plain, engine = deepcopy(model), start(trial, model, optimizer=SGD, max_grad_norm=None)
+        if kind in refused:
+            with pytest.raises(ModelError, match="parameter"):
+                engine.backward(engine(x))
+            continue
+        sgd = torch.optim.SGD(plain.parameters(), lr=0.1)
+        for _ in range(3):
+            sgd.zero_grad()
+            expected = plain(x)
+            expected.backward()
+            sgd.step()
+            engine.backward(engine(x))
+            assert engine.step().loss == pytest.approx(expected.item(), rel=1e-6), kind
+        with engine.eval():
+            assert engine(x).item() == pytest.approx(plain(x).item(), rel=1e-6), kind
+        held = engine.states.unsharded_parameters().values()
+        assert all(len(weight._backward_hooks or ()) <= 1 for weight in held), "a library's hooks do not add up"
+
+
+class Direct(nn.Module):
+    """Calls parts of its units, and not the units."""
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2))
+        self.method = method
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            if self.method == "forward":
+                x = unit.forward(x)
+            elif self.method == "part":
+                x = unit[1](unit[0](x))
+            else:
+                x = F.linear(x, unit[0].weight).tanh()
+        return x.square().mean()
+
+
+@check(precisions=("fp32", "bf16"))
+def a_unit_that_is_not_called_trains_or_is_refused_in_every_precision(trial: Trial) -> None:
+    is_refused = trial.case.engine == "fsdp2" or (trial.case.engine, trial.case.stage) == ("native", 3)
+    for method in ("forward", "part", "weight"):
+        torch.manual_seed(0)
+        engine = start(trial, Direct(method))
+        if not is_refused:
+            engine.backward(engine(torch.ones(2, 4)))
+            assert engine.step().applied
+            continue
+        with pytest.raises(ModelError, match=r"outside (the forward of 'units.0'|a call of that unit)"):
+            engine(torch.ones(2, 4))

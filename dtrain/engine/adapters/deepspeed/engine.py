@@ -160,11 +160,23 @@ class DeepSpeedEngine(StepEngine):
         self._order.clear()
         self._zero.begin_backward()
         with self._observed():
-            self._deepspeed.backward(scaled if weight.is_one else scaled * weight.value, scale_wrt_gas=False)
+            self._run_backward(scaled if weight.is_one else scaled * weight.value)
         if self._zero.reduces_each:
             # DeepSpeed fills its buckets in this order; gloo would sum two different orders silently
             order = zlib.crc32(repr(self._order).encode())
             self.comm.schedule.record("backward", f"{len(self._order)} gradients, their order {order:08x}", scaled)
+
+    def _run_backward(self, loss: Tensor) -> None:
+        try:
+            self._deepspeed.backward(loss, scale_wrt_gas=False)
+        except RuntimeError as error:
+            if "returned an invalid gradient" in str(error) and "got [0]" in str(error):
+                raise ModelError(
+                    "a module has returned a parameter inside a list, dict or object, or kept it, and it was read "
+                    "after the module's forward, where DeepSpeed's stage 3 has freed it; return a copy (.clone()), or "
+                    "use zero_stage=2 or engine=native"
+                ) from error
+            raise
 
     def _observed(self) -> Any:
         check = self._reduce_dtype_check

@@ -21,6 +21,7 @@ from dtrain.config.engines import FSDP2
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import ensure_process_group
 from dtrain.engine.adapters.fsdp2.communication import BackwardState, UnitGradient, UnitWeights, shard_widths
+from dtrain.engine.adapters.fsdp2.escapes import require_unkept, watch_escapes
 from dtrain.engine.adapters.fsdp2.guests import guard_backward, prepare, reduce_after_backward
 from dtrain.engine.adapters.fsdp2.older_torch import complete_reductions, reset_after_error
 from dtrain.engine.adapters.fsdp2.replicated import ReplicatedParameters
@@ -89,7 +90,8 @@ class Fsdp2Engine(StepEngine):
             if isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error):
                 raise ModelError(
                     "a parameter of a unit was read outside a call of that unit, so fully_shard had not gathered it; "
-                    "name modules that are called whole by sharding_units=, or use engine=native"
+                    "call the unit itself instead of its forward or another method, name modules that are called "
+                    "whole by sharding_units=, or use engine=native"
                 ) from error
             raise
 
@@ -252,6 +254,7 @@ class _ShardedUnit:
         self.dtype = unit.dtype
         self.num_parameters = sum(p.numel() for p in unit.parameters.values())
         shapes = unit.shapes
+        replaced = {id(parameter): name for name, parameter in unit.parameters.items()}
         for parameter in unit.parameters.values():
             parameter.data = parameter.data.float().contiguous()  # FP32, because the shards are the masters
         fully_shard(
@@ -274,6 +277,9 @@ class _ShardedUnit:
         self._weights = UnitWeights(unit.name, self.gradient.numel, unit.dtype, comm)
         complete_reductions(self.module)
         self._guests = guard_backward(self.module, unit.parameters, self._parameters, backward_state)
+        require_unkept(model, replaced)
+        on_returned = self._keep_unsharded if self.reshards_after_forward else None
+        watch_escapes(unit.name, self.module, self.unsharded_parameters, on_returned)
         # sums, because weights make the mean
         self.module.set_force_sum_reduction_for_comms(True)
         self.module.set_custom_reduce_scatter(cast(Any, self.gradient))
@@ -340,6 +346,11 @@ class _ShardedUnit:
                 held.reset_sharded_param = _do_nothing
             else:
                 vars(held).pop("reset_sharded_param", None)
+
+    def _keep_unsharded(self) -> None:
+        """Lets the weights stay from a forward to its backward."""
+        self.reshards_after_forward = False
+        self.module.set_reshard_after_forward(False, recurse=False)
 
     def _fsdp_parameters(self) -> Sequence[Any]:
         state: Any = self.module._get_fsdp_state()
