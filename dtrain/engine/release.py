@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
 
 from dtrain.engine.interface import Engine
@@ -18,6 +18,9 @@ from dtrain.errors import ModelError
 
 _STATES = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of a module that are not what an engine installs."""
+
+_RENEWED = "_dtrain_renewed"
+"""Attribute of the parameter of an engine that has ended: the one that has its place now."""
 
 _Hooks = dict[str, set[int]]
 
@@ -56,11 +59,8 @@ class Installation:
             _module_state_mapping.pop(module, None)  # of fully_shard, which shards a module once
 
 
-def release(engine: Engine, installation: Installation) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Ends ``engine``, whose methods raise from then on; all ranks call.
-
-    Returns:
-        Pairs of the engine's parameter and the new one in its place.
+def release(engine: Engine, installation: Installation) -> None:
+    """Ends ``engine``, whose methods raise from then on, and gives the model new parameters; all ranks call.
 
     Raises:
         ModelError: the library below cannot be taken off.
@@ -74,16 +74,24 @@ def release(engine: Engine, installation: Installation) -> list[tuple[nn.Paramet
         )
     with engine.modify_weights():
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    pairs = [(old, nn.Parameter(values[name], old.requires_grad)) for name, old in model.named_parameters()]
-    new = {id(old): parameter for old, parameter in pairs}
+    new = {id(old): nn.Parameter(values[name], old.requires_grad) for name, old in model.named_parameters()}
     parameters = [(module, dict(module._parameters.items())) for module in model.modules()]
     engine.leave_save()
     engine._between.has_ended = True
     installation.undo()
     for module, held in parameters:
+        for old in held.values():
+            if old is not None:
+                setattr(old, _RENEWED, new[id(old)])
         vars(module)["_parameters"] = {key: p if p is None else new[id(p)] for key, p in held.items()}
     manage(model, is_managed=False)
-    return pairs
+
+
+def current(parameter: Tensor) -> Tensor:
+    """Returns the parameter in the place of one that an engine had, of which an optimizer may have been made."""
+    while hasattr(parameter, _RENEWED):
+        parameter = getattr(parameter, _RENEWED)
+    return parameter
 
 
 def _hooks(module: nn.Module) -> _Hooks:

@@ -23,12 +23,12 @@ import torch.distributed as dist
 from accelerate.utils import DistributedType
 from accelerate.utils.dataclasses import FP8BackendType
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtrain.config.engines import EngineConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import read_launch_env
 from dtrain.distributed.transport.own_groups import close_at_exit
+from dtrain.engine.release import current
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, end_engine_of, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
@@ -85,7 +85,6 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         self.policy = resolve_precision(mixed_precision, precision)
         chosen = {name: options.pop(name) for name in ENGINE_OPTIONS if name in options}
         self._engine_options = {"engine": engine, "precision": self.policy, "max_grad_norm": None, **chosen}
-        self._renewed = WeakTensorKeyDictionary()  # new parameters, by those that an earlier engine had
         self._saves_for_hooks: bool | None = None  # while save_state runs: whether hooks see the weights
         # accelerate would wrap forwards in autocast, and scale losses, in any other precision than this
         has_group = dist.is_initialized()
@@ -155,7 +154,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise ConfigError("the model is wrapped in DDP; give the model itself to accelerator.prepare")
         if not isinstance(model, PreparedModel):
-            self._renewed.update(end_engine_of(model))
+            end_engine_of(model)
             # accelerate's own, which refuses models that it cannot place, and wraps none that is only evaluated
             model = super().prepare_model(model, device_placement, evaluation_mode=True)
             models.pop()
@@ -169,7 +168,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         """Builds the engine of the prepared model that has the optimizer's parameters."""
         if not isinstance(optimizer, PreparedOptimizer):
             for group in optimizer.param_groups:  # it may have been made while an earlier engine had the model
-                group["params"] = [self._renewed.get(one, one) for one in group["params"]]
+                group["params"] = [current(one) for one in group["params"]]
             optimizer = build(model_of(optimizer, self._models), optimizer, self.device, self._engine_options)
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)

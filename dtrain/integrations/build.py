@@ -33,19 +33,13 @@ class _Prepared:
         return _Prepared, ()
 
 
-def end_engine_of(module: nn.Module) -> list[tuple[nn.Parameter, nn.Parameter]]:
-    """Ends the engine of ``module``, if it has one; the module keeps its weights; all ranks call.
-
-    Returns:
-        Pairs of the parameters that it had, of which an optimizer may have been made, and of the new ones.
-    """
+def end_engine_of(module: nn.Module) -> None:
+    """Ends the engine of ``module``, if it has one; the module keeps its weights; all ranks call."""
     held = vars(module).get(_PREPARED)
-    if held is None or not held.parts:
-        return []
-    driver, installation = held.parts
-    pairs: list[tuple[nn.Parameter, nn.Parameter]] = driver.leave(installation)
-    vars(module).pop(_PREPARED, None)
-    return pairs
+    if held is not None and held.parts:
+        driver, installation = held.parts
+        driver.leave(installation)
+        vars(module).pop(_PREPARED, None)
 
 
 def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:

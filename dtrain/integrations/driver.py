@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.state import GradientState
-from torch import Tensor, nn
+from torch import Tensor
 
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
@@ -70,17 +70,16 @@ class EngineDriver:
             )
         return self._engine
 
-    def leave(self, installation: Installation) -> list[tuple[nn.Parameter, nn.Parameter]]:
-        """Ends the engine; returns pairs of the model's old and new parameters; all ranks call."""
+    def leave(self, installation: Installation) -> None:
+        """Ends the engine, and makes its model plain again with the whole weights; all ranks call."""
         if self.has_backward:
             raise UsageError(
                 "this model is prepared again between accelerator.backward and optimizer.step() of its first engine; "
                 "take the step before"
             )
         self.close()
-        pairs = release(self.engine, installation)
+        release(self.engine, installation)
         self._engine = None
-        return pairs
 
     @property
     def has_backward(self) -> bool:

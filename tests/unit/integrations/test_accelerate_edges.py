@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
 from collections import namedtuple
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +14,7 @@ import accelerate
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from dtrain.distributed.startup.setup import disconnect
@@ -194,19 +198,27 @@ def test_hooks_of_save_state_and_load_state_get_the_users_module(options: dict[s
     assert not frozen.module.weight.any()  # a hook that removes a model has loaded it
 
 
-def _report(folder: str) -> None:
-    accelerator = Accelerator()
-    model = nn.Linear(2, 1)
+SCRIPT = """
+from accelerate import debug_launcher
+
+def train():
+    import torch
+    from dtrain.integrations.accelerate import Accelerator
+    accelerator, model = Accelerator(), torch.nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     accelerator.backward(model(torch.ones(1, 2)).mean())
     optimizer.step()
-    Path(folder, "ranks").write_text(f"{accelerator.num_processes} {model.engine.applied_steps}")
+    print(accelerator.num_processes, model.engine.applied_steps)
+
+debug_launcher(train, num_processes=1)
+"""
 
 
 @pytest.mark.processes
-def test_debug_launcher_with_one_process(tmp_path: Path) -> None:
-    accelerate.debug_launcher(_report, args=(str(tmp_path),), num_processes=1)
-    assert (tmp_path / "ranks").read_text() == "1 1"
+def test_debug_launcher_with_one_process() -> None:
+    # in a process of its own: the launcher forks, which the threads of other tests do not survive
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "1"], done.stderr
 
 
 class ScheduleFree(torch.optim.SGD):
@@ -229,3 +241,11 @@ def test_models_that_accelerate_cannot_place_are_refused() -> None:
         with pytest.raises(ValueError, match="8-bit or 4-bit precision with CPU or disk offload"):
             accelerator.prepare_model(model)
         assert not [one for one in accelerator._models if one is not model]
+
+
+def test_a_prepared_loader_can_be_pickled() -> None:
+    accelerator = fresh()
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(8.0)), 2, shuffle=True))
+    kept = pickle.loads(pickle.dumps(loader))
+    assert sorted(x for (batch,) in kept for x in batch.tolist()) == list(range(8))
+    pickle.dumps(accelerator)
