@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar, cast
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,7 @@ from dtrain.engine.averaged import averaged_weights
 from dtrain.engine.forward import ModelForward
 from dtrain.engine.full_model import whole_copy
 from dtrain.engine.micro_batch import MicroBatches
+from dtrain.engine.module_calls import ModuleCalls
 from dtrain.engine.parts.order import EngineParts
 from dtrain.engine.run_state import RunState
 from dtrain.errors import CorruptionError, UsageError
@@ -31,12 +34,12 @@ _WHOLE_STEPS = ("save", "load", "ema", "modify_weights", "full_model", "measure_
 
 
 def names_collectives(name: str) -> Callable[[F], F]:
-    """Decorates a method whose collectives carry ``name``: ranks in different methods fail by name."""
+    """Decorates a method of an engine's whose collectives carry ``name``: ranks in different methods fail by name."""
 
     def decorate(method: F) -> F:
         @wraps(method)
         def named(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.comm.schedule.method(name):
+            with self.comm.schedule.method(name), self.states.reads:
                 return method(self, *args, **kwargs)
 
         return cast(F, named)
@@ -71,11 +74,12 @@ class BetweenSteps:
     ) -> None:
         self.comm = states.comm
         self.parts = parts
-        self._states, self._run, self._batch, self._forward = states, run, batch, forward
+        self.states, self._run, self._batch, self._forward = states, run, batch, forward
         self._finalize = finalize
         self._check_contract = check_contract
         self._is_averaged = False  # inside ``ema``
         self.has_ended = False
+        self._module_calls: ModuleCalls | None = None
 
     def require_usable(self, verb: str) -> None:
         """Raises the reason why ``engine.verb`` cannot be called now."""
@@ -112,7 +116,8 @@ class BetweenSteps:
         return self.comm.schedule.progress.during(phase)
 
     def _take_written(self) -> None:
-        self.parts.audit.exclude(self.parts.written.take_together())
+        with self.states.reads:
+            self.parts.audit.exclude(self.parts.written.take_together())
 
     # -- checkpoints -------------------------------------------------------------------------------------------------
 
@@ -128,10 +133,10 @@ class BetweenSteps:
         audit = self.parts.audit
         with self._during(Phase.SAVE):
             self._finalize()  # [Note: finalize before the next collective]
-            with self._states.whole_frozen():
+            with self.states.whole_frozen():
                 self._take_written()
                 with audit.noting():
-                    if audit.settings.every or self._states.mesh.is_hybrid:  # replica 0 saves what the others have too
+                    if audit.settings.every or self.states.mesh.is_hybrid:  # replica 0 saves what the others have too
                         audit.check(saves=True)
                     return self.parts.checkpointer.save(path, expected=audit.expected(), **options)
 
@@ -150,6 +155,12 @@ class BetweenSteps:
             self._finalize()
             return self.parts.checkpointer.wait()
 
+    def end(self) -> None:
+        """Lets every method raise from now on: the model is about to become an ordinary one."""
+        self.leave_save(cancel=False)
+        self.states.reads.end()
+        self.has_ended = True
+
     def leave_save(self, *, cancel: bool) -> None:
         self.parts.checkpointer.shut_down(cancel=cancel)
 
@@ -159,13 +170,13 @@ class BetweenSteps:
         directory = checked_path("load", path)
         with self._during(Phase.LOAD):
             self._finalize()  # [Note: finalize before the next collective]
-            self._states.release()  # after a search for a culprit, which runs forwards
-            with self._states.whole_frozen():
+            self.states.release()  # after a search for a culprit, which runs forwards
+            with self.states.whole_frozen():
                 # what a save under way found is about to be overwritten; if this load fails, it still counts
                 with suppress(CorruptionError), self.parts.audit.noting():
                     self.parts.checkpointer.wait()
                 extra = self.parts.checkpointer.load(directory)
-                self._states.refresh()  # only now: compute weights follow from the masters and the restored state
+                self.states.refresh()  # only now: compute weights follow from the masters and the restored state
                 self._check_contract()
         logger.info(f"loaded step {self._run.attempted_steps} ({self._run.applied_steps} applied)")
         return extra
@@ -187,7 +198,7 @@ class BetweenSteps:
         self.parts.written.refuse_lost("eval")
         with self._during(Phase.EVALUATION):
             self._finalize()  # [Note: finalize before the next collective]
-            with self.comm.schedule.method("eval"), self._batch.evaluation(self._states.module):
+            with self.comm.schedule.method("eval"), self._batch.evaluation(self.states.module):
                 yield
 
     @contextmanager
@@ -209,11 +220,12 @@ class BetweenSteps:
         with self.comm.schedule.method("ema"):
             self._take_written()
             try:
-                with averaged_weights(self._states):
+                with averaged_weights(self.states):
                     written.remember()
                     self._is_averaged = True
                     yield
-                    written.refuse_any("engine.ema()")
+                    with self.states.reads:
+                        written.refuse_any("engine.ema()")
             finally:
                 self._is_averaged = False
                 written.remember()
@@ -240,9 +252,9 @@ class BetweenSteps:
         self._require_outside("full_model")
         with self._during(Phase.EVALUATION):
             self._finalize()
-            with self.comm.schedule.method("full_model"):
+            with self.comm.schedule.method("full_model"), self.states.reads:
                 self._take_written()
-                model = whole_copy(self._states)
+                model = whole_copy(self.states)
             with torch.no_grad(), self._forward.autocast():
                 yield model
 
@@ -254,5 +266,20 @@ class BetweenSteps:
         self._take_written()
         # every rank takes every tensor, because gathering is collective; only rank 0 keeps copies
         keeps = self.comm.rank == 0
-        pairs = ((name, tensor.clone().cpu() if keeps else None) for name, tensor in self._states.full_state(MASTER))
+        pairs = ((name, tensor.clone().cpu() if keeps else None) for name, tensor in self.states.full_state(MASTER))
         return {name: tensor for name, tensor in pairs if tensor is not None}
+
+    def guard_reads(self, *, shows_masters: bool) -> None:
+        reads, gather = self.states.reads, WeakMethod(self._whole_weights)
+        reads.begin((lambda names: gather()(names)) if shows_masters else None)  # type: ignore[misc]
+        if self._module_calls is None and reads.is_needed:
+            self._module_calls = ModuleCalls(self.states.module, reads, self._forward.autocast)
+
+    @names_collectives("a read of the weights")
+    def _whole_weights(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Returns copies of the weights called ``names``, whole: masters, and frozen ones; all ranks call."""
+        self.parts.written.require_closed("module")
+        self._finalize()
+        self._take_written()
+        whole = chain(self.states.full_state(MASTER), self.states.full_frozen())
+        return {name: values.detach().clone() for name, values in whole if name in names}

@@ -177,6 +177,7 @@ def initialize(
     request = EngineRequest(model, contract, plan, mesh, options, scale, identity, config_text, frozen_source)
     # imported by name, because the libraries of the other engines need not be installed
     built: Engine = import_module(f"dtrain.engine.adapters.{record.name}").build(request)
+    built.guard_reads()
     if comm.device.type == "cpu":
         _keep_freed_memory()
     for line in built.contract.describe():

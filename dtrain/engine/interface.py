@@ -198,6 +198,17 @@ class Engine(TrainingLoop):
         """Returns {name: FP32 full tensor on CPU} on rank 0, {} elsewhere; gathered one by one; all ranks call."""
         return self._between.master_state()
 
+    def guard_reads(self, *, shows_masters: bool = False) -> None:
+        """Guards weights that ``module`` does not hold between calls of the engine; called once it is complete.
+
+        Args:
+            shows_masters: for wrappers of other loops: reads of values then give whole FP32 masters. The first one
+                between two calls of the engine gathers them, 4 bytes an element on every rank until the next call, so
+                all ranks read together. A forward of ``module`` itself follows the precision policy. Otherwise reads of
+                values that ``module`` does not hold are errors.
+        """
+        self._between.guard_reads(shows_masters=shows_masters)
+
     @property
     def host_kinds(self) -> Collection[str]:
         """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``)."""

@@ -76,8 +76,7 @@ def release(engine: Engine, installation: Installation) -> None:
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     new = {id(old): nn.Parameter(values[name], old.requires_grad) for name, old in model.named_parameters()}
     parameters = [(module, dict(module._parameters.items())) for module in model.modules()]
-    engine.leave_save()
-    engine._between.has_ended = True
+    engine._between.end()
     installation.undo()
     for module, held in parameters:
         for old in held.values():

@@ -138,22 +138,24 @@ class StepEngine(EngineHooks):
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
         """
-        self.states.check()
-        self._watch_reductions()
-        self._parts.loaded()
+        with self.states.reads:
+            self.states.check()
+            self._watch_reductions()
+            self._parts.loaded()
 
     # -- forward and backward ----------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._between.refuse_ended("forward")
         call = self._call(args, kwargs)
-        self._parts.before_forward(call)
-        if call.key is not None:
-            self._batch.current.num_forwards += 1  # a second forward draws other numbers
-        if self.forward_communicates:
-            self._finalize_step()  # [Note: finalize before the next collective]
-        with self.comm.schedule.method("eval" if call.is_evaluating else "forward"):
-            return self._forward(call)
+        with self.states.reads:
+            self._parts.before_forward(call)
+            if call.key is not None:
+                self._batch.current.num_forwards += 1  # a second forward draws other numbers
+            if self.forward_communicates:
+                self._finalize_step()  # [Note: finalize before the next collective]
+            with self.comm.schedule.method("eval" if call.is_evaluating else "forward"):
+                return self._forward(call)
 
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Forward:
         """Returns a call of the engine; its RNG key follows from the micro-batch's number among those of all ranks."""
@@ -288,12 +290,13 @@ class StepEngine(EngineHooks):
         self._has_old_gradients = True
 
     def _finalize_step(self) -> None:
-        self._finalizer.finalize_step()
-        # only now: the search for a culprit reads the gradients
-        if self._has_old_gradients:
-            self._has_old_gradients = False
-            self.monitor.clear()
-            self._clear_gradients()
+        with self.states.reads:
+            self._finalizer.finalize_step()
+            # only now: the search for a culprit reads the gradients
+            if self._has_old_gradients:
+                self._has_old_gradients = False
+                self.monitor.clear()
+                self._clear_gradients()
 
     def _locate_culprit(self, decision: DecodedDecision) -> Culprit | None:
         # in one replica of hybrid sharding, because the others hold the same

@@ -84,6 +84,7 @@ def build(
     device = device if device.type == "cuda" else torch.device("cpu")  # accelerate numbers CPUs too
     installation = Installation(model.module)
     engine = initialize(model.module, comm=connect(device), **options)
+    engine.guard_reads(shows_masters=True)
     installation.complete()
     # a library may have replaced the parameters, whose memory the optimizer would keep
     now = dict(model.module.named_parameters())

@@ -16,7 +16,6 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
 from dtrain.integrations.driver import NO_LOCAL_STEPS, EngineDriver
-from dtrain.integrations.weights import whole_state_dict
 
 
 class PreparedModel(nn.Module):
@@ -94,20 +93,8 @@ class PreparedModel(nn.Module):
             _refuse_discard(self.driver)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
-        """Returns the whole weights of a single rank; trained ones are the FP32 masters.
-
-        Raises:
-            UsageError: there are several ranks, which must gather them together.
-        """
-        if self.driver is None:
-            return self.module.state_dict(*args, **kwargs)
-        self.driver.close()
-        if self.engine.world_size > 1:
-            raise UsageError(
-                "model.state_dict() of a prepared model, whose weights lie on several ranks; call "
-                "accelerator.get_state_dict(model) on every rank, which gives rank 0 all of them"
-            )
-        return whole_state_dict(self.engine)
+        """Returns the whole weights on every rank; trained ones are FP32 masters. All ranks call."""
+        return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads whole weights into the masters; all ranks call, with the same ones."""

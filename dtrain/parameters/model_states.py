@@ -18,6 +18,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.mesh import Mesh
 from dtrain.errors import ContractError
 from dtrain.parameters.compute_shard import ComputeShard
+from dtrain.parameters.guarded_reads import ParameterReads
 from dtrain.parameters.local_shards import LocalShards, check_frozen, full_tensors
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.squares import sum_squares
@@ -94,6 +95,7 @@ class ModelStates(ABC):
         frozen: the frozen parameters, by name.
         frozen_bytes: of all frozen parameters, whole.
         frozen_source: the folder whose weights they are, so that checkpoints hold none; None: they are saved.
+        reads: guards the parameters between the calls of the engine.
     """
 
     def __init__(self, managed: ManagedModel, engine: str, zero_stage: int) -> None:
@@ -106,6 +108,7 @@ class ModelStates(ABC):
         dtypes = self.contract.replica_dtypes
         self.frozen_bytes = sum(p.numel() * dtypes[name].itemsize for name, p in self.frozen.items())
         self.frozen_source: FrozenSource | None = None
+        self.reads = ParameterReads(self)
 
     @property
     def num_parameters(self) -> int:
@@ -125,13 +128,14 @@ class ModelStates(ABC):
 
     def storages(self) -> dict[str, list[Tensor]]:
         """Returns the tensors that this rank holds between steps, by the kinds of :meth:`memory`."""
-        storages = {
-            MASTER: self.held(MASTER),
-            MOMENTS: [tensor for kind in self.plan.specs for tensor in self.held(kind)],
-            "frozen": list(self.replicated_frozen().values()),
-            **self._storages(),
-            "buffers": list(self.module.buffers()),
-        }
+        with self.reads:
+            storages = {
+                MASTER: self.held(MASTER),
+                MOMENTS: [tensor for kind in self.plan.specs for tensor in self.held(kind)],
+                "frozen": list(self.replicated_frozen().values()),
+                **self._storages(),
+                "buffers": list(self.module.buffers()),
+            }
         kinds = [*_KINDS, *(kind for kind in storages if kind not in _KINDS)]
         return {kind: storages[kind] for kind in kinds}
 
@@ -241,7 +245,8 @@ class ModelStates(ABC):
 
     def replicated_frozen(self) -> dict[str, Tensor]:
         """Returns the frozen parameters of which every rank holds all, by name."""
-        return {name: p.detach() for name, p in self.frozen.items()}
+        with self.reads:
+            return {name: p.detach() for name, p in self.frozen.items()}
 
     def whole_frozen(self) -> AbstractContextManager[None]:
         """Context in which the frozen parameters that the library shards are whole on every rank; all ranks enter."""

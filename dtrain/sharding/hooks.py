@@ -56,11 +56,11 @@ def reads_attributes(module: nn.Module) -> bool:
 class ModuleHook:
     """A hook that does nothing in a copy of its module."""
 
-    def __init__(self, function: Callable[..., None]) -> None:
+    def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
-    def __call__(self, *args: Any) -> None:
-        self._function(*args)
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ModuleHook, (_nothing,)

@@ -109,14 +109,6 @@ class UnshardScheduler:
             for group, name in guards.values():
                 self._require(group, name)
 
-        def refuse(*_: Any) -> None:
-            for group, name in guards.values():
-                if not (group.may_be_read or name in self._open):
-                    raise UsageError(
-                        f"state_dict() while '{name}' is sharded (zero_stage=3) would hold no values; "
-                        f"engine.master_state() gives the FP32 weights in full, and engine.save writes a checkpoint"
-                    )
-
         def refuse_load(_: Any, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
             for key, (_, name) in guards.items():
                 if name not in self._open and f"{prefix}{key}" in state_dict:
@@ -128,11 +120,13 @@ class UnshardScheduler:
         module.__dict__["_parameters"] = GuardedParameters(module._parameters, guards, self._require)
         if not reads_attributes(module):
             module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
-        module.register_state_dict_pre_hook(ModuleHook(refuse))
         module.register_load_state_dict_pre_hook(ModuleHook(refuse_load))
 
     def _require(self, group: ParameterGroup, name: str) -> None:
-        """Makes parameter ``name`` readable, or raises if it is read outside its unit's forward."""
+        """Makes parameter ``name`` readable, or raises if a forward reads it outside that of its unit.
+
+        Outside any forward it may be had, and is guarded: [Note: guarded parameters].
+        """
         if group.may_be_read or name in self._open:
             return
         self._join_backward()
@@ -143,13 +137,6 @@ class UnshardScheduler:
             raise ModelError(
                 f"'{name}' is read outside the forward of '{group.name}', whose parameters are sharded meanwhile "
                 f"(zero_stage=3); read it there, or keep it gathered: keep_gathered=['{name}']"
-            )
-        else:
-            raise UsageError(
-                f"'{name}' is read outside a forward of the engine, and sharded meanwhile (zero_stage=3); compute what "
-                f"needs it inside the model's forward, generate with `with engine.full_model():`, take "
-                f"engine.master_state(), which gives all weights in full, or write inside "
-                f"`with engine.modify_weights():`"
             )
 
     def open_weights(self, names: Collection[str]) -> None:

@@ -47,11 +47,12 @@ def live_storages(engine: Any) -> dict[int, int]:
     """
     comm = engine.comm
     found = {}
-    for item in gc.get_objects():
-        # a taken gradient has no memory
-        if issubclass(type(item), torch.Tensor) and not item.is_meta and type(item) is not TakenGradient:
-            storage = item.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+    with engine.states.reads:
+        for item in gc.get_objects():
+            # a taken gradient has no memory
+            if issubclass(type(item), torch.Tensor) and not item.is_meta and type(item) is not TakenGradient:
+                storage = item.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     for storage in comm.memory.foreign if isinstance(comm, HostMemory) else []:
         found.pop(storage.data_ptr(), None)
     for kept in engine.sharded.replicas[0].pool.free:

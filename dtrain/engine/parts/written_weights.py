@@ -167,8 +167,6 @@ class WrittenWeights(StepPart):
         unreachable = states.unreachable_parameters() if names else ()
         lost += [name for name in names if name in unreachable]
         if lost:
-            for name in lost:
-                _restore_placeholder(self._parameters[name])
             self._remember(lost)  # raised once; the other writes are taken over later
             kept = [name for name in names if name not in lost]
             others = f"; other writes are kept ({len(kept)}, such as '{kept[0]}')" if kept else ""
@@ -240,14 +238,16 @@ class WrittenWeights(StepPart):
     def modified(self, patterns: Sequence[str]) -> Iterator[None]:
         """See :meth:`dtrain.engine.interface.Engine.modify_weights`."""
         states = self._states
-        self.take_together()
-        chosen = self._chosen(patterns)
-        states.open_weights(chosen)
-        masters = ((name, tensor.clone()) for name, tensor in states.full_state(MASTER) if name in chosen)
-        values = dict(masters) | {name: tensor.clone() for name, tensor in states.full_frozen() if name in chosen}
-        frozen = [name for name in values if name in states.frozen and states.frozen_source]
-        prints = {name: _fingerprint(values[name]) for name in frozen}
-        before = {name: self._parameters[name].data for name in values if not _is_dtensor(self._parameters[name])}
+        with states.reads:
+            self.take_together()
+            chosen = self._chosen(patterns)
+            states.open_weights(chosen)
+            masters = ((name, tensor.clone()) for name, tensor in states.full_state(MASTER) if name in chosen)
+            values = dict(masters) | {name: tensor.clone() for name, tensor in states.full_frozen() if name in chosen}
+            frozen = [name for name in values if name in states.frozen and states.frozen_source]
+            prints = {name: _fingerprint(values[name]) for name in frozen}
+            before = {name: self._parameters[name].data for name in values if not _is_dtensor(self._parameters[name])}
+            states.reads.open_names = values.keys()
         failure: Exception | None = None
         self.is_modifying = True
         try:
@@ -260,20 +260,23 @@ class WrittenWeights(StepPart):
         except Exception as error:
             failure = error
         finally:
-            self._put_back(before)
-            states.open_weights(())
-            self.is_modifying = False
-            self._remember(values)  # others may have been written too: that is noticed later
-        self._agree(values, failure)
-        for shard in states.local_shards(MASTER):
-            if shard.name in values:
-                shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
-        self._restart_states(values)
-        self._disown_source([name for name in frozen if _fingerprint(values[name]) != prints[name]])
-        states.take_frozen({name: value for name, value in values.items() if name in states.frozen})
-        self._was_written = True
-        states.refresh()
-        self.remember()
+            with states.reads:
+                self._put_back(before)
+                states.open_weights(())
+                states.reads.open_names = ()
+                self.is_modifying = False
+                self._remember(values)  # others may have been written too: that is noticed later
+        with states.reads:
+            self._agree(values, failure)
+            for shard in states.local_shards(MASTER):
+                if shard.name in values:
+                    shard.write(values[shard.name].reshape(-1)[shard.start : shard.stop])
+            self._restart_states(values)
+            self._disown_source([name for name in frozen if _fingerprint(values[name]) != prints[name]])
+            states.take_frozen({name: value for name, value in values.items() if name in states.frozen})
+            self._was_written = True
+            states.refresh()
+            self.remember()
 
     def _chosen(self, patterns: Sequence[str]) -> set[str]:
         if not patterns:
@@ -346,10 +349,3 @@ def _fingerprint(values: Tensor) -> int:
 
 def _is_dtensor(parameter: nn.Parameter) -> bool:
     return hasattr(parameter, "device_mesh")
-
-
-@torch.no_grad()
-def _restore_placeholder(parameter: nn.Parameter) -> None:
-    """Sets the parameter to NaN again if it is a placeholder: one stored element that all its elements share."""
-    if parameter.numel() and not any(parameter.stride()):
-        parameter.detach().as_strided((1,), (1,)).fill_(torch.nan)

@@ -99,8 +99,10 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, float8=({self.recipe.describe()})"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[f"{prefix}weight"] = self.weight if keep_vars else self.weight.detach()
+        super()._save_to_state_dict(destination, prefix, True)  # reads no values
+        for key in destination.keys() & {f"{prefix}weight", f"{prefix}bias"}:
+            value = getattr(self, key.removeprefix(prefix))
+            destination[key] = value if keep_vars else value.detach()
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         weight = self._parameters.get("weight")  # `[...]` would unshard the weight under DeepSpeed

@@ -271,6 +271,8 @@ class QuantizedWeight:
         """
         if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:
             return weight
+        if getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
+            return weight
         if torch.compiler.is_compiling():  # which traces no method that is replaced
             return torch.ops.dtrain.float8_dequantize(weight, self._copies[0].values, self._copies[0].scale)  # type: ignore[no-any-return]
         result: Tensor = _Dequantize.apply(weight, self._copies[0].values, self._copies[0].scale)

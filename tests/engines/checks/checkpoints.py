@@ -137,8 +137,10 @@ def saves_the_state_at_the_start_of_a_save(trial: Trial) -> None:
     is_whole = trial.case.stage < 3 and trial.case.engine != "fsdp2"  # so its owner may overwrite a frozen weight
     for _ in range(2):  # the second into the memory of the first
         train_step(engine, 2)
-        before, frozen = state_digests(engine), dict(engine.module.named_parameters())["frozen.bias"].data
-        value = frozen.clone()
+        before = state_digests(engine)
+        with engine.states.reads:
+            frozen = dict(engine.module.named_parameters())["frozen.bias"].data
+            value = frozen.clone()
         with held_up():
             path = engine.save(trial.folder, asynchronous=True)
             if is_whole:

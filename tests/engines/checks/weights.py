@@ -166,26 +166,19 @@ def refuses_writes_that_differ_between_ranks(trial: Trial) -> None:
 def refuses_writes_to_sharded_weights(trial: Trial) -> None:
     engine = start(trial)
     train_step(engine, 2)
-    if trial.case.engine == "deepspeed":
-        clamp(engine.module)  # of empty tensors, so it does nothing
-        with pytest.raises(UsageError, match=r"was written to .* engine.modify_weights"):
-            engine.save(NOWHERE)
-        assert train_step(engine, 2).applied
-        return
-    with pytest.raises(UsageError, match=r"load_state_dict while 'scale' is sharded .* engine.modify_weights"):
-        load_state_dict(engine.module)
+    before = state_digests(engine)
+    if trial.case.engine == "native":
+        with pytest.raises(UsageError, match=r"load_state_dict while 'scale' is sharded .* engine.modify_weights"):
+            load_state_dict(engine.module)
     with pytest.raises(UsageError, match=r"'mix.weight' is read outside .* engine.modify_weights"):
         engine.module.get_submodule("mix").weight.data.zero_()
-    with pytest.raises(RuntimeError, match="more than one element"):
+    with pytest.raises(UsageError, match=r"'\S+' is read outside .* engine.modify_weights"):
         clamp(engine.module)
     for name, write in (("scale", Tensor.exp_), ("frozen.weight", Tensor.zero_)):
-        with torch.no_grad():
+        with torch.no_grad(), pytest.raises(UsageError, match=rf"'{name}' is read outside .* engine.modify_weights"):
             write(weights_of(engine)[name])
-        engine.backward(engine(tokens=batch(0)))
-        with pytest.raises(UsageError, match=rf"'{name}' was written to .* engine.modify_weights"):
-            engine.step()
-        assert weights_of(engine)[name].isnan().all()
-        assert engine.step().applied
+    assert state_digests(engine) == before
+    assert train_step(engine, 2).applied
 
 
 @check(engines=("native", "fsdp2"), precisions=("bf16",), ranks=(1,))
@@ -289,6 +282,8 @@ def raises_if_a_dtype_is_not_that_of_the_contract(trial: Trial) -> None:
         undisturbed = after_two_steps(halved)
         try:
             disturbed = after_two_steps(halved, part)
+        except UsageError:
+            assert trial.case.stage == 3
         except (ContractError, RuntimeError, AssertionError):  # the engine, PyTorch or DeepSpeed
             with pytest.raises(ContractError, match=f"'{part}.weight'.*float16"):
                 halved.check_contract()

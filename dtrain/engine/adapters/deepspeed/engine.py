@@ -299,7 +299,7 @@ class DeepSpeedStates(ModelStates):
             return
         import deepspeed
 
-        with deepspeed.zero.GatheredParameters(list(self.frozen.values()), modifier_rank=0):
+        with self.reads, deepspeed.zero.GatheredParameters(list(self.frozen.values()), modifier_rank=0):
             yield
 
     def open_weights(self, names: Collection[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
-from dtrain.errors import ModelError
+from dtrain.errors import ModelError, UsageError
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.groups import backward_names, find_groups
@@ -269,6 +269,8 @@ class _ShardedUnit:
             ignored_params=set(model.parameters()) - set(unit.parameters.values()),
         )
         self.module = cast(FSDPModule, unit.module)
+        for copies in ("__deepcopy__", "__reduce_ex__"):
+            setattr(type(unit.module), copies, _refuse_copy)
         # read again: fully_shard has replaced the parameters by DTensors
         self._parameters = {name: model.get_parameter(name) for name in unit.parameters}
         self._locals = [cast(DTensor, p).to_local().detach().view(-1) for p in self._parameters.values()]
@@ -364,3 +366,10 @@ class _ShardedUnit:
 
 def _do_nothing() -> None:
     pass
+
+
+def _refuse_copy(module: nn.Module, *_: Any) -> NoReturn:
+    raise UsageError(
+        f"a copy of {type(module).__name__.removeprefix('FSDP')}, whose weights fully_shard has sharded; take `with "
+        f"engine.full_model():`, which gives a whole copy, or engine.master_state()"
+    )
