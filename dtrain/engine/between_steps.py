@@ -272,7 +272,7 @@ class BetweenSteps:
     def guard_reads(self, *, shows_masters: bool) -> None:
         reads, gather = self.states.reads, WeakMethod(self._whole_weights)
         reads.begin((lambda names: gather()(names)) if shows_masters else None)  # type: ignore[misc]
-        if self._module_calls is None and reads.is_needed:
+        if self._module_calls is None and (shows_masters or reads.is_needed):
             self._module_calls = ModuleCalls(self.states.module, reads, self._forward.autocast)
 
     @names_collectives("a read of the weights")

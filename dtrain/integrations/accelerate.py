@@ -280,8 +280,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     # -- weights and checkpoints -------------------------------------------------------------------------------------
 
+    def wait_for_everyone(self) -> None:
+        """Waits for all ranks; if one reads weights meanwhile, which gathers them, both are told so."""
+        for engine in (driver.engine for driver in self._drivers):
+            _ = engine.applied_steps  # [Note: finalize before the next collective]
+            with engine.comm.schedule.method("wait_for_everyone"):
+                engine.comm.barrier()
+        super().wait_for_everyone()
+
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        """Returns the user's module."""
+        """Returns the user's module, whose weights read as FP32 masters.
+
+        A read of values whose masters lie on several ranks gathers all of them on every rank, once between two calls of
+        the model or optimizer, so all ranks read together; see :meth:`dtrain.Engine.guard_reads`. Shapes and dtypes
+        gather nothing. A forward of the module computes in the model's precision.
+        """
         unwrapped: nn.Module = super().unwrap_model(_bare(model), *args, **kwargs)
         return unwrapped
 

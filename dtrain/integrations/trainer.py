@@ -210,10 +210,6 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             state = self.accelerator.get_state_dict(self.model_wrapped)
             if self.args.should_save:
                 self._save(folder, state_dict=state)
-                if isinstance(self.model, transformers.PreTrainedModel):
-                    # save_pretrained writes the dtype of the replicas, in which from_pretrained would load the weights
-                    self.model.config.dtype = torch.float32
-                    self.model.config.save_pretrained(folder)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 

@@ -157,12 +157,15 @@ class ParameterReads:
         assert states is not None
         self._release()
         self._gather = gather
-        self._classes = {}
-        elsewhere = states.unreachable_parameters()
-        for name, p in states.module.named_parameters():
-            has_master = gather is not None and name in states.shapes
-            if name in elsewhere or hasattr(p, "device_mesh") or (has_master and p.dtype != torch.float32):
+        self._classes, self._parameters = {}, {}
+        every, elsewhere = dict(states.module.named_parameters()), states.unreachable_parameters()
+        found = {name for name, p in every.items() if name in elsewhere or hasattr(p, "device_mesh")}
+        if gather is not None and (found or any(every[name].dtype != torch.float32 for name in states.shapes)):
+            found |= states.shapes.keys()
+        for name, p in every.items():
+            if name in found:
                 self._parameters[name] = p
+                has_master = gather is not None and name in states.shapes
                 one = torch.full((), torch.nan, dtype=torch.float32 if has_master else p.dtype, device=p.device)
                 self._stand_ins[name] = one.expand(self._shapes[name])
         self._guard()

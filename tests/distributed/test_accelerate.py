@@ -202,10 +202,7 @@ def _misuse(rank: int, world: int, folder: str) -> list[str]:
     with launched(rank, world):
         accelerator, model = Accelerator(cpu=True), build()
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-        messages = [
-            message(UsageError, call)
-            for call in (model.state_dict, lambda: accelerator.join_uneven_inputs([model]).__enter__())
-        ]
+        messages = [message(UsageError, lambda: accelerator.join_uneven_inputs([model]).__enter__())]
         accelerator.save_model(model, folder)
         accelerator.wait_for_everyone()
         accelerator.backward(nn.functional.cross_entropy(model(torch.ones(1, 6)), torch.tensor([1])))
@@ -215,7 +212,33 @@ def _misuse(rank: int, world: int, folder: str) -> list[str]:
 
 def test_what_all_ranks_must_do_alike(tmp_path: Path) -> None:
     for found in run_ranks(2, _misuse, str(tmp_path)):
-        assert "call accelerator.get_state_dict(model) on every rank" in found[0]
-        assert found[1].startswith("join_uneven_inputs: all ranks of an engine take the same number of steps")
-        assert "max_grad_norm is 1.0 on rank 0 and 2.0 on rank 1; every rank must run the same loop" in found[2]
-        assert found[3:] == ["model.safetensors"]
+        assert found[0].startswith("join_uneven_inputs: all ranks of an engine take the same number of steps")
+        assert "max_grad_norm is 1.0 on rank 0 and 2.0 on rank 1; every rank must run the same loop" in found[1]
+        assert found[2:] == ["model.safetensors"]
+
+
+def _read(rank: int, world: int, engine: Any, folder: Path) -> str:
+    with launched(rank, world):
+        accelerator, model = Accelerator(cpu=True, mixed_precision="bf16", engine=engine), build()
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        accelerator.backward(nn.functional.cross_entropy(model(torch.ones(1, 6)), torch.tensor([rank])))
+        optimizer.step()
+        whole = model.state_dict()
+        if accelerator.is_main_process:  # they are gathered already, so one rank may read alone
+            torch.save(accelerator.unwrap_model(model).state_dict(), folder / "weights.pt")
+        masters = accelerator.get_state_dict(model)
+        assert not masters or {n: v.tolist() for n, v in masters.items()} == {n: v.tolist() for n, v in whole.items()}
+        assert all(torch.equal(torch.load(folder / "weights.pt")[name], v) for name, v in masters.items())
+        assert all(value.dtype == torch.float32 for value in whole.values())
+        with pytest.raises(DivergenceError) as caught:  # noqa: PT012
+            if accelerator.is_main_process:
+                accelerator.unwrap_model(model)[0].weight.sum()
+            accelerator.wait_for_everyone()
+        return str(caught.value)
+
+
+@pytest.mark.parametrize("engine", [dtrain.Native(zero_stage=2), dtrain.Native(zero_stage=3), dtrain.FSDP2()])
+def test_all_ranks_read_the_masters_and_one_alone_is_told_so(engine: Any, tmp_path: Path) -> None:
+    for said in run_ranks(2, _read, engine, tmp_path):
+        assert "rank 0 is at gather_rows(text size, 1 x int64) in a read of the weights, rank 1 is at" in said
+        assert "in wait_for_everyone; every rank must call the same methods" in said

@@ -8,6 +8,8 @@ from tests.engines.checks import (  # noqa: F401
     missing_gradients,
     modules,
     optimizers,
+    optimizers,
+    reads,
     skips,
     training,
     two_engines,

@@ -347,3 +347,70 @@ def test_calls_that_cannot_be_kept_are_refused() -> None:
     refused(
         "of a step but the last into 'with accelerator.no_sync(model):'", lambda: accelerator.backward(loss_of(model))
     )
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.a
+
+
+@pytest.mark.parametrize("engine", [dtrain.Native(zero_stage=0), dtrain.Native(zero_stage=3), dtrain.DDP()])
+def test_the_unwrapped_model_reads_as_with_plain_accelerate(engine: Any) -> None:
+    """Also after each step, from references that were kept, in a moving average by hand, and in a copy."""
+    accelerator, module = fresh(mixed_precision="bf16", engine=engine), Scale()
+    model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+    unwrapped, (kept,) = accelerator.unwrap_model(model), model.parameters()
+    average, want = torch.zeros(()), 0.0
+    assert isinstance(unwrapped, Scale)
+    for index in range(12):
+        accelerator.backward((model(torch.tensor([1.0 + index / 7])) - 2).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        master = accelerator.get_state_dict(model)["a"].item()
+        want += 0.1 * (master - want)
+        average.lerp_(unwrapped.a.detach(), 0.1)
+        values = (unwrapped.a, kept, model.a, copy.deepcopy(unwrapped).a, unwrapped.state_dict()["a"])
+        assert {(value.dtype, value.item()) for value in values} == {(torch.float32, master)}
+    assert average.item() == pytest.approx(want, rel=1e-6)
+    assert unwrapped.a.item() == pytest.approx(0.76584, rel=2e-3)  # of plain accelerate, which multiplies in FP32
+    assert unwrapped.a.item() != unwrapped.a.bfloat16().item()
+    with torch.no_grad():
+        computed = unwrapped(torch.tensor([1.0])).item()
+        assert computed == model(torch.tensor([1.0])).item()
+    assert engine.name == "ddp" or computed == unwrapped.a.bfloat16().item()
+    loss = model(torch.tensor([1.0])).mean() + unwrapped.a.square()  # a penalty on the master
+    accelerator.backward(loss)
+    optimizer.step()
+    assert unwrapped.a.item() == pytest.approx(master - 0.1 * (1 + 2 * master), rel=1e-2)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_script_writes_and_generates_at_its_end(stage: int, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    accelerator = fresh(mixed_precision="bf16", engine=dtrain.Native(zero_stage=stage))
+    shape = {"vocab_size": 32, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    module = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape, decoder_start_token_id=0))
+    model, optimizer = accelerator.prepare(module, torch.optim.AdamW(module.parameters(), lr=1e-4))
+    tokens = torch.arange(8)[None]
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    unwrapped = accelerator.unwrap_model(model)
+    unwrapped.save_pretrained(
+        tmp_path, is_main_process=accelerator.is_main_process, save_function=accelerator.save
+    )  # the last lines of the scripts of transformers
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    accelerator.save(unwrapped.state_dict(), tmp_path / "accelerate.bin")
+    loaded = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).state_dict()
+    files = [torch.load(tmp_path / name) for name in ("model.pt", "accelerate.bin")]
+    for name, master in accelerator.get_state_dict(model).items():
+        for found in (loaded, *files):
+            assert found[name].dtype == torch.float32
+            assert torch.equal(found[name], master), name
+    model.eval()
+    assert unwrapped.generate(tokens, max_new_tokens=3, do_sample=False).shape[0] == 1
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()

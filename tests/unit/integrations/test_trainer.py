@@ -162,8 +162,9 @@ def test_bf16_alone_trains_and_saves_fp32_masters(tmp_path: Path) -> None:
     run = run_trainer(EngineTrainer, tmp_path, bf16=True)
     engine = run.trainer.engine
     assert engine.policy.compute_dtype == torch.bfloat16
-    assert run.trainer.model.lm_head.weight.dtype == torch.bfloat16
+    assert run.trainer.model.lm_head.weight.dtype == torch.float32, "as it is read; it computes in BF16"
     masters = engine.master_state()
+    assert torch.equal(run.trainer.model.lm_head.weight, masters["transformer.wte.weight"])
     for name, value in run.weights.items():  # from_pretrained takes the dtype that config.json states
         assert value.dtype == torch.float32, name
         assert torch.equal(value, masters.get(name, masters["transformer.wte.weight"])), name

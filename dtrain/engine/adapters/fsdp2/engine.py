@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, NoReturn, cast
 
@@ -269,8 +270,9 @@ class _ShardedUnit:
             ignored_params=set(model.parameters()) - set(unit.parameters.values()),
         )
         self.module = cast(FSDPModule, unit.module)
-        for copies in ("__deepcopy__", "__reduce_ex__"):
-            setattr(type(unit.module), copies, _refuse_copy)
+        methods = {"__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_copy, "_apply": _apply}
+        for name, method in methods.items():
+            setattr(type(unit.module), name, method)
         # read again: fully_shard has replaced the parameters by DTensors
         self._parameters = {name: model.get_parameter(name) for name in unit.parameters}
         self._locals = [cast(DTensor, p).to_local().detach().view(-1) for p in self._parameters.values()]
@@ -366,6 +368,13 @@ class _ShardedUnit:
 
 def _do_nothing() -> None:
     pass
+
+
+def _apply(module: FSDPModule, *args: Any, **kwargs: Any) -> Any:
+    """Converts as ``.to()`` does, which looks into the parameters: [Note: guarded parameters]."""
+    reads = (getattr(parameter, "reads", None) for parameter in cast(nn.Module, module).parameters())
+    with next((found() for found in reads if found is not None), None) or nullcontext():
+        return FSDPModule._apply(module, *args, **kwargs)
 
 
 def _refuse_copy(module: nn.Module, *_: Any) -> NoReturn:
