@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,6 @@ from torch.utils import _pytree as pytree
 
 from dtrain.errors import UsageError
 from dtrain.parameters.running_backward import is_in_backward
-
-if TYPE_CHECKING:
-    from dtrain.parameters.model_states import ModelStates
 
 _OWN = frozenset(
     """device is_cuda is_cpu is_meta get_device requires_grad requires_grad= requires_grad_ grad grad= grad_dtype
@@ -81,15 +78,17 @@ class GuardedParameter:
 
         args, kwargs = pytree.tree_map(answer, (args, dict(kwargs or {})))
         result = _as_it_is(func, args, kwargs)
-        if func is Tensor.detach and answers and answers[0][1] is answers[0][0]:  # a DTensor, see ParameterReads.answer
-            result.__class__, result.weight_name = cls, answers[0][0].weight_name
+        kept = next((parameter for parameter, given in answers if given is parameter), None)
+        if func is Tensor.detach and kept is not None and (reads := kept.reads()) is not None:
+            result.__class__, result.weight_name = cls, reads.name_of(kept)  # of a DTensor, as in a state_dict
         # `weight.to(device)` is the weight itself if it lies there, and so is what an operation in place returns
         return next((parameter for parameter, given in answers if given is result), result)
 
     def __repr__(self: Any) -> str:
-        if self.gives_masters or self.reads() is None:
+        reads = self.reads()
+        if self.gives_masters or reads is None:
             return repr(self._copied("__repr__"))
-        return f"Parameter '{self.weight_name}' of {list(self.shape)}, {self.dtype}, whose values the engine holds"
+        return f"Parameter '{reads.name_of(self)}' of {list(self.shape)}, {self.dtype}, whose values the engine holds"
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -106,6 +105,19 @@ class GuardedParameter:
         return nn.Parameter(_as_it_is(Tensor.detach, (values,), {}).clone(), requires_grad=self.requires_grad)
 
 
+class States(Protocol):
+    """What the guard needs of :class:`dtrain.parameters.model_states.ModelStates`."""
+
+    module: nn.Module
+    engine: str
+    zero_stage: int
+    shapes: dict[str, tuple[int, ...]]
+
+    def unreachable_parameters(self) -> Collection[str]: ...
+
+    def unsharded_parameters(self) -> dict[str, nn.Parameter]: ...
+
+
 class ParameterReads:
     """Guards the parameters of one engine between its calls; its methods enter it as a context manager.
 
@@ -116,15 +128,17 @@ class ParameterReads:
         open_names: parameters that hold whole masters now, to be read and written as they are.
     """
 
-    def __init__(self, states: ModelStates) -> None:
+    def __init__(self, states: States) -> None:
         # weak references here and in the classes, so that a dropped model is freed at once
         self._states = weakref.ref(states)
         self._shapes = {name: p.shape for name, p in states.module.named_parameters()}
         self.open_names: Collection[str] = ()
         self._gather: Callable[[Collection[str]], Mapping[str, Tensor]] | None = None
         self._parameters: dict[str, nn.Parameter] = {}  # that are guarded between calls
-        self._guarded: list[tuple[Any, type]] = []  # now, with their own classes
-        self._classes: dict[type, type] = {}
+        self._classes: list[tuple[str, Any, type, type]] = []  # of these by name: own, guarded
+        self._guarded: list[tuple[str, Any, type, type]] = []  # now
+        self._made: dict[type, type] = {}
+        self._names: dict[int, str] = {}
         self._stand_ins: dict[str, Tensor] = {}  # of a weight's shape, dtype and device, with memory of one element
         self._masters: dict[str, tuple[Tensor, int]] = {}  # that were read since the last call, with their versions
         self._depth = 0
@@ -157,7 +171,7 @@ class ParameterReads:
         assert states is not None
         self._release()
         self._gather = gather
-        self._classes, self._parameters = {}, {}
+        self._made, self._names, self._parameters = {}, {}, {}
         every, elsewhere = dict(states.module.named_parameters()), states.unreachable_parameters()
         found = {name for name, p in every.items() if name in elsewhere or hasattr(p, "device_mesh")}
         if gather is not None and (found or any(every[name].dtype != torch.float32 for name in states.shapes)):
@@ -168,12 +182,13 @@ class ParameterReads:
                 has_master = gather is not None and name in states.shapes
                 one = torch.full((), torch.nan, dtype=torch.float32 if has_master else p.dtype, device=p.device)
                 self._stand_ins[name] = one.expand(self._shapes[name])
+        self._classes = [self._named(name, p) for name, p in self._parameters.items()]
         self._guard()
 
     def end(self) -> None:
         """Guards nothing any more."""
         self._release()
-        self._parameters = {}
+        self._parameters, self._classes = {}, []
 
     def __enter__(self) -> None:
         self._depth += 1
@@ -191,24 +206,30 @@ class ParameterReads:
             self._guard()
 
     def _guard(self) -> None:
+        if self._guarded:  # inside a guard that a failed forward left
+            return
+        self._guarded = self._classes
+        if self.open_names:
+            self._guarded = [one for one in self._guarded if one[0] not in self.open_names]
         states = self._states()
-        unsharded = states.unsharded_parameters() if states is not None and self._gather is not None else {}
-        for name, parameter in (*self._parameters.items(), *unsharded.items()):
-            if name not in self.open_names and not isinstance(parameter, GuardedParameter):
-                own = type(parameter)
-                self._guarded.append((parameter, own))
-                parameter.weight_name = name  # type: ignore[attr-defined]
-                parameter.__class__ = self._classes.get(own) or self._new_class(own)
+        if self._gather is not None and states is not None and (unsharded := states.unsharded_parameters()):
+            self._guarded = [*self._guarded, *(self._named(name, p) for name, p in unsharded.items())]
+        for _, parameter, _, guarded in self._guarded:
+            parameter.__class__ = guarded
 
     def _release(self) -> None:
-        for parameter, own in self._guarded:
+        for _, parameter, own, _ in self._guarded:
             parameter.__class__ = own
-        self._guarded.clear()
+        self._guarded = []
 
-    def _new_class(self, own: type) -> type:
-        fields = {"__slots__": (), "reads": weakref.ref(self), "gives_masters": self.gives_masters}
-        made = self._classes[own] = type(own.__name__, (GuardedParameter, own), fields)
-        return made
+    def _named(self, name: str, parameter: Any) -> tuple[str, Any, type, type]:
+        """Returns the parameter, its own class and the guarded one."""
+        own = type(parameter)
+        if own not in self._made:
+            fields = {"__slots__": (), "reads": weakref.ref(self), "gives_masters": self.gives_masters}
+            self._made[own] = type(own.__name__, (GuardedParameter, own), fields)
+        self._names[id(parameter)] = name
+        return name, parameter, own, self._made[own]
 
     def _take_writes(self) -> None:
         """Writes to the parameters what was written to the masters that were read; then drops these.
@@ -238,13 +259,17 @@ class ParameterReads:
 
     # -- what ------------------------------------------------------------------------------------------------------
 
+    def name_of(self, parameter: Any) -> str:
+        """Returns the name of a guarded parameter."""
+        return getattr(parameter, "weight_name", None) or self._names[id(parameter)]
+
     def answer(self, parameter: Any, operation: str, *, is_alone: bool) -> Any:
         """Returns what ``operation`` is to work on in the place of ``parameter``, its only argument or not.
 
         Raises:
             UsageError: it needs values, and none are gathered.
         """
-        name = parameter.weight_name
+        name = self.name_of(parameter)
         is_shown = self._gather is not None
         if not is_shown and hasattr(parameter, "device_mesh"):
             return self._refuse(name) if operation in _BYTES else parameter

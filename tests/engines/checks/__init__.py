@@ -8,7 +8,6 @@ from tests.engines.checks import (  # noqa: F401
     missing_gradients,
     modules,
     optimizers,
-    optimizers,
     reads,
     skips,
     training,
