@@ -63,7 +63,7 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import MAIN_GRAD, ModelStates
 from dtrain.parameters.running_backward import backward_of
-from dtrain.precision.policy import refuse_sparse_gradients
+from dtrain.precision.policy import sparse_gradients_refused
 
 
 class StepEngine(EngineHooks):
@@ -197,24 +197,15 @@ class StepEngine(EngineHooks):
             )
         self._parts.before_backward()
         self._losses.add(self._batch.number, value, factor.value)
-        self._watch_gradients(is_dummy=is_dummy)
-        with self._batch.backward(), backward_of(self), self._forward.backward_precision():
-            try:
-                self._backward(value, factor)
-            except RuntimeError as error:
-                refuse_sparse_gradients(((name, p.grad) for name, p in self.module.named_parameters()), error)
-                raise
-        self._parts.after_backward()
-
-    def _watch_gradients(self, *, is_dummy: bool) -> None:
-        """Tells the monitor what to record of this micro-batch."""
-        monitor, is_calibrating = self.monitor, self._finalizer.scale.is_calibrating
         # the gradient of a step's only micro-batch is the main grad, which alone shows the culprit
-        num_micro_batches = (self._batch.number + 1) * self.world_size  # so far, of all ranks
-        monitor.is_enabled = not (self._batch.current.is_last and num_micro_batches == 1)
-        if is_calibrating:
-            monitor.count_magnitudes(self.device)
-        monitor.records_magnitude, monitor.is_dummy = is_calibrating, is_dummy
+        is_only = self._batch.current.is_last and self._batch.number == 0 and self.world_size == 1
+        self.monitor.begin(
+            self.device, is_only=is_only, is_dummy=is_dummy, calibrates=self._finalizer.scale.is_calibrating
+        )
+        with self._batch.backward(), backward_of(self), self._forward.backward_precision():
+            with sparse_gradients_refused(self.module):
+                self._backward(value, factor)
+        self._parts.after_backward()
 
     # -- vote and update ---------------------------------------------------------------------------------------------
 

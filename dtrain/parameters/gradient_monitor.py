@@ -55,6 +55,12 @@ class GradientMonitor:
         self._elements: dict[torch.dtype, Sequence[Tensor]] = {}  # of the sums, each 0-dim
         self._numbers: dict[torch.dtype, list[int]] = {}
 
+    def begin(self, device: torch.device, *, is_only: bool, is_dummy: bool, calibrates: bool) -> None:
+        """Begins a micro-batch: the only one of a step over all ranks, a dummy, or one that a loss scale measures."""
+        self.is_enabled, self.is_dummy, self.records_magnitude = not is_only, is_dummy, calibrates
+        if calibrates:
+            self.count_magnitudes(device)
+
     def count_magnitudes(self, device: torch.device) -> None:
         """Counts all magnitudes of this step from now on."""
         if self.magnitudes is None:

@@ -7,7 +7,8 @@ checkpoint, and checked on the live tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -235,18 +236,26 @@ def check_trainable(model: nn.Module) -> None:
         raise ModelError("the model has no parameter that requires a gradient; nothing to train")
 
 
-def refuse_sparse_gradients(gradients: Iterable[tuple[str, Tensor | None]], error: BaseException | None = None) -> None:
-    """Raises ``ModelError`` for the first of the ``gradients``, by parameter, that is sparse.
-
-    Args:
-        gradients: see above.
-        error: of the backward that it has ended; native and fsdp2 have taken the gradient by then.
-    """
+def refuse_sparse_gradients(gradients: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raises ``ModelError`` for the first of the ``gradients``, by parameter, that is sparse."""
     for name, grad in gradients:
         if grad is not None and grad.layout != torch.strided:
-            raise _sparse_gradient(f"'{name}'", f"the backward gives it one of {grad.layout}") from error
-    if "sparse" in str(error).lower():
-        raise _sparse_gradient("a parameter", "the backward gives it one") from error
+            raise _sparse_gradient(f"'{name}'", f"the backward gives it one of {grad.layout}")
+
+
+@contextmanager
+def sparse_gradients_refused(model: nn.Module) -> Iterator[None]:
+    """Context of a backward: raises ``ModelError`` if it fails for a gradient that is sparse."""
+    try:
+        yield
+    except RuntimeError as error:
+        try:
+            refuse_sparse_gradients((name, p.grad) for name, p in model.named_parameters())
+        except ModelError as named:
+            raise named from error
+        if "sparse" in str(error).lower():  # native and fsdp2 have taken the gradient by now
+            raise _sparse_gradient("a parameter", "the backward gives it one") from error
+        raise
 
 
 def _sparse_gradient(name: str, reason: str) -> ModelError:
