@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from torch import nn
@@ -14,6 +14,7 @@ from dtrain.engine.parts.part import Forward
 from dtrain.engine.rng import keyed_rng
 from dtrain.precision.contract import Contract
 from dtrain.precision.forward import Autocast
+from dtrain.precision.policy import sparse_gradients_refused
 
 
 class ModelForward:
@@ -62,6 +63,8 @@ class ModelForward:
         with keyed, self.autocast():
             return self.autocast.cast_output(self._call(args, kwargs))
 
-    def backward_precision(self) -> AbstractContextManager[None]:
-        """Context of a backward: forwards that recomputation repeats there follow the contract."""
-        return self.autocast.backward()
+    @contextmanager
+    def backward_precision(self) -> Iterator[None]:
+        """Context of a backward: forwards that recomputation repeats there follow the contract; no gradient is sparse."""
+        with self.autocast.backward(), sparse_gradients_refused(self.module):
+            yield

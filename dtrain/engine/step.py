@@ -63,7 +63,6 @@ from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import MAIN_GRAD, ModelStates
 from dtrain.parameters.running_backward import backward_of
-from dtrain.precision.policy import sparse_gradients_refused
 
 
 class StepEngine(EngineHooks):
@@ -203,8 +202,7 @@ class StepEngine(EngineHooks):
             self.device, is_only=is_only, is_dummy=is_dummy, calibrates=self._finalizer.scale.is_calibrating
         )
         with self._batch.backward(), backward_of(self), self._forward.backward_precision():
-            with sparse_gradients_refused(self.module):
-                self._backward(value, factor)
+            self._backward(value, factor)
         self._parts.after_backward()
 
     # -- vote and update ---------------------------------------------------------------------------------------------
