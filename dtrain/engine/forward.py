@@ -65,6 +65,6 @@ class ModelForward:
 
     @contextmanager
     def backward_precision(self) -> Iterator[None]:
-        """Context of a backward: forwards that recomputation repeats there follow the contract; no gradient is sparse."""
+        """Context of a backward: repeated forwards follow the contract, and a sparse gradient is an error by name."""
         with self.autocast.backward(), sparse_gradients_refused(self.module):
             yield
