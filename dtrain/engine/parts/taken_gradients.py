@@ -85,7 +85,7 @@ class TakenGradients(StepPart):
         """Shows them still, as in plain PyTorch, until the next backward; from now on None is as good."""
         self._is_old = True
         if self._keeps:
-            self._set_shown()
+            self._set(self._shown)
 
     # -- what shows --------------------------------------------------------------------------------------------------
 
@@ -115,21 +115,20 @@ class TakenGradients(StepPart):
             for shown, held in zip(self._shown, self._held, strict=True):
                 if shown is not None:
                     shown.held = held
-        self._set_shown()
-
-    def _set_shown(self) -> None:
-        try:
-            self._set(self._shown)
-        except RuntimeError:  # of another shape now: DeepSpeed's stage 3 has sharded or gathered some
-            self._make()
-            self._set(self._shown)
+        self._set(self._shown)
 
     def _hide(self) -> None:
         self._set(self._held if self._keeps and not self._is_old else [None] * len(self._tensors))
 
     def _set(self, grads: Sequence[Tensor | None]) -> None:
-        for (_, tensor), grad in zip(self._tensors, grads, strict=True):
-            tensor.grad = grad
+        for number, ((name, tensor), grad) in enumerate(zip(self._tensors, grads, strict=True)):
+            try:
+                tensor.grad = grad
+            except RuntimeError:
+                if not isinstance(grad, TakenGradient):
+                    raise
+                # of another shape now: DeepSpeed's stage 3 has sharded or gathered it
+                self._shown[number] = tensor.grad = TakenGradient(tensor, name, self._readers)
 
     def _require_unchanged(self) -> None:
         now = [tensor.grad for _, tensor in self._tensors]

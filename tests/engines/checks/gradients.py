@@ -247,7 +247,7 @@ def gradients_show_that_they_are_taken(trial: Trial) -> None:
         go_on = (
             engine.step if when == "before the step" else lambda: engine.backward(torch.ones((), requires_grad=True))
         )
-        for changed in (None, torch.zeros_like(weight), weight.grad.clone()):
+        for changed in (None, torch.zeros_like(weight), torch.ones_like(weight)):
             weight.grad = changed
             named["used.0.bias"].grad = None
             with pytest.raises(UsageError, match=r"'used.0.bias'.grad was set to None after .*\(set so: 2\).*freeze"):
