@@ -171,6 +171,11 @@ class Contract:
             ContractError: a parameter or module differs from the contract; the message names it.
         """
         for name, parameter in model.named_parameters():
+            if name not in self.replica_dtypes:
+                raise ContractError(
+                    f"parameter '{name}' was added after dtrain.initialize, so the engine neither trains nor saves it; "
+                    f"add it before, or build a new engine"
+                )
             want = self.parameter_dtype(name)
             if parameter.dtype != want:
                 raise ContractError(

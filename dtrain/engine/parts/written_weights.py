@@ -23,6 +23,7 @@ from dtrain.checkpoint.format.fingerprint import fingerprint
 from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.engine.outcome import StepOutcome
+from dtrain.engine.parts.parameter_places import ParameterPlaces
 from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.decide import DecodedDecision
@@ -51,7 +52,7 @@ class WrittenWeights(StepPart):
         self._states = states
         self._run = run
         self._parameters: dict[str, nn.Parameter] = {}
-        self._places: list[tuple[nn.Module, str, nn.Parameter]] = []  # module, key: tied parameters have several
+        self._places: ParameterPlaces | None = None
         self._versions: list[int] = []
         self._unsharded_versions: dict[str, int] = {}
         self.is_modifying = False
@@ -65,7 +66,7 @@ class WrittenWeights(StepPart):
         if not self._parameters:
             model = self._states.module
             self._parameters = dict(model.named_parameters())
-            self._places = [(m, key, p) for m in model.modules() for key, p in m._parameters.items() if p is not None]
+            self._places = ParameterPlaces(model)
         self._versions = [parameter._version for parameter in self._parameters.values()]
         self._unsharded_versions = {name: p._version for name, p in self._states.unsharded_parameters().items()}
 
@@ -82,6 +83,8 @@ class WrittenWeights(StepPart):
 
     def before_forward(self, call: Forward) -> None:
         self.require_closed("__call__")
+        if unsharded := self._states.unsharded_parameters():  # which the library would put back in this forward
+            self._check_places(unsharded)
 
     def before_reduction(self, step: StepUnderWay) -> None:
         """Takes over what this rank has written since :meth:`remember`; the vote compares its hash.
@@ -150,15 +153,7 @@ class WrittenWeights(StepPart):
         states = self._states
         unsharded = states.unsharded_parameters()
         lost = [name for name, p in unsharded.items() if p._version != self._unsharded_versions.get(name, 0)]
-        for module, key, parameter in self._places:
-            current = module._parameters.get(key)
-            if current is not parameter and all(current is not p for p in unsharded.values()):
-                name = next(name for name, p in self._parameters.items() if p is parameter)
-                raise UsageError(
-                    f"parameter '{name}' was replaced after dtrain.initialize, so the engine does not train what the "
-                    f"model computes with; write it in place (load_state_dict without assign=True), or build a new "
-                    f"engine"
-                )
+        self._check_places(unsharded)
         versions = [parameter._version for parameter in self._parameters.values()]
         if versions == self._versions and not lost:
             return []
@@ -176,6 +171,15 @@ class WrittenWeights(StepPart):
                 f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
             )
         return names
+
+    @property
+    def _held(self) -> Sequence[tuple[nn.Module, str, nn.Parameter | None]]:
+        assert self._places is not None
+        return self._places.held
+
+    def _check_places(self, unsharded: Mapping[str, nn.Parameter]) -> None:
+        assert self._places is not None
+        self._places.check(unsharded.values())
 
     @torch.no_grad()
     def _adopt(self, names: Collection[str]) -> None:
@@ -293,7 +297,7 @@ class WrittenWeights(StepPart):
             parameter = self._parameters[name]
             if _is_dtensor(parameter):
                 shown[name] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                for module, key, other in self._places:
+                for module, key, other in self._held:
                     if other is parameter:
                         module._parameters[key] = shown[name]
             else:
@@ -303,7 +307,7 @@ class WrittenWeights(StepPart):
 
     def _require_in_place(self, shown: Mapping[str, nn.Parameter], values: Mapping[str, Tensor]) -> None:
         names = {id(self._parameters[name]): name for name in values}
-        for module, key, parameter in self._places:
+        for module, key, parameter in self._held:
             name = names.get(id(parameter))
             if name is None:
                 continue
@@ -323,7 +327,7 @@ class WrittenWeights(StepPart):
     def _put_back(self, before: Mapping[str, Tensor]) -> None:
         for name, data in before.items():
             self._parameters[name].data = data
-        for module, key, parameter in self._places:
+        for module, key, parameter in self._held:
             module._parameters[key] = parameter
 
     def _agree(self, values: Mapping[str, Tensor], failure: Exception | None) -> None:

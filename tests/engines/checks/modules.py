@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import dtrain
 from dtrain.checkpoint.names import plain_name
 from dtrain.engine.parts.checkpoint import checkpointer
-from dtrain.errors import ModelError
+from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.parameters.escapes import tensors_in
 from tests.engines import helpers
 from tests.engines.matrix import Trial, check
@@ -279,3 +279,82 @@ def a_unit_that_is_not_called_trains_or_is_refused_in_every_precision(trial: Tri
             continue
         with pytest.raises(ModelError, match=r"outside (the forward of 'units.0'|a call of that unit)"):
             engine(torch.ones(2, 4))
+
+
+class Changing(nn.Module):
+    """Changes itself in a forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.first = nn.Parameter(torch.ones(4)), nn.Linear(4, 4)
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+        self.spare = nn.Linear(4, 4, bias=False)
+        self.register_buffer("steps", torch.zeros(1))
+        self.change: Callable[[Changing], Any] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        change, self.change = self.change, None
+        if change is not None:
+            change(self)
+        x = self.first(x)
+        for unit in self.units:
+            x = unit(x)
+        scale = getattr(self, "scale", None)
+        return (x if scale is None else x * scale).square().mean() + 0 * self.steps.float().sum()
+
+
+REFUSED_CHANGES: dict[str, Callable[[Changing], Any]] = {
+    "'scale' was (replaced|removed)": lambda model: delattr(model, "scale"),
+    "'scale' was replaced": lambda model: model._parameters.update(scale=nn.Parameter(torch.ones(4))),
+    "'units.0.0.weight' was replaced": lambda model: model.units[0][0]._parameters.update(
+        weight=nn.Parameter(torch.eye(4))
+    ),
+    "'first.weight' was replaced": lambda model: setattr(model, "first", nn.Linear(4, 4)),
+    "'units.1.0.weight' was removed": lambda model: model.units.__delitem__(1),
+    "'spare.weight' was removed": lambda model: delattr(model, "spare"),
+    "'late' was added": lambda model: setattr(model, "late", nn.Parameter(torch.ones(4))),
+    "'spare.bias' was added": lambda model: setattr(model.spare, "bias", nn.Parameter(torch.ones(4))),
+    "'units.2.weight' was added": lambda model: model.units.append(nn.Linear(4, 4)),
+}
+HARMLESS_CHANGES: list[Callable[[Changing], Any]] = [
+    lambda model: model.units[0].__setitem__(1, nn.GELU()),
+    lambda model: model.add_module("meter", nn.Identity()),
+    lambda model: model.units.append(nn.Dropout()),
+    lambda model: setattr(model, "steps", torch.ones(3)),
+    lambda model: setattr(model, "steps", torch.ones(1, dtype=torch.float64)),
+    lambda model: model.register_buffer("late", torch.ones(2)),
+    lambda model: model.register_buffer("cache", torch.ones(2), persistent=False),
+]
+
+
+@check(
+    ranks=(2, 1),
+    variants={"between": {}, "inside": {}},
+    unless=lambda case: (case.engine, case.stage) == ("deepspeed", 3),  # its own error
+)
+def a_parameter_that_appears_or_disappears_is_refused(trial: Trial) -> None:
+    x = torch.ones(2, 4)
+
+    def begin(change: Callable[[Changing], Any]) -> Any:
+        torch.manual_seed(0)
+        model = Changing()
+        engine = start(trial, model)
+        engine.backward(engine(x))
+        engine.step()
+        if trial.case.variant == "between":
+            change(model)
+        else:
+            model.change = change
+        return engine
+
+    for message, change in REFUSED_CHANGES.items():
+        engine = begin(change)
+        with pytest.raises((UsageError, ContractError), match=f"parameter {message} after dtrain.initialize"):
+            step(engine, x)
+    for change in HARMLESS_CHANGES:
+        assert step(begin(change), x).applied
+
+
+def step(engine: Any, x: Tensor) -> Any:
+    engine.backward(engine(x))
+    return engine.step()

@@ -29,6 +29,7 @@ from dtrain.engine.adapters.fsdp2.replicated import ReplicatedParameters
 from dtrain.engine.adapters.fsdp2.units import Unit, plan_units
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
+from dtrain.engine.parts.parameter_places import replaced
 from dtrain.engine.request import EngineRequest
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ModelError, UsageError
@@ -282,6 +283,9 @@ class _ShardedUnit:
         complete_reductions(self.module)
         self._guests = guard_backward(self.module, unit.parameters, self._parameters, backward_state)
         require_unkept(model, replaced)
+        hooked: Any = self.module
+        hooked.register_forward_pre_hook(self._check_places, prepend=True)
+        hooked.register_forward_hook(self._check_places, prepend=True)
         on_returned = self._keep_unsharded if self.reshards_after_forward else None
         watch_escapes(unit.name, self.module, self.unsharded_parameters, on_returned)
         # sums, because weights make the mean
@@ -350,6 +354,14 @@ class _ShardedUnit:
                 held.reset_sharded_param = _do_nothing
             else:
                 vars(held).pop("reset_sharded_param", None)
+
+    def _check_places(self, *_: Any) -> None:
+        """Raises ``UsageError`` for a parameter that a forward has replaced, which ``fully_shard`` would undo."""
+        for held in self._fsdp_parameters():
+            place = held._module_info
+            found = place.module._parameters.get(place.param_name)
+            if found is not held.sharded_param and found is not getattr(held, "_unsharded_param", None):
+                raise replaced(next(name for name, p in self._parameters.items() if p is held.sharded_param))
 
     def _keep_unsharded(self) -> None:
         """Lets the weights stay from a forward to its backward."""
