@@ -94,7 +94,8 @@ class PreparedModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Returns the whole weights on every rank; trained ones are FP32 masters. All ranks call."""
-        return self.module.state_dict(*args, **kwargs)
+        module = self.module if self.driver is None else self.engine.module
+        return module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads whole weights into the masters; all ranks call, with the same ones."""

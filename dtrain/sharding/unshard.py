@@ -74,7 +74,7 @@ class UnshardScheduler:
         self._open: Collection[str] = ()  # parameters that hold whole masters now
         self._saving: saved_tensors_hooks | None = None
         self.peak = 0
-        self._kept = {(name, id(tensor)) for name, tensor in kept_tensors(model)}  # before any forward
+        self._kept: set[tuple[str, int]] | None = None  # tensors that modules kept before any forward
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._checked: set[tuple[int, bool]] = set()  # modules whose attributes were looked at, by their mode
         self._install(model)
@@ -96,7 +96,7 @@ class UnshardScheduler:
                 # always_call: a forward that raises must not leave its group open
                 leave = ModuleHook(lambda module, args, output, group=group: self._leave_unit(module, group, output))
                 module.register_forward_hook(leave, always_call=True)
-        model.register_forward_pre_hook(ModuleHook(lambda *_: self._enter_model()), prepend=True)
+        model.register_forward_pre_hook(ModuleHook(lambda module, _: self._enter_model(module)), prepend=True)
         leave_model = ModuleHook(lambda module, args, output: self._leave_model(module, output))
         model.register_forward_hook(leave_model, always_call=True)
 
@@ -144,9 +144,11 @@ class UnshardScheduler:
         self.reshard()
         self._open = names
 
-    def _enter_model(self) -> None:
+    def _enter_model(self, model: nn.Module) -> None:
         if self._open:
             raise UsageError("the model is called inside engine.modify_weights; call engine(...) after the with block")
+        if self._kept is None:
+            self._kept = {(name, id(tensor)) for name, tensor in kept_tensors(model)}
         self._depth += 1
         if self._depth > 1:
             return
@@ -208,7 +210,7 @@ class UnshardScheduler:
         if found is None and unit and (id(module), module.training) not in self._checked:
             self._checked.add((id(module), module.training))
             for attribute, tensor in kept_tensors(module, self._module_names[id(module)]):
-                if id(tensor) in names and (attribute, id(tensor)) not in self._kept:
+                if id(tensor) in names and (attribute, id(tensor)) not in (self._kept or ()):
                     found = names[id(tensor)]
                     what = f"'{unit}' keeps its parameter '{found}' as '{attribute}'"
         if found is not None:

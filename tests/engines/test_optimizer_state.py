@@ -81,7 +81,7 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
 
 
 def save_only(engine: Any, folder: Path, *kinds: str) -> None:
-    whole: Snapshot = engine._between.parts.checkpointer._snapshot({}, {}, {})
+    whole: Snapshot = engine._between.parts.checkpointer._snapshot({}, {}, {}, {})
     save(folder, replace(whole, shards=tuple(shard for shard in whole.shards if shard.kind in kinds)), ALONE)
 
 
