@@ -39,6 +39,7 @@ from dtrain.parameters.groups import backward_names, find_groups
 from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import LocalStates
+from dtrain.sharding.hooks import ModuleHook
 
 
 def build(request: EngineRequest) -> Engine:
@@ -284,8 +285,8 @@ class _ShardedUnit:
         self._guests = guard_backward(self.module, unit.parameters, self._parameters, backward_state)
         require_unkept(model, replaced)
         hooked: Any = self.module
-        hooked.register_forward_pre_hook(self._check_places, prepend=True)
-        hooked.register_forward_hook(self._check_places, prepend=True)
+        hooked.register_forward_pre_hook(ModuleHook(self._check_places), prepend=True)
+        hooked.register_forward_hook(ModuleHook(self._check_places), prepend=True)
         on_returned = self._keep_unsharded if self.reshards_after_forward else None
         watch_escapes(unit.name, self.module, self.unsharded_parameters, on_returned)
         # sums, because weights make the mean

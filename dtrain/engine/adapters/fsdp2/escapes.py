@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.distributed.logging import logger
 from dtrain.errors import ModelError
 from dtrain.parameters.escapes import kept_tensors, storage_key, tensors_in
+from dtrain.sharding.hooks import ModuleHook
 
 
 def require_unkept(model: nn.Module, replaced: Mapping[int, str]) -> None:
@@ -72,8 +73,8 @@ def watch_escapes(
             if (found := own.get(storage_key(tensor))) is not None:
                 raise _kept(attribute, found)
 
-    hooked.register_forward_hook(before_reshard, prepend=True)
-    hooked.register_forward_hook(after_reshard)
+    hooked.register_forward_hook(ModuleHook(before_reshard), prepend=True)
+    hooked.register_forward_hook(ModuleHook(after_reshard))
 
 
 def _drop_hook(tensor: Tensor, hook: Callable[..., Any]) -> None:
