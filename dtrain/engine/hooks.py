@@ -11,6 +11,7 @@ from torch import Tensor
 from dtrain.distributed.progress import Phase
 from dtrain.engine.interface import Engine
 from dtrain.engine.parts.stragglers import PHASES
+from dtrain.engine.parts.taken_gradients import TakenGradients
 from dtrain.optim.rule import UpdateScalars
 from dtrain.parameters.micro_batch_weight import Weight
 
@@ -27,6 +28,7 @@ class EngineHooks(Engine):
     forward_communicates = False
     searches_backward = False
     keeps_gradients = False
+    _taken: TakenGradients
 
     @property
     def timed_phases(self) -> Sequence[Phase]:
@@ -52,9 +54,14 @@ class EngineHooks(Engine):
     def _discard_forward(self) -> None:
         """Releases what the engine holds of a forward that gets no backward."""
 
-    @abstractmethod
     def finish_gradients(self) -> None:
         """Waits for all reductions of this step: main grads are complete, still scaled and weighted; idempotent."""
+        self._taken.give_back()
+        self._finish_gradients()
+
+    @abstractmethod
+    def _finish_gradients(self) -> None:
+        """Implements :meth:`finish_gradients`."""
 
     def _squares(self) -> Tensor:
         """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""

@@ -121,8 +121,8 @@ class StepEngine(EngineHooks):
         )
         self.busy = BusyMeter(self.comm, self.timed_phases)
         samples = PrecisionSamples(states, run, self._batch, self._finalizer, names, self.monitor)
-        gradients = TakenGradients(states, self.monitor, names, keeps=self.keeps_gradients)
-        watching = samples, self._missed, gradients, compiled, self.busy
+        self._taken = TakenGradients(states, self.monitor, names, keeps=self.keeps_gradients)
+        watching = samples, self._missed, self._taken, compiled, self.busy
         parts = build_parts(states, run, self.options.audit, self._finalizer, self._forward, *watching)
         self._parts = StepParts(parts.in_order())
         self._between = BetweenSteps(

@@ -19,6 +19,7 @@ INSTEAD = (
     "(accelerator.clip_grad_norm_), and read the norm as engine.step().grad_norm"
 )
 """What to write instead of lines that read or write gradients; the end of a message."""
+_CLEARING = frozenset({torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default})
 
 
 @dataclass
@@ -28,10 +29,12 @@ class Readers:
     Attributes:
         engine: its name.
         is_warned: whether the warning was given.
+        is_over: whether the step is over, so that gradients may be cleared.
     """
 
     engine: str
     is_warned: bool = False
+    is_over: bool = False
 
 
 class TakenGradient(Tensor):
@@ -60,7 +63,14 @@ class TakenGradient(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         given = (args, kwargs or {})
-        own = next(value for value in pytree.tree_leaves(given) if isinstance(value, TakenGradient))
+        tensors = [value for value in pytree.tree_leaves(given) if isinstance(value, Tensor)]
+        taken = [value for value in tensors if isinstance(value, TakenGradient)]
+        own = taken[0]
+        if func in _CLEARING and all(one.readers.is_over for one in taken):
+            for grad in tensors:
+                if not isinstance(grad, TakenGradient):
+                    grad.zero_()
+            return args[0] if func is torch.ops.aten.zero_.default else None
         if func._schema.is_mutable and func is not torch.ops.aten.detach_.default:
             own._refuse(func)
         if not func.is_view:

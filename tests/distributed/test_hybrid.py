@@ -100,7 +100,7 @@ def test_traffic_by_label_and_axis_is_the_formula(shared: bool) -> None:
                 gathers = MICRO_BATCHES if stage == 3 else 1
                 assert entries.pop(("all_gather", label)) == gathers * numel * itemsize
             votes = {label: nbytes for (op, label), nbytes in entries.items() if op == "gather_rows"}
-            assert votes == {"vote": 22 * 8}, "one row of a rank"
+            assert votes == {"vote": (22 + 1) * 8}, "one row of a rank: its fields, and a bit for each parameter"
             assert all(op == "gather_rows" for op, _ in entries), entries
             assert axes == ["HostMemory" if shared else "GlooGroup"] * 3
 

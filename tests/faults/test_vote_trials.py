@@ -455,7 +455,7 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[tuple[float, flo
         largest = max(gradient.abs().max().item() for gradient in used) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares(each=True) for rank in ranks])
     pairs = zip(ranks, squares, strict=True)
-    rows = torch.stack([rank.vote.record(rank.host, rank._losses, rank.monitor, own) for rank, own in pairs])
+    rows = torch.stack([rank.vote.record(rank.host, (), rank._losses, rank.monitor, own) for rank, own in pairs])
     if ignored is not None:
         rows[:, COLUMNS[ignored]] = rows[0, COLUMNS[ignored]]
     for rank in ranks:

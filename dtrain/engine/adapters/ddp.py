@@ -132,7 +132,7 @@ class DdpEngine(StepEngine):
         for parameter in frozen:
             parameter.requires_grad_(False)
 
-    def finish_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         """Completes the main grads: parameters without a gradient in this step get zeros.
 
         Raises:

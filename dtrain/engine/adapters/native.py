@@ -81,7 +81,7 @@ class NativeEngine(StepEngine):
         if self.sharded.scheduler is not None:
             self.sharded.scheduler.reshard()
 
-    def finish_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         self.sharded.reducer.finish()
         if self._reduce_dtype_check is not None:  # in the first step only: later ones reduce the same tensors
             self._reduce_dtype_check.require_complete()

@@ -14,7 +14,9 @@ from operator import is_
 
 from torch import Tensor, nn
 
+from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.part import StepPart, StepUnderWay
+from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.errors import UsageError
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.model_states import ModelStates
@@ -49,7 +51,6 @@ class TakenGradients(StepPart):
         self._tensors: list[tuple[str, Tensor]] = []
         self._shown: list[TakenGradient | None] = []
         self._held: list[Tensor | None] = []
-        self._is_old = False  # whether they are of a step that is over
 
     # -- what the step calls -----------------------------------------------------------------------------------------
 
@@ -62,12 +63,14 @@ class TakenGradients(StepPart):
     def before_backward(self) -> None:
         """Raises ``UsageError`` if the user has changed a gradient since the last backward."""
         self._require_unchanged()
+        if self._readers.is_over:
+            self._drop()
         if self in hidden_in_backwards:
             hidden_in_backwards.discard(self)
             self._hide()
 
     def after_backward(self) -> None:
-        self._is_old = False
+        self._readers.is_over = False
         received = self._monitor.received.nonzero()[0].tolist()
         if self._received != received:
             self._received = received
@@ -78,14 +81,29 @@ class TakenGradients(StepPart):
     def before_reduction(self, step: StepUnderWay) -> None:
         """Raises ``UsageError`` if the user has changed a gradient; the step can be called again without it."""
         self._require_unchanged()
-        if self._keeps:
+
+    def give_back(self) -> None:
+        """Lets the engine's library find its sums in ``.grad`` until the step ends."""
+        if self._keeps and self in hidden_in_backwards:
+            hidden_in_backwards.discard(self)
             self._hide()
 
+    def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
+        self._drop()  # only now: the search for a culprit reads them
+
     def end_step(self, step: StepUnderWay) -> None:
-        """Shows them still, as in plain PyTorch, until the next backward; from now on None is as good."""
-        self._is_old = True
+        """Shows them still, as in plain PyTorch, until the next backward; the user may clear them from now on."""
+        self._readers.is_over = True
         if self._keeps:
             self._set(self._shown)
+            hidden_in_backwards.add(self)
+
+    def _drop(self) -> None:
+        """Holds no sums any more, which take the memory of all gradients."""
+        self._held = []
+        for shown in self._shown:
+            if shown is not None:
+                shown.held = None
 
     # -- what shows --------------------------------------------------------------------------------------------------
 
@@ -97,7 +115,7 @@ class TakenGradients(StepPart):
         try:
             yield
         finally:
-            if self._is_old:
+            if self._readers.is_over:
                 hidden_in_backwards.discard(self)
             else:
                 self._set(now)
@@ -118,7 +136,7 @@ class TakenGradients(StepPart):
         self._set(self._shown)
 
     def _hide(self) -> None:
-        self._set(self._held if self._keeps and not self._is_old else [None] * len(self._tensors))
+        self._set(self._held if self._keeps and not self._readers.is_over else [None] * len(self._tensors))
 
     def _set(self, grads: Sequence[Tensor | None]) -> None:
         for number, ((name, tensor), grad) in enumerate(zip(self._tensors, grads, strict=True)):
@@ -132,7 +150,7 @@ class TakenGradients(StepPart):
 
     def _require_unchanged(self) -> None:
         now = [tensor.grad for _, tensor in self._tensors]
-        if self._is_old or self not in hidden_in_backwards or all(map(is_, now, self._shown)):
+        if self._readers.is_over or self not in hidden_in_backwards or all(map(is_, now, self._shown)):
             return
         found = zip(self._tensors, now, self._shown, strict=True)
         changed = [(name, grad) for (name, _), grad, shown in found if grad is not shown]

@@ -184,7 +184,7 @@ class DeepSpeedEngine(StepEngine):
             return nullcontext()
         return deepspeed_library.observed_reductions(lambda tensor: check.record("all", tensor))
 
-    def finish_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         if self._is_finished:
             return
         with self._observed():

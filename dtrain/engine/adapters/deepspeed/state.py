@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.engine.adapters.deepspeed.optimizer import Partition
 from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
+from dtrain.parameters.taken_gradient import held_gradient
 from dtrain.sharding.layout import ParamSpec, ShardInterval
 
 
@@ -56,7 +57,8 @@ class ZeroState(ABC):
 
     def main_grads(self) -> list[Tensor]:
         """Returns the reduced gradient of each partition, FP32 [its elements]: the storage that the update reads."""
-        return [partition.master.grad.view(-1) for partition in self.partitions if partition.master.grad is not None]
+        grads = [held_gradient(partition.master) for partition in self.partitions]
+        return [grad.view(-1) for grad in grads if grad is not None]
 
     @abstractmethod
     def clear(self, *, stepped: bool) -> None:

@@ -128,7 +128,7 @@ class Fsdp2Engine(StepEngine):
                 f"what its forward returns; return tensors, or dicts, tuples or dataclasses of them"
             )
 
-    def finish_gradients(self) -> None:
+    def _finish_gradients(self) -> None:
         if self._is_finished:
             return
         self._is_finished = True
