@@ -103,7 +103,9 @@ class BetweenSteps:
             raise UsageError(f"engine.{verb} between backward and step; call it after engine.step")
 
     def refuse_ended(self, verb: str) -> None:
-        """Raises ``UsageError`` if another engine has the model."""
+        """Raises ``UsageError`` if another engine has the model; ends what an interrupted forward has left."""
+        if self._module_calls is not None:
+            self._module_calls.end()
         if self.has_ended:
             raise UsageError(f"engine.{verb} of an engine whose model was prepared again; use the newer engine")
 
@@ -228,7 +230,8 @@ class BetweenSteps:
                         written.refuse_any("engine.ema()")
             finally:
                 self._is_averaged = False
-                written.remember()
+                with self.states.reads:  # drops averages that were read
+                    written.remember()
 
     def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
         self._require_outside("modify_weights")

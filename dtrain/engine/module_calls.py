@@ -23,20 +23,29 @@ class ModuleCalls:
 
     def __init__(self, model: nn.Module, reads: ParameterReads, autocast: Autocast) -> None:
         self._reads, self._autocast = reads, autocast
-        self._running: list[tuple[ExitStack, bool]] = []
+        self._running: list[ExitStack | None] = []  # forwards; None: inside one, or inside a call of the engine
         model.register_forward_pre_hook(ModuleHook(self._enter), prepend=True)
         model.register_forward_hook(ModuleHook(self._leave), always_call=True)
 
+    def end(self) -> None:
+        """Ends forwards that something else than an ``Exception`` has left, such as ``KeyboardInterrupt``."""
+        while self._running:
+            if (stack := self._running.pop()) is not None:
+                stack.close()
+
     def _enter(self, *_: Any) -> None:
-        stack, is_outside = ExitStack(), self._reads.gives_masters and not self._reads.is_entered
+        if self._reads.is_entered:
+            self._running.append(None)
+            return
+        stack = ExitStack()
         stack.enter_context(self._reads)
-        if is_outside:
+        if self._reads.gives_masters:
             stack.enter_context(self._autocast())
-        self._running.append((stack, is_outside))
+        self._running.append(stack)
 
     def _leave(self, _: nn.Module, args: Any, output: Any) -> Any:
-        if not self._running:  # another hook failed before this forward began
+        stack = self._running.pop() if self._running else None  # empty: another hook failed before this forward began
+        if stack is None:
             return None
-        stack, is_outside = self._running.pop()
         stack.close()
-        return self._autocast.cast_output(output) if is_outside else None
+        return self._autocast.cast_output(output) if self._reads.gives_masters else None

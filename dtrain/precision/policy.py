@@ -7,6 +7,7 @@ checkpoint, and checked on the live tensors.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -243,6 +244,10 @@ def refuse_sparse_gradients(gradients: Iterable[tuple[str, Tensor | None]]) -> N
             raise _sparse_gradient(f"'{name}'", f"the backward gives it one of {grad.layout}")
 
 
+_SPARSE_FAILS = re.compile(r"between dense and sparse Tensors|'Sparse\w+' backend")
+"""What torch says of an operation on a sparse gradient."""
+
+
 @contextmanager
 def sparse_gradients_refused(model: nn.Module) -> Iterator[None]:
     """Context of a backward: raises ``ModelError`` if it fails for a gradient that is sparse."""
@@ -253,7 +258,7 @@ def sparse_gradients_refused(model: nn.Module) -> Iterator[None]:
             refuse_sparse_gradients((name, p.grad) for name, p in model.named_parameters())
         except ModelError as named:
             raise named from error
-        if "sparse" in str(error).lower():  # native and fsdp2 have taken the gradient by now
+        if _SPARSE_FAILS.search(str(error)):  # native and fsdp2 have taken the gradient by now
             raise _sparse_gradient("a parameter", "the backward gives it one") from error
         raise
 

@@ -264,6 +264,16 @@ def test_a_sparse_gradient_is_refused_at_the_first_step(engine: str, use: Callab
         disconnect()  # fsdp2 and deepspeed have made a process group
 
 
+def test_an_error_that_only_speaks_of_sparse_is_raised_as_it_is() -> None:
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("block_sparse_attention: no kernel image is available")
+
+    own = start()
+    own.module[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        own.backward(loss_of(own))
+
+
 def test_a_frozen_sparse_embedding_is_trained_around() -> None:
     model = nn.Sequential(nn.Embedding(8, 4, sparse=True).requires_grad_(False), nn.Linear(4, 1))
     own = dtrain.initialize(model, precision="fp32", seed=0)
