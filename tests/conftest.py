@@ -14,11 +14,14 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.setup import disconnect
 from tests.gpu.device import ON_CPU
 from tests.helpers.fault_counts import FaultCounts, FaultTotals
 
@@ -143,13 +146,16 @@ _LOGGER = (list(logger.handlers), logger.level, logger.propagate)
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Gives each test the same logger, random numbers and settings of torch, whichever tests came before it."""
+    """Gives each test the same logger, random numbers, settings of torch and environment, and no process group."""
     from dtrain.train.setup import torch_settings_restored  # imports dtrain.kernels, which reads TRITON_INTERPRET
 
     _seed(0)
     _restore_logger()
-    with torch_settings_restored():
+    is_connected = dist.is_initialized()
+    with torch_settings_restored(), mock.patch.dict(os.environ):
         yield
+    if dist.is_initialized() and not is_connected:
+        disconnect()
     _restore_logger()
 
 

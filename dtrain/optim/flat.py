@@ -74,37 +74,39 @@ class FlatUpdate:
         started = time.perf_counter()
         self._together: list[_Kernel] = []
         self._apart: dict[str, list[_Kernel]] = {}  # by the parameters that have been apart
-        self._build({})
+        self._build(())
         for rule in rules:
             if rule.description:
                 logger.info("optimizer: %s", rule.description.format(seconds=time.perf_counter() - started))
 
     def _build(self, names: Collection[str]) -> None:
-        """Builds the kernels, for the parameters called ``names`` apart from the others."""
-        parts = [[part for whole in segment for part in whole.split_at(names)] for segment in self._segments]
-        self._together, self._apart = [], {name: [] for name in names}
+        """Builds the kernels, for the parameters called ``names`` apart too."""
+        self._together = []
+        self._apart |= {name: [] for name in names}
+        parts = [[part for whole in segment for part in whole.split_at(self._apart)] for segment in self._segments]
         for number, rule in enumerate(self._rules):
             own = [[part for part in segment if part.update_class.rule == number] for segment in parts]
             if number not in self._matrices and any(own):
                 assert isinstance(rule, ElementwiseRule)
-                if not self._add(number, own, rule.segment_kernel):
+                if not self._add(number, own, rule.segment_kernel, names):
                     self._together.append((number, BlockedUpdate(rule, own)))
         if self._ema_decay is not None:
             is_compiled = any(rule.is_compiled for rule in self._rules)
-            self._add(None, parts, partial(average_kernel, self._ema_decay, is_compiled=is_compiled))
+            self._add(None, parts, partial(average_kernel, self._ema_decay, is_compiled=is_compiled), names)
 
     def _add(
         self,
         rule: int | None,
         parts: Sequence[Sequence[UpdateSlice]],
         build: Callable[[Sequence[Sequence[UpdateSlice]]], SegmentKernel | None],
+        names: Collection[str],
     ) -> bool:
-        """Adds a kernel for what lies together, and one for each parameter apart; whether there are such kernels."""
+        """Adds a kernel for what lies together, and one for each of ``names``; whether there are such kernels."""
         kernel = build([[part for part in segment if not part.name] for segment in parts])
         if kernel is None:
             return False
         self._together.append((rule, kernel))
-        for name in sorted({part.name for segment in parts for part in segment if part.name}):
+        for name in sorted({part.name for segment in parts for part in segment if part.name in names}):
             own = build([[part for part in segment if part.name == name] for segment in parts])
             assert own is not None
             self._apart[name].append((rule, own))
@@ -125,8 +127,8 @@ class FlatUpdate:
             numbers: ascending indices into ``segments``; on a GPU, adjacent ones are one launch.
             scalars: scalars of this update.
         """
-        if not self._apart.keys() >= scalars.others.keys():
-            self._build({*self._apart, *scalars.others})
+        if new := scalars.others.keys() - self._apart.keys():
+            self._build(new)
         for number, matrices in self._matrices.items():  # before the averages
             matrices.update(numbers, scalars.of_rule(number))
         _run(self._together, numbers, scalars)

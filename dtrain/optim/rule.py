@@ -150,11 +150,14 @@ class UpdateScalars:
 
     def with_tensors(self, grad_divisor: Tensor, found_inf: Tensor) -> UpdateScalars:
         """Returns the same with these tensors, which have the same values elsewhere; the others' follow them."""
-        moved: dict[int, UpdateScalars] = {}  # what parameters share they share still
-        for other in self.others.values():
-            if other is not None and id(other) not in moved:
-                own = found_inf if other.found_inf is self.found_inf else other.found_inf.to(found_inf.device)
-                moved[id(other)] = replace(other, grad_divisor=grad_divisor, found_inf=own)
+        own = {id(other): other for other in self.others.values() if other is not None}  # what they share stays shared
+        flags = {key: other.found_inf for key, other in own.items() if other.found_inf is not self.found_inf}
+        if flags and found_inf.device != self.found_inf.device:  # in one copy
+            flags = dict(zip(flags, torch.stack([*flags.values()]).to(found_inf.device).unbind(), strict=True))
+        moved = {
+            key: replace(other, grad_divisor=grad_divisor, found_inf=flags.get(key, found_inf))
+            for key, other in own.items()
+        }
         others = {name: other and moved[id(other)] for name, other in self.others.items()}
         return replace(self, grad_divisor=grad_divisor, found_inf=found_inf, others=others)
 

@@ -24,7 +24,7 @@ _MAX_NUMBERS = 4096  # counts of updates whose shared numbers are kept; others a
 
 
 class TorchRule(ElementwiseRule):
-    """A torch optimizer; whether an update is skipped is read on the host, once per update on a GPU.
+    """A torch optimizer; whether an update is skipped is read on the host, on a GPU for each parameter apart too.
 
     Args:
         record: the class and its options.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.distributed.startup.setup import disconnect
 from dtrain.distributed.transport.host_memory import _CopyRead
 from dtrain.engine.adapters.deepspeed import config as deepspeed_config
 from dtrain.errors import DivergenceError, UsageError
@@ -22,13 +20,6 @@ from tests.engines.helpers import batch, build, computed, start, state_digests, 
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """``fsdp2`` creates a process group for a single rank too."""
-    yield
-    disconnect()
 
 
 class Halves(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
-from dtrain.distributed.startup.setup import disconnect
 from dtrain.engine.outcome import Culprit, Origin
 from dtrain.engine.parts.explain import SkipExplainer
 from dtrain.engine.parts.forward_calls import KeptForwards
@@ -22,13 +21,6 @@ from tests.helpers import planted_faults as planted
 from tests.helpers.host_reads import forbidden, like_a_gpu
 
 FP8 = dtrain.PrecisionPolicy.named("bf16", rules={"middle": "fp8", "square": "fp32"})
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    """FSDP2 makes a process group of the single rank; other tests begin without one."""
-    yield
-    disconnect()
 
 
 def explained(fault: str, *, reads_late: bool = False, **options: Any) -> Culprit:

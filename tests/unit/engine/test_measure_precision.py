@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
-from dtrain.distributed.startup.setup import disconnect
 from dtrain.engine.measurement.float8 import _cast_sums
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, UsageError
@@ -27,13 +26,6 @@ from tests.helpers.one_rank import loss_of, start, train_step
 from tests.helpers.runs import Run
 from tests.helpers.runs import start as start_run
 from tests.helpers.zoo import make
-
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    """FSDP2 makes a process group of one rank; other tests want none."""
-    yield
-    disconnect()
 
 
 def measured(engine: StepEngine, step: Callable[[], object], *activations: str) -> PrecisionReport:

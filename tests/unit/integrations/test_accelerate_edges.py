@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from dtrain.distributed.startup.setup import disconnect
 from dtrain.errors import ConfigError, ContractError, UsageError
 from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, reset_accelerate
@@ -30,7 +29,6 @@ def _fresh_state() -> Iterator[None]:
     reset_accelerate()
     yield
     reset_accelerate()
-    disconnect()  # fsdp2 makes a process group of one rank
 
 
 def fresh(kind: type = Accelerator, **options: Any) -> Any:
