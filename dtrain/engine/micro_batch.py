@@ -93,11 +93,13 @@ class MicroBatches:
         is_evaluating: inside :meth:`evaluation`.
         backward_failed: a backward has begun and not ended.
         stop_requested, save_expected: by the caller, for this step.
+        has_old_gradients: whether the gradients of the last step are there still.
     """
 
     def __init__(self, losses: LossAccumulator) -> None:
         self.current = MicroBatch()
         self.is_evaluating = False
+        self.has_old_gradients = False
         self.backward_failed = False
         self.stop_requested = self.save_expected = False
         self._losses = losses
@@ -113,7 +115,8 @@ class MicroBatches:
         return bool(self._losses)
 
     def end_step(self) -> None:
-        """Forgets what belonged to the step under way, taken or not."""
+        """Forgets what belonged to the step under way, voted on or not, but its gradients, which are cleared later."""
+        self.has_old_gradients = True
         self._losses.clear()
         self.stop_requested = self.save_expected = False
         self._end_batch()

@@ -129,7 +129,6 @@ class StepEngine(EngineHooks):
             states, self._run, self._batch, parts, self._forward, self._finalize_step, self.check_contract
         )
         self._explainer = SkipExplainer(self._forward, parts.forwards)
-        self._has_old_gradients = False  # of the last step
 
     def check_contract(self) -> None:
         """Checks the contract on live tensors: states and weights now, the next forward and reductions as they run.
@@ -219,14 +218,14 @@ class StepEngine(EngineHooks):
         try:
             self._parts.before_update(step)
         except DtrainError:  # on all ranks
-            self._end_step()
+            self._batch.end_step()
             self._parts.end_step(step)
             raise
         decision = step.decision = self._vote(step)
         self._update(self._scalars(step, decision))  # [Note: the update is always launched]
         self._run.attempted_steps += 1
         self._parts.after_update(step)
-        self._end_step()
+        self._batch.end_step()
         if self.is_synchronous:  # reading costs nothing on CPU, so an error is raised by the step that causes it
             self._finalize_step()
         step.outcome = self._finalizer.outcome()
@@ -273,17 +272,12 @@ class StepEngine(EngineHooks):
         )
         return self._missed.set_apart(scalars, decision)
 
-    def _end_step(self) -> None:
-        """Ends the step under way, voted on or not; its gradients are cleared later."""
-        self._batch.end_step()
-        self._has_old_gradients = True
-
     def _finalize_step(self) -> None:
         with self.states.reads:
             self._finalizer.finalize_step()
             # only now: the search for a culprit reads the gradients
-            if self._has_old_gradients:
-                self._has_old_gradients = False
+            if self._batch.has_old_gradients:
+                self._batch.has_old_gradients = False
                 self.monitor.clear()
                 self._clear_gradients()
 
