@@ -42,7 +42,6 @@ class EngineDriver:
     Args:
         engine: the engine.
         optimizer: the user's, whose learning rates the steps take.
-
     """
 
     def __init__(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
