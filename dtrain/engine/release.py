@@ -1,13 +1,13 @@
 """Takes an engine off its model: the modules become plain again, and their parameters are the whole FP32 masters.
 
-What an engine installs in modules (classes, forwards, hooks, attributes) is found by a comparison of the modules before
-and after it was built. Hooks and attributes that the user adds later stay, and so do buffers.
+What an engine installs in modules and parameters (classes, forwards, hooks, attributes) is found by a comparison before
+and after it was built. What the user sets later stays, and so do buffers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.distributed._composable_state import _module_state_mapping
@@ -15,52 +15,78 @@ from torch.distributed._composable_state import _module_state_mapping
 from dtrain.engine.interface import Engine
 from dtrain.engine.request import manage
 from dtrain.errors import ModelError
+from dtrain.parameters.user_hooks import AFTER_ACCUMULATION
 
 _STATES = ("_parameters", "_buffers", "_modules", "training")
 """Attributes of a module that are not what an engine installs."""
 
 _RENEWED = "_dtrain_renewed"
-"""Attribute of the parameter of an engine that has ended: the one that has its place now."""
+"""Attribute of a tensor that a library had put in the place of a parameter: that parameter."""
 
-_Hooks = dict[str, set[int]]
+_ABSENT = object()
 
 
 class Installation:
-    """What an engine has changed in the modules of a model, beside their parameters.
+    """What an engine has changed in a model, beside the values of its parameters.
 
     Args:
         model: before an engine is built for it.
+
+    Attributes:
+        parameters: of the model by name, before a library replaces them.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._before = [(module, type(module), dict(vars(module)), _hooks(module)) for module in model.modules()]
-        self._undo: list[tuple[nn.Module, type, dict[str, Any], list[str], _Hooks]] = []
+        self.parameters = dict(model.named_parameters())
+        owners = (*model.modules(), *self.parameters.values())
+        self._before = [(one, type(one), _attributes(one), _hook_numbers(one)) for one in owners]
+        self._changes: list[_Changes] = []
 
     def complete(self) -> None:
         """Notes the changes, now that the engine is built."""
-        for module, kind, attributes, hooks in self._before:
-            now = vars(module)
-            changed = {key: old for key, old in attributes.items() if now.get(key) is not old and key not in _STATES}
-            added = [key for key in now if key not in attributes]
-            new_hooks = {key: ids - hooks.get(key, set()) for key, ids in _hooks(module).items()}
-            self._undo.append((module, kind, changed, added, new_hooks))
+        for owner, kind, old, hooks in self._before:
+            new = _attributes(owner)
+            pairs = {key: (old.get(key, _ABSENT), new.get(key, _ABSENT)) for key in old.keys() | new.keys()}
+            changed = {key: pair for key, pair in pairs.items() if pair[0] is not pair[1]}
+            added = {key: numbers - hooks.get(key, set()) for key, numbers in _hook_numbers(owner).items()}
+            self._changes.append(_Changes(owner, (kind, type(owner)), changed, added))
         self._before = []
 
     def undo(self) -> None:
-        """Gives the modules back what they had."""
-        for module, kind, changed, added, hooks in self._undo:
-            for key, ids in hooks.items():
-                for number in ids:
-                    vars(module)[key].pop(number, None)
-            for key in added:
-                vars(module).pop(key, None)
-            vars(module).update(changed)
-            module.__class__ = kind
-            _module_state_mapping.pop(module, None)  # of fully_shard, which shards a module once
+        """Gives modules and parameters back what they had, but for what the user has changed since."""
+        for owner, kinds, attributes, hooks in self._changes:
+            for key, numbers in hooks.items():
+                for number in numbers:
+                    _hooks(owner).get(key, {}).pop(number, None)
+            held = vars(owner)
+            for key, (old, new) in attributes.items():
+                if held.get(key, _ABSENT) is new:
+                    held[key] = old
+                    if old is _ABSENT:
+                        del held[key]
+            if type(owner) is kinds[1]:
+                owner.__class__ = kinds[0]
+            _module_state_mapping.pop(owner, None)  # of fully_shard, which shards a module once
+
+
+class _Changes(NamedTuple):
+    """What an engine has changed in a module or a parameter.
+
+    Attributes:
+        owner: the module or parameter.
+        kinds: its classes before and after.
+        attributes: values before and after, by name.
+        hooks: numbers of those that the engine has added, by the names of the attributes that hold them.
+    """
+
+    owner: Any
+    kinds: tuple[type, type]
+    attributes: dict[str, tuple[Any, Any]]
+    hooks: dict[str, set[int]]
 
 
 def release(engine: Engine, installation: Installation) -> None:
-    """Ends ``engine``, whose methods raise from then on, and gives the model new parameters; all ranks call.
+    """Ends ``engine``, whose methods raise from then on, and gives the model its own parameters, whole; all ranks call.
 
     Raises:
         ModelError: the library below cannot be taken off.
@@ -74,24 +100,43 @@ def release(engine: Engine, installation: Installation) -> None:
         )
     with engine.modify_weights():
         values = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    new = {id(old): nn.Parameter(values[name], old.requires_grad) for name, old in model.named_parameters()}
-    parameters = [(module, dict(module._parameters.items())) for module in model.modules()]
+    own = installation.parameters
+    shown, unsharded = dict(model.named_parameters()), engine.states.unsharded_parameters()
+    places = [(module, dict(module._parameters.items())) for module in model.modules()]
     engine._between.end()
+    replaced = [(old, own[name]) for one in (unsharded, shown) for name, old in one.items() if old is not own[name]]
+    for old, parameter in replaced:
+        # what the user has set meanwhile, and not torch's mark of a parameter that is a DTensor
+        vars(parameter).update((key, value) for key, value in vars(old).items() if key != "_is_param")
+        setattr(old, _RENEWED, parameter)
     installation.undo()
-    for module, held in parameters:
-        for old in held.values():
-            if old is not None:
-                setattr(old, _RENEWED, new[id(old)])
-        vars(module)["_parameters"] = {key: p if p is None else new[id(p)] for key, p in held.items()}
+    for name, old in shown.items():
+        parameter = own[name]
+        parameter.grad = None
+        parameter.data = values[name]
+        parameter.requires_grad_(old.requires_grad)
+    for module, held in places:
+        vars(module)["_parameters"] = {key: p if p is None else current(p) for key, p in held.items()}
     manage(model, is_managed=False)
 
 
 def current(parameter: Tensor) -> Tensor:
-    """Returns the parameter in the place of one that an engine had, of which an optimizer may have been made."""
-    while hasattr(parameter, _RENEWED):
-        parameter = getattr(parameter, _RENEWED)
-    return parameter
+    """Returns the parameter itself; of a tensor that a library had put in its place, the parameter."""
+    return getattr(parameter, _RENEWED, parameter)
 
 
-def _hooks(module: nn.Module) -> _Hooks:
-    return {key: set(value) for key, value in vars(module).items() if "hooks" in key and isinstance(value, Mapping)}
+def _attributes(owner: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(owner).items() if key not in _STATES}
+
+
+def _hook_numbers(owner: Any) -> dict[str, set[int]]:
+    return {key: set(hooks) for key, hooks in _hooks(owner).items()}
+
+
+def _hooks(owner: Any) -> dict[str, MutableMapping[int, Any]]:
+    """Returns the hooks of a module or a parameter, by the names of its attributes."""
+    if isinstance(owner, nn.Module):
+        found = {key: value for key, value in vars(owner).items() if "hooks" in key}
+    else:
+        found = {key: getattr(owner, key) for key in ("_backward_hooks", AFTER_ACCUMULATION)}
+    return {key: value for key, value in found.items() if isinstance(value, MutableMapping)}

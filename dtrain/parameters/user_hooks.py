@@ -27,23 +27,19 @@ class _OwnLast(OrderedDict[int, Callable[[Any], Any]]):
             super().__setitem__(self.own, last)
 
 
-def keep_last(parameter: nn.Parameter) -> None:
-    """Lets the post-accumulate hooks that the parameter has now run after all that are added later."""
-    hooks, now = _OwnLast(), getattr(parameter, AFTER_ACCUMULATION)
-    setattr(parameter, AFTER_ACCUMULATION, hooks)
-    # of several the dictionary itself, from which the handles of the user's hooks remove them
-    last = next(iter(now.values())) if len(now) == 1 else partial(call_after_accumulation, now)
-    hooks.own = parameter.register_post_accumulate_grad_hook(last).id
+def hook_last(parameter: nn.Parameter, hook: Callable[[Any], None]) -> None:
+    """Adds the post-accumulate hook of an engine, which runs after those of the user that are added later, too."""
+    hooks = getattr(parameter, AFTER_ACCUMULATION)
+    if not isinstance(hooks, _OwnLast):
+        before, hooks = hooks, _OwnLast()
+        if before:
+            # the dictionary itself, from which the handles of the user's hooks remove them; under one of their keys,
+            # because it is no hook of the engine's
+            hooks[next(iter(before))] = partial(call_after_accumulation, before)
+        setattr(parameter, AFTER_ACCUMULATION, hooks)
+    hooks.own = parameter.register_post_accumulate_grad_hook(hook).id
 
 
 def call_after_accumulation(hooks: Hooks, parameter: Tensor) -> None:
     for hook in list(hooks.values()):
         hook(parameter)
-
-
-def call_on_gradient(hooks: Hooks, grad: Tensor) -> Tensor:
-    """Calls hooks of ``Tensor.register_hook``; returns what they make of ``grad``."""
-    for hook in list(hooks.values()):
-        changed = hook(grad)
-        grad = grad if changed is None else changed
-    return grad

@@ -19,7 +19,7 @@ from dtrain.parameters.compute_shard import ALL_OWNERS, COMPUTE, ComputeShard
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.parameters.running_backward import require_running
-from dtrain.parameters.user_hooks import keep_last
+from dtrain.parameters.user_hooks import hook_last
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.remainder import Numbers, RemainderPair, read
 from dtrain.sharding.gradients import FlatGradient, Sending
@@ -283,8 +283,7 @@ class ParameterGroup:
                 elif grad is not None:  # a user's autograd function may return None; the gradient is then zero
                     group.accumulate(number, grad)
 
-            parameter.register_post_accumulate_grad_hook(on_gradient)
-            keep_last(parameter)
+            hook_last(parameter, on_gradient)
 
         for number, (name, parameter) in enumerate(self.trained.items()):
             install(number, name, parameter)

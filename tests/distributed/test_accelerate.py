@@ -178,12 +178,13 @@ def test_a_resumed_run_sees_the_batches_of_the_whole_one(tmp_path: Path) -> None
 
 def _prepared_again(rank: int, world: int) -> list[dict[str, Tensor]]:
     """Trains one model under several engines, one after the other; returns its weights before and after each change."""
-    model, found = build(), []
-    engines = ({"zero_stage": 3}, {"engine": "fsdp2"}, {"zero_stage": 1}, {"engine": "ddp"})
+    model, found, ended = build(), [], []
+    engines = ({"zero_stage": 3}, {"engine": "fsdp2"}, {"zero_stage": 1}, {"engine": "ddp"}, {"engine": "ddp"})
     for options in (*engines, {"zero_stage": 3}):
         with launched(rank, world):
             accelerator = Accelerator(cpu=True, mixed_precision="bf16", **options)
             prepared, optimizer = accelerator.prepare(model, sgd(model))
+            ended.append(prepared.engine)
             found.append(accelerator.get_state_dict(prepared))
             accelerator.backward(nn.functional.cross_entropy(prepared(torch.ones(1, 6)), torch.tensor([rank])))
             optimizer.step()

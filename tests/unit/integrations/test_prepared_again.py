@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,6 +109,81 @@ def test_the_second_engine_continues_with_the_weights_of_the_first(name: str) ->
     for verb in (lambda: engine(torch.arange(16)), engine.master_state, lambda: engine.eval().__enter__(), engine.step):
         with pytest.raises(UsageError, match="of an engine whose model was prepared again; use the newer engine"):
             verb()
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "fsdp2 2 bf16"])
+def test_parameters_stay_themselves_with_hooks_and_attributes(name: str) -> None:
+    options = ENGINES.get(name) or {**ENGINES["fsdp2 bf16"], "zero_stage": 2}
+    net, tokens, calls, handles = Net(), torch.arange(16), Counter[str](), []
+    before, layer = dict(net.named_parameters()), net.blocks[0][0]
+
+    def hook(when: str) -> None:
+        handles.append(layer.weight.register_hook(lambda _: calls.update([f"{when}, tensor"])))
+        after = layer.weight.register_post_accumulate_grad_hook
+        handles.append(after(lambda p: calls.update([f"{when}, with a gradient: {p.grad is not None}"])))
+
+    hook("before")
+    net.embed.weight.no_decay = layer.weight.no_decay = True  # type: ignore[assignment]
+    parts = prepare(net, options)
+    assert layer.weight.no_decay
+    hook("prepared")
+    train(*parts)
+    hook("trained")
+    with torch.no_grad():
+        parts[1].eval()(tokens)
+    hook("evaluated")
+    net.embed.weight.scale = 0.5  # type: ignore[assignment]
+    for engine in (name, "native 3 bf16", name):
+        parts[1].train()
+        parts = prepare(net, ENGINES.get(engine, options))
+        calls.clear()
+        train(*parts)
+        whens = ("before", "prepared", "trained", "evaluated")
+        assert calls == {f"{when}, {kind}": 2 for when in whens for kind in ("tensor", "with a gradient: True")}
+        assert [(p.no_decay, p.scale) for p in (net.embed.weight, net.head.weight)] == [(True, 0.5)] * 2  # type: ignore[attr-defined]
+    for handle in handles:
+        handle.remove()
+    calls.clear()
+    state = train(*prepare(net, {"zero_stage": 0}))
+    assert not calls
+    now = dict(net.named_parameters())
+    assert now.keys() == before.keys()
+    assert vars(layer.weight) == {"no_decay": True}
+    for key, parameter in before.items():
+        assert parameter is now[key]
+        assert torch.equal(parameter, state[key])
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_forward_that_the_user_has_patched_after_prepare_stays(name: str) -> None:
+    """The engine had patched it too, if it has a precision of its own or is recomputed."""
+    net, calls = Net(), 0
+
+    def patched(x: torch.Tensor) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return x.clone()
+
+    prepare(net, ENGINES[name])
+    for module in (net.blocks[0], net.blocks[1][1]):
+        module.forward = patched
+    train(*prepare(net, ENGINES[name]))
+    assert calls >= 4
+    prepare(net, {"zero_stage": 0})
+    patches = [key for key, module in net.named_modules() if "forward" in vars(module)]
+    assert patches == ["blocks.0", "blocks.1.1"]
+    assert net.blocks[0].forward is net.blocks[1][1].forward is patched
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_an_engine_that_has_ended_is_freed(name: str) -> None:
+    net = Net()
+    parts = prepare(net, ENGINES[name])
+    train(*parts)
+    freed = [weakref.ref(one) for one in (parts[1].engine, parts[1].engine.states)]
+    prepare(net, ENGINES[name])
+    gc.collect()
+    assert [one() for one in freed] == [None, None]
 
 
 def test_a_copy_of_a_prepared_model_has_no_engine() -> None:

@@ -30,7 +30,7 @@ from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import MAIN_GRAD, MASTER, ModelStates
 from dtrain.parameters.running_backward import require_running, running_engine
 from dtrain.parameters.squares import sum_squares
-from dtrain.parameters.user_hooks import keep_last
+from dtrain.parameters.user_hooks import AFTER_ACCUMULATION, call_after_accumulation, hook_last
 from dtrain.sharding.layout import ParamSpec
 from dtrain.sharding.placement import STAGES, memory_formula
 
@@ -91,7 +91,10 @@ class DeepSpeedEngine(StepEngine):
         self._optimizer.add_states(self._zero.partitions)  # only now: an average starts as the master
         states.trained = {name: (p, states.updated_values(p)) for name, p in trained.items()}
         for parameter in trained.values():
-            keep_last(parameter)  # DeepSpeed's hooks reduce: a later hook of the user's would change what was sent
+            hooks = getattr(parameter, AFTER_ACCUMULATION)
+            setattr(parameter, AFTER_ACCUMULATION, None)
+            # DeepSpeed's hooks reduce: a later hook of the user's would change what was sent
+            hook_last(parameter, partial(call_after_accumulation, hooks))
         self.check_contract()
 
     def _originals(self, trained: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:

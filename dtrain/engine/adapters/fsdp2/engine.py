@@ -97,6 +97,9 @@ class Fsdp2Engine(StepEngine):
                     "whole by sharding_units=, or use engine=native"
                 ) from error
             raise
+        finally:
+            for unit in self._units:  # from the first forward on they have unsharded parameters, which the model shows
+                unit.follow_user()
 
     @property
     def _root(self) -> FSDPModule:
@@ -315,7 +318,7 @@ class _ShardedUnit:
             check_in_place(name, parameter, cast(DTensor, parameter).to_local(), own)
 
     def follow_user(self) -> None:
-        """Takes over the ``requires_grad`` that the user has set on a parameter, in one of its two forms."""
+        """Takes over what the user has set on a parameter, in one of its two forms."""
         for guest in self._guests:
             guest.follow()
 
@@ -349,6 +352,7 @@ class _ShardedUnit:
 
     def open_weights(self, is_open: bool) -> None:
         """Reshards, so that the model holds the DTensors; then other parameters may stand there while it is open."""
+        self.follow_user()
         self.module.reshard()
         for held in self._fsdp_parameters():
             if is_open:  # it runs after each load_state_dict, and would take what stands there for a DTensor

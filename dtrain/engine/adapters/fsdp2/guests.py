@@ -26,63 +26,60 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from dtrain.engine.adapters.fsdp2.communication import BackwardState
-from dtrain.parameters.user_hooks import AFTER_ACCUMULATION, Hooks, call_after_accumulation, call_on_gradient
+from dtrain.parameters.user_hooks import AFTER_ACCUMULATION, call_after_accumulation, hook_last
 
 
 class GuestParameter:
     """A parameter that the user has, and the two tensors that ``fully_shard`` has made of it.
 
+    All have the hooks and attributes of the original, which has no values meanwhile. The engine's own hook refers to no
+    tensor, which C++ would hold in a cycle.
+
     Args:
-        original: the parameter before ``fully_shard``; hooks that are added to it later are kept too.
+        original: the parameter before ``fully_shard``.
         shown: the DTensor that has replaced it.
         held: of the library; it has the unsharded parameter from the first forward on.
+        state: of the engine's backward.
     """
 
-    def __init__(self, name: str, original: nn.Parameter, shown: nn.Parameter, held: Any) -> None:
-        self._name = name
+    def __init__(self, name: str, original: nn.Parameter, shown: nn.Parameter, held: Any, state: BackwardState) -> None:
+        self._original: Any = original
         self._shown: Any = shown
         self._held = held
         self._requires_grad = True  # as the user has set it last, on either tensor
-        self._hooks = original._backward_hooks or OrderedDict()
-        # the dictionaries themselves, so that a hook's handle can remove it
-        shown._backward_hooks = original._backward_hooks = self._hooks
-        self._after: list[Hooks] = [getattr(original, AFTER_ACCUMULATION) or OrderedDict()]
-        setattr(original, AFTER_ACCUMULATION, self._after[0])
-        self._is_guarded = self._is_hooked = False
+        original.data = original.new_full((), torch.nan).expand_as(original)
+        original._backward_hooks = original._backward_hooks or OrderedDict()
+        hook_last(original, partial(_take, name, state))
+        self._share(shown)
 
     @property
     def computing(self) -> Any:
         """The unsharded parameter; None before the first forward of the unit."""
         return getattr(self._held, "_unsharded_param", None)
 
+    def _share(self, parameter: Any) -> None:
+        # the dictionary itself, so that a hook's handle can remove it
+        parameter._backward_hooks = self._original._backward_hooks
+        vars(parameter).update(vars(self._original))
+
     def follow(self) -> None:
-        """Gives both tensors the ``requires_grad`` that the user has set on one of them."""
-        own, both = self._requires_grad, [p for p in (self._shown, self.computing) if p is not None]
+        """Gives both tensors what the user has set on one of them, and the hooks and attributes of the original."""
+        computing, hooks = self.computing, getattr(self._original, AFTER_ACCUMULATION)
+        if computing is not None and getattr(computing, AFTER_ACCUMULATION) is not hooks:
+            self._share(computing)
+            setattr(computing, AFTER_ACCUMULATION, hooks)
+        own, both = self._requires_grad, [p for p in (self._shown, computing) if p is not None]
         if any(p.requires_grad != own for p in both):
             self._requires_grad = not own
             for parameter in both:
                 parameter.requires_grad_(not own)
-
-    def install_hooks(self, state: BackwardState) -> None:
-        """Lets the hooks run in the backward that begins; they refer to no tensor, which C++ would hold in a cycle."""
-        computing, after = self.computing, getattr(self._shown, AFTER_ACCUMULATION)
-        if after:
-            self._after.append(after)
+        if added := getattr(self._shown, AFTER_ACCUMULATION):
             setattr(self._shown, AFTER_ACCUMULATION, None)  # else fully_shard would call them
-        if not computing.requires_grad:
-            return
-        if self._hooks and not self._is_hooked:
-            computing.register_hook(partial(call_on_gradient, self._hooks))
-            self._is_hooked = True
-        if not self._is_guarded:
-            computing.register_post_accumulate_grad_hook(partial(_take, self._name, state, self._after))
-            self._is_guarded = True
+            hooks[next(iter(added))] = partial(call_after_accumulation, added)
 
 
-def _take(name: str, state: BackwardState, hooks_after: list[Hooks], parameter: Tensor) -> None:
-    """Calls the user's hooks, then refuses a gradient that is not of the engine's own backward."""
-    for hooks in hooks_after:
-        call_after_accumulation(hooks, parameter)
+def _take(name: str, state: BackwardState, parameter: Tensor) -> None:
+    """Refuses a gradient that is not of the engine's own backward."""
     grad, parameter.grad = parameter.grad, None
     if state.takes(name):
         parameter.grad = grad
@@ -109,14 +106,14 @@ def guard_backward(
         return []
     module.set_requires_gradient_sync(False, recurse=False)
     guests = [
-        GuestParameter(name, originals[name], parameters[name], held)
+        GuestParameter(name, originals[name], parameters[name], held, state)
         for name, held in zip(parameters, group.fsdp_params, strict=True)
     ]
     pre_backward, post_backward = group.pre_backward, group.post_backward
 
     def before_backward(*args: Any) -> None:
         for guest in guests:
-            guest.install_hooks(state)
+            guest.follow()
         if torch.is_grad_enabled():  # create_graph=True
             state.is_second_order = True
             module.set_reshard_after_forward(False, recurse=False)

@@ -11,7 +11,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.parameters.compute_shard import COMPUTE, ComputeShard
 from dtrain.parameters.local_shards import LocalShard, check_in_place
 from dtrain.parameters.micro_batch_weight import Weight
-from dtrain.parameters.user_hooks import keep_last
+from dtrain.parameters.user_hooks import hook_last
 from dtrain.sharding.gradients import FlatGradient, LocalSending
 from dtrain.sharding.layout import ParamSpec, flat_layouts
 from dtrain.sharding.placement import Placement
@@ -87,8 +87,7 @@ class ReplicatedParameters:
             self._missing.discard((gradient, slot))
             gradient.sending.receive([slot], [grad], weight, is_first=is_first)
 
-        parameter.register_post_accumulate_grad_hook(on_gradient)
-        keep_last(parameter)
+        hook_last(parameter, on_gradient)
 
     def check(self) -> None:
         """Raises ``ContractError`` for a parameter that was frozen or replaced."""
