@@ -147,7 +147,7 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
                 "accelerator.backward(loss) and optimizer.step()"
             )
         if self.gradient_state.sync_gradients:
-            self.outcome = self.driver.step()
+            self.outcome, self._is_overflow = self.driver.step(), False
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Does nothing, because each step clears its gradients; refused where they would be discarded."""
@@ -156,8 +156,11 @@ class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelera
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step updated nothing; on a GPU this waits for it."""
-        return self.outcome is not None and not self.outcome.applied
+        """Whether the last step updated nothing; on a GPU this waits for it.
+
+        A script may set ``_is_overflow``, accelerate's mark of a skipped step, which holds until the next step.
+        """
+        return self._is_overflow or (self.outcome is not None and not self.outcome.applied)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
         """Raises ``UsageError``: the engine's parameters are fixed."""

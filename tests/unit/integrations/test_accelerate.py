@@ -246,6 +246,20 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
         accelerator.load_state(tmp_path)
 
 
+def test_a_script_that_marks_a_step_as_skipped() -> None:
+    accelerator, model, optimizer = prepared()
+    scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: 1 - n / 10))
+    rates = []
+    for mark in (False, True, False):
+        accelerator.backward(loss_of(model))
+        optimizer.step()  # ends an earlier mark
+        if mark:
+            optimizer._is_overflow = True
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    assert rates == pytest.approx([9e-3, 9e-3, 8e-3])
+
+
 def test_a_model_prepared_before_its_optimizer() -> None:
     accelerator = fresh(precision="bf16")
     model = accelerator.prepare(build())
