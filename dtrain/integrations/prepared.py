@@ -17,11 +17,16 @@ from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import UsageError
 from dtrain.integrations.driver import NO_LOCAL_STEPS, EngineDriver
 
+_NOT_PREPARED = (
+    "training a prepared model whose optimizer is not prepared, so that it has no engine; call "
+    "accelerator.prepare(model, optimizer) with both, or model.eval()"
+)
+
 
 class PreparedModel(nn.Module):
     """A model whose forward is an engine's. Other attributes are the user's module's.
 
-    Until its optimizer is prepared it has no engine, and evaluates only.
+    Until its optimizer is prepared it has no engine, and a backward of its output is an error.
 
     Args:
         module: the user's model.
@@ -66,16 +71,14 @@ class PreparedModel(nn.Module):
         if self.driver is not None:
             output = self.driver.forward(*args, **kwargs)
             return _in_fp32(output) if self.engine.contract.is_mixed else output
-        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
-            raise UsageError(
-                "a training forward of a model whose optimizer is not prepared; call accelerator.prepare(model, "
-                "optimizer) with both, or model.eval()"
-            )
         device = next((p.device.type for p in self.module.parameters()), "cpu")
         low = nullcontext() if self._autocast_dtype is None else torch.autocast(device, self._autocast_dtype)
         with low:
             output = self.module(*args, **kwargs)
-        return output if self._autocast_dtype is None else _in_fp32(output)
+        output = output if self._autocast_dtype is None else _in_fp32(output)
+        if self.training and torch.is_grad_enabled() and any(p.requires_grad for p in self.module.parameters()):
+            return _without_backward(output)
+        return output
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of backwards that are not the last of their step, as of DistributedDataParallel.
@@ -114,6 +117,25 @@ def _in_fp32(output: Any) -> Any:
         return is_16_bit and (value.dim() > 0 or not value.requires_grad)
 
     return recursively_apply(Tensor.float, output, test_type=is_cast)
+
+
+def _without_backward(output: Any) -> Any:
+    """Lets a backward of ``output`` raise, because its gradients would be this rank's alone."""
+    seen: list[Tensor] = []
+
+    def refuse(gradient: Tensor) -> None:
+        raise UsageError(_NOT_PREPARED)
+
+    def watch(value: Tensor) -> Tensor:
+        seen.append(value)
+        if value.grad_fn is not None:  # a parameter that is returned would keep the hook
+            value.register_hook(refuse)
+        return value
+
+    recursively_apply(watch, output)
+    if not seen:  # in an object of the model's own
+        raise UsageError(_NOT_PREPARED)
+    return output
 
 
 def _refuse_discard(driver: EngineDriver) -> None:

@@ -246,6 +246,22 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
         accelerator.load_state(tmp_path)
 
 
+def test_an_output_that_cannot_refuse_its_backward() -> None:
+    class Output:
+        def __init__(self, logits: torch.Tensor) -> None:
+            self.logits = logits
+
+    class Wrapped(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Output(super().forward(x))
+
+    model = fresh().prepare(Wrapped(6, 4))
+    with pytest.raises(UsageError, match="training a prepared model whose optimizer is not prepared"):
+        model(torch.ones(1, 6))
+    with torch.no_grad():
+        assert model(torch.ones(1, 6)).logits.shape == (1, 4)
+
+
 def test_a_script_that_marks_a_step_as_skipped() -> None:
     accelerator, model, optimizer = prepared()
     scheduler = accelerator.prepare(torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda n: 1 - n / 10))
@@ -263,8 +279,11 @@ def test_a_script_that_marks_a_step_as_skipped() -> None:
 def test_a_model_prepared_before_its_optimizer() -> None:
     accelerator = fresh(precision="bf16")
     model = accelerator.prepare(build())
-    with pytest.raises(UsageError, match="a training forward of a model whose optimizer is not prepared"):
-        model(torch.ones(1, 6))
+    output = model(torch.ones(1, 6))
+    assert (output.dtype, output.requires_grad) == (torch.float32, True)
+    with pytest.raises(UsageError, match="training a prepared model whose optimizer is not prepared"):
+        output.sum().backward()
+    assert all(parameter.grad is None for parameter in model.parameters())
     model.eval()
     assert model(torch.ones(1, 6)).dtype == torch.float32
     model.train()
