@@ -31,6 +31,7 @@ import torch
 from dtrain.distributed.logging import logger
 from dtrain.errors import ConfigError
 from dtrain.integrations.accelerate import Accelerator
+from dtrain.integrations.build import end_engine_of
 from dtrain.integrations.item_counts import CountedLoss, of_this_rank
 from dtrain.integrations.prepared import PreparedModel
 from dtrain.integrations.trainer_arguments import (
@@ -230,7 +231,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Trains; ``resume_from_checkpoint=True`` resumes from the newest complete checkpoint."""
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = str(self._newest_checkpoint())
+            resume_from_checkpoint = self._newest_checkpoint()
         elif resume_from_checkpoint and (missing := missing_part(Path(resume_from_checkpoint))):
             raise ConfigError(
                 f"{resume_from_checkpoint} is not a complete checkpoint of Trainer with dtrain: {missing}; "
@@ -241,19 +242,31 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         finally:
             self._restore_filter()
 
-    def _newest_checkpoint(self) -> Path:
-        """Returns rank 0's newest complete checkpoint."""
+    def _newest_checkpoint(self) -> str | bool:
+        """Returns rank 0's newest complete checkpoint; True if there is none at all, so that Trainer says so."""
         from accelerate.utils import broadcast
 
         folder = Path(self.args.output_dir)
         own = newest_complete(folder) if self.is_world_process_zero() else -1
         step = int(broadcast(torch.tensor(own, device=self.args.device)))
-        if step < 0:
+        if step >= 0:
+            return str(folder / f"checkpoint-{step}")
+        if next(folder.glob("checkpoint-*"), None) is not None:
             raise ConfigError(f"resume_from_checkpoint=True, but {folder} has no complete checkpoint")
-        return folder / f"checkpoint-{step}"
+        return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Does nothing: the engine loads the weights too, once it is built."""
+        """Leaves the weights to the engine, which loads them too, once it is built.
+
+        A model with a ``load_state_dict`` of its own loads here, because that may change the shapes of its buffers. If
+        there is no such folder, Trainer says so.
+        """
+        has_own = type(self.model).load_state_dict is not torch.nn.Module.load_state_dict
+        if has_own and self.engine is None:
+            end_engine_of(self.model)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif not Path(resume_from_checkpoint).is_dir():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

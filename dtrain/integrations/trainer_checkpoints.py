@@ -17,7 +17,9 @@ STATE = "trainer_state.json"
 
 
 def missing_part(folder: Path) -> str:
-    """Returns what is missing or damaged in a folder ``checkpoint-N``; empty if it is complete."""
+    """Returns what is missing or damaged in a folder ``checkpoint-N``; empty if it is complete, or no folder at all."""
+    if not folder.is_dir():
+        return ""
     try:
         if not (folder / FOLDER).is_dir():
             return f"it has no folder {FOLDER}/, as with save_only_model=True or without dtrain"

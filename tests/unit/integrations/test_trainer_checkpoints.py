@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import nn
 
 import dtrain
 from dtrain.checkpoint import verify
@@ -79,6 +80,44 @@ def test_weights_without_states_and_checkpoints_of_an_earlier_run(tmp_path: Path
     assert len(status.checkpoints) == 1
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(saved["transformer.wte.weight"], run.weights["transformer.wte.weight"])
+
+
+def test_trainer_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
+    for resume, words in ((True, "No valid checkpoint found"), (str(tmp_path / "checkpoint-9"), "find a valid")):
+        with pytest.raises(ValueError, match=words):
+            run_trainer(EngineTrainer, tmp_path, resume=resume)
+
+
+class Remembers(nn.Module):
+    """A linear model with a buffer of the rows that it has seen, which its ``load_state_dict`` resizes."""
+
+    seen: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("seen", torch.empty(0))
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        self.seen = state_dict["seen"].clone()
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.seen = torch.cat([self.seen, x[:, 0]])
+        return {"loss": nn.functional.cross_entropy(self.linear(x), labels)}
+
+
+def test_a_model_that_resizes_a_buffer_when_it_loads(tmp_path: Path) -> None:
+    rows = [{"x": [float(i), 0.0, 1.0], "labels": i % 2} for i in range(48)]
+    args = arguments(tmp_path, save_strategy="steps", save_steps=2, max_steps=4)
+    seen, model = [], Remembers()
+    # the third one resumes a model that has the engine of the second
+    for resume, built in ((None, Remembers()), ("checkpoint-2", model), ("checkpoint-2", model)):
+        trainer = EngineTrainer(built, args, train_dataset=rows)
+        trainer.train(resume_from_checkpoint=None if resume is None else str(tmp_path / resume))
+        seen.append(trainer.model.seen)
+    assert len(seen[0]) == 24
+    assert all(torch.equal(one, seen[0]) for one in seen)
 
 
 def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
