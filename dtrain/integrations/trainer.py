@@ -79,6 +79,9 @@ class TrainerMixin(_Base):  # type: ignore[misc]
             self.dtrain = dtrain
         self._counted_loss = CountedLoss()
         super().__init__(*args, **kwargs)
+        for callback in self.callback_handler.callbacks:
+            if type(callback).__name__ == "JITCheckpointCallback":  # which saves where a signal has found it
+                callback.on_pre_optimizer_step = _no_save  # gradients are in no checkpoint; it saves after the step
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -279,6 +282,10 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     def _load_best_model(self) -> None:
         with self.engine.modify_weights():
             super()._load_best_model()
+
+
+def _no_save(*args: Any, **kwargs: Any) -> None:
+    """Does nothing, in the place of a callback's method."""
 
 
 @contextmanager

@@ -18,7 +18,6 @@ _REFUSED = {
     "bf16_full_eval": "evaluation has the precision of training already; remove it",
     "fp16_full_eval": "evaluation has the precision of training already; remove it",
     "save_on_each_node": "all ranks write one checkpoint to one file system; remove it",
-    "enable_jit_checkpoint": "each rank would save at a step of its own; save often by save_steps instead",
 }
 """Remedies, by argument."""
 
@@ -46,6 +45,11 @@ def check_arguments(args: Any) -> None:
         value = getattr(args, name, None)
         if value:
             raise ConfigError(f"TrainingArguments({name}={value!r}) is not supported with dtrain: {instead}")
+    if args.enable_jit_checkpoint and args.world_size > 1:
+        raise ConfigError(
+            f"TrainingArguments(enable_jit_checkpoint=True) is not supported with dtrain on {args.world_size} ranks: "
+            f"each would save at a step of its own; save often by save_steps instead"
+        )
     if (args.activation_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ConfigError(
             "TrainingArguments(activation_checkpointing_kwargs={'use_reentrant': True}) is not supported with dtrain: "

@@ -62,7 +62,6 @@ def test_an_optimizer_of_dtrain_follows_the_schedule_of_trainer(tmp_path: Path) 
         ("torch_compile", True, "Blocks\\(compile='blocks'\\)"),
         ("auto_find_batch_size", True, "per_device_train_batch_size"),
         ("bf16_full_eval", True, "precision of training"),
-        ("enable_jit_checkpoint", True, "save_steps"),
         ("optim", "adafactor", "adamw_torch"),
         ("activation_checkpointing_kwargs", {"use_reentrant": True}, "'use_reentrant': False"),
         ("_n_gpu", 2, "torchrun --standalone --nproc_per_node=2"),
@@ -87,6 +86,11 @@ def test_refuses_models_and_ranks_that_it_cannot_train(tmp_path: Path, monkeypat
         setattr(model, name, value)
         with pytest.raises(ConfigError, match=words):
             EngineTrainer(model, args)
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.TrainingArguments, "world_size", 2)
+        signalled = arguments(tmp_path, enable_jit_checkpoint=True)
+        with pytest.raises(ConfigError, match=r"enable_jit_checkpoint=True.*on 2 ranks"):
+            EngineTrainer(build_model(), signalled)
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=r"has started 2 ranks, but TrainingArguments counts 1.*use_cpu=True"):

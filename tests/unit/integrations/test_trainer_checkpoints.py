@@ -120,6 +120,24 @@ def test_a_model_that_resizes_a_buffer_when_it_loads(tmp_path: Path) -> None:
     assert all(torch.equal(one, seen[0]) for one in seen)
 
 
+@pytest.mark.parametrize(("event", "step"), [("on_step_begin", 2), ("on_pre_optimizer_step", 3), ("on_step_end", 2)])
+def test_a_signal_saves_between_two_steps(event: str, step: int, tmp_path: Path) -> None:
+    def signal(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2 and control is trainer.control:
+            jit.jit_manager._enable_checkpoint()  # as a timer does after SIGTERM
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100, "enable_jit_checkpoint": True}
+    whole = run_trainer(EngineTrainer, tmp_path / "whole", **options)
+    trainer = EngineTrainer(build_model(), arguments(tmp_path, **options), train_dataset=text_rows(48))
+    callbacks = trainer.callback_handler.callbacks
+    jit = next(one for one in callbacks if type(one).__name__ == "JITCheckpointCallback")
+    callbacks.insert(0, type("Signal", (transformers.TrainerCallback,), {event: signal})())
+    trainer.train()
+    assert [path.name for path in tmp_path.glob("checkpoint-*")] == [f"checkpoint-{step}"]
+    resumed = run_trainer(EngineTrainer, tmp_path, resume=True, **options)
+    assert all(torch.equal(resumed.weights[name], value) for name, value in whole.weights.items())
+
+
 def test_adapters_are_resumed_and_the_best_are_loaded(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
 
