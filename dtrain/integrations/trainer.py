@@ -41,7 +41,7 @@ from dtrain.integrations.trainer_arguments import (
     check_version,
     scheduler_text,
 )
-from dtrain.integrations.trainer_checkpoints import FOLDER, STATE, missing_part, newest_complete
+from dtrain.integrations.trainer_checkpoints import FOLDER, STATE, missing_part, newest_complete, stop_plain_trainer
 
 _Base: Any = object  # the methods of Trainer follow it in a class's bases
 
@@ -226,6 +226,8 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.engine.save(Path(output_dir) / FOLDER, extra={"lr_scheduler": scheduler_text(self.lr_scheduler)})
+        if self.args.should_save:
+            stop_plain_trainer(Path(output_dir))
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)

@@ -40,3 +40,13 @@ def newest_complete(output_dir: Path) -> int:
             return step
         logger.warning(f"{folder} is not complete, so an older checkpoint is used: {missing}")
     return -1
+
+
+def stop_plain_trainer(folder: Path) -> None:
+    """Writes two files that plain Trainer cannot load.
+
+    Without them it would resume with fresh optimizer states and the first learning rate, and say nothing.
+    """
+    note = f"dtrain: the states of this checkpoint are in {FOLDER}/; resume with dtrain.integrations.trainer\n"
+    for name in ("optimizer.pt", "scheduler.pt"):
+        (folder / name).write_text(note, encoding="utf-8")

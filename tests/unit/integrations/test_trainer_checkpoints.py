@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -29,7 +30,6 @@ def test_resumes_with_equal_bits_and_from_the_newest_complete_checkpoint(
     whole = run_trainer(EngineTrainer, tmp_path, model=build_model(**dropout), rows=rows, **options)
     for step in (2, 4, 6, 8):
         assert verify(tmp_path / f"checkpoint-{step}" / "dtrain").ok
-    assert not list(tmp_path.glob("checkpoint-*/optimizer.pt"))
     shutil.rmtree(tmp_path / "final")
     state = tmp_path / "checkpoint-8" / "trainer_state.json"
     state.write_text(state.read_text()[:100])
@@ -80,6 +80,14 @@ def test_weights_without_states_and_checkpoints_of_an_earlier_run(tmp_path: Path
     assert len(status.checkpoints) == 1
     saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
     assert torch.equal(saved["transformer.wte.weight"], run.weights["transformer.wte.weight"])
+
+
+def test_plain_trainer_does_not_resume_without_the_states(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    run_trainer(EngineTrainer, tmp_path, **options)
+    with pytest.raises(UnpicklingError):
+        run_trainer(transformers.Trainer, tmp_path, resume=str(tmp_path / "checkpoint-2"), **options)
+    assert "dtrain.integrations.trainer" in (tmp_path / "checkpoint-2" / "optimizer.pt").read_text()
 
 
 def test_trainer_says_that_there_is_no_checkpoint(tmp_path: Path) -> None:
