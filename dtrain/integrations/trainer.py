@@ -158,6 +158,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
         is_whole = self.args.gradient_accumulation_steps == 1 == num_ranks  # a micro-batch is the step
         if total is None or is_whole or self.loss_is_scaled_for_ga is not None:
             return super().compute_loss(model, inputs, *args, **kwargs)
+        total = torch.as_tensor(total, device=self.args.device)  # a subclass may count in numbers of Python
         with of_this_rank(self.args), self._counted_loss.count(total) as count:
             share = self._get_num_items_in_batch([inputs], self.args.device) / total
             found = super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": count})

@@ -14,7 +14,7 @@ import transformers
 from torch import nn
 
 from dtrain.integrations.trainer import TrainerMixin
-from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_trainer, text_rows
+from tests.helpers.trainers import EngineTrainer, arguments, build_model, needs_trainer, run_trainer, text_rows
 
 pytestmark = needs_trainer
 
@@ -171,3 +171,16 @@ def test_arguments_are_left_untouched_by_a_step_that_fails(tmp_path: Path) -> No
     with pytest.raises(RuntimeError, match="no memory"):
         Failing(build_model(), args, train_dataset=text_rows(48)).train()
     assert args.to_dict() == before
+
+
+class CountsInPython(EngineTrainer):
+    """Counts the items of a step as a number of Python."""
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        batches, count = super().get_batch_samples(*args, **kwargs)
+        return batches, int(count)
+
+
+def test_a_count_that_is_a_number_of_python(tmp_path: Path) -> None:
+    want, got = (run_trainer(kind, tmp_path, rows=texts() * 6) for kind in (EngineTrainer, CountsInPython))
+    assert got.values("loss") == want.values("loss")
