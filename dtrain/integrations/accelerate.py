@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         A model and the optimizer of its parameters, given in one call or two, get one engine.
 
         Raises:
-            ConfigError: an optimizer whose model is unknown, or what :func:`dtrain.initialize` refuses.
+            ConfigError: an optimizer of several models, or what :func:`dtrain.initialize` refuses.
         """
         found: dict[int, Any] = {}
         for index, one in enumerate(args):
@@ -160,19 +160,30 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             models.pop()
             model = PreparedModel(model, autocast_dtype(self.policy))
         models.append(model)
+        for optimizer in self._optimizers:
+            self._build(optimizer)
         return model
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
     ) -> PreparedOptimizer:
-        """Builds the engine of the prepared model that has the optimizer's parameters."""
+        """Builds the engine of the prepared model that has the optimizer's parameters, now or once it is prepared."""
         if not isinstance(optimizer, PreparedOptimizer):
-            for group in optimizer.param_groups:  # it may have been made while an earlier engine had the model
-                group["params"] = [current(one) for one in group["params"]]
-            optimizer = build(model_of(optimizer, self._models), optimizer, self.device, self._engine_options)
+            optimizer = PreparedOptimizer(optimizer)
         if not any(optimizer is known for known in self._optimizers):
+            self._build(optimizer)
             self._optimizers.append(optimizer)
         return optimizer
+
+    def _build(self, optimizer: PreparedOptimizer) -> None:
+        """Gives ``optimizer`` an engine if it has none and its model is prepared."""
+        if optimizer.has_engine:
+            return
+        for group in optimizer.param_groups:  # it may have been made while an earlier engine had the model
+            group["params"] = [current(one) for one in group["params"]]
+        model = model_of(optimizer.optimizer, self._models)
+        if model is not None:
+            optimizer.driver = build(model, optimizer.optimizer, self.device, self._engine_options)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """As in accelerate; the random order of an epoch can be drawn again after a resume."""

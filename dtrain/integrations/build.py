@@ -14,7 +14,7 @@ from dtrain.engine.release import Installation
 from dtrain.errors import ConfigError
 from dtrain.integrations.driver import EngineDriver
 from dtrain.integrations.optimizers import record_of
-from dtrain.integrations.prepared import PreparedModel, PreparedOptimizer
+from dtrain.integrations.prepared import PreparedModel
 
 _PREPARED = "_dtrain_prepared"
 """Attribute of a module, which keeps its engine as long as the module, whoever prepared it."""
@@ -42,19 +42,20 @@ def end_engine_of(module: nn.Module) -> None:
         vars(module).pop(_PREPARED, None)
 
 
-def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> PreparedModel:
-    """Returns the one of ``models`` that has the parameters of ``optimizer`` and has no engine yet.
+def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) -> PreparedModel | None:
+    """Returns the one of ``models`` that has the parameters of ``optimizer``, None if there is none.
 
     Raises:
-        ConfigError: there is none, or there are several.
+        ConfigError: there are several, or it has an engine.
     """
     given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     found = [model for model in models if given & {id(parameter) for parameter in model.parameters()}]
-    if len(found) != 1:
-        what = f"parameters of {len(found)} models" if found else "parameters of no prepared model"
+    if not found:
+        return None
+    if len(found) > 1:
         raise ConfigError(
-            f"the {type(optimizer).__name__} has {what}; give one optimizer the parameters of one model, and call "
-            f"accelerator.prepare(model, optimizer) with both"
+            f"the {type(optimizer).__name__} has parameters of {len(found)} models; give one optimizer the parameters "
+            f"of one model, and call accelerator.prepare(model, optimizer) with both"
         )
     if found[0].driver is not None:
         raise ConfigError(
@@ -66,8 +67,8 @@ def model_of(optimizer: torch.optim.Optimizer, models: Sequence[PreparedModel]) 
 
 def build(
     model: PreparedModel, optimizer: torch.optim.Optimizer, device: torch.device, options: Mapping[str, Any]
-) -> PreparedOptimizer:
-    """Builds the engine of ``model`` and returns the optimizer over it.
+) -> EngineDriver:
+    """Builds the engine of ``model`` and returns what runs it.
 
     Args:
         model: has no engine yet.
@@ -93,4 +94,4 @@ def build(
     optimizer.state.clear()  # of a class that makes its states when it is built
     model.driver = EngineDriver(engine, optimizer)
     vars(model.module)[_PREPARED] = _Prepared(model.driver, installation)
-    return PreparedOptimizer(optimizer, model.driver)
+    return model.driver

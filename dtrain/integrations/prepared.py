@@ -150,16 +150,36 @@ def _refuse_discard(driver: EngineDriver) -> None:
 class PreparedOptimizer(AcceleratedOptimizer):  # type: ignore[misc]  # accelerate has no types
     """An optimizer of torch whose ``step`` is an engine's; its parameter groups give the learning rate.
 
+    It has an engine once its model is prepared too.
+
     Args:
         optimizer: the user's.
-        driver: runs the engine.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, driver: EngineDriver) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self.driver = driver
+        self._driver: EngineDriver | None = None
         self.outcome: StepOutcome | None = None
         self._is_accelerate_prepared = True
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether its model is prepared too."""
+        return self._driver is not None
+
+    @property
+    def driver(self) -> EngineDriver:
+        """Runs the engine; raises ``UsageError`` before the model is prepared."""
+        if self._driver is None:
+            raise UsageError(
+                f"this {type(self.optimizer).__name__} has no engine, because no prepared model has its parameters; "
+                f"call accelerator.prepare(model, optimizer) with both"
+            )
+        return self._driver
+
+    @driver.setter
+    def driver(self, driver: EngineDriver) -> None:
+        self._driver = driver
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """Takes the engine's step if gradients are synchronized now, else nothing."""

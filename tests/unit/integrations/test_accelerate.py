@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -246,6 +247,28 @@ def test_a_folder_that_is_saved_to_again_holds_the_newest_state(tmp_path: Path) 
         accelerator.load_state(tmp_path)
 
 
+def test_an_optimizer_prepared_before_its_model() -> None:
+    losses = []
+    for is_first in (False, True):
+        accelerator, module = fresh(engine=dtrain.Native(zero_stage=2)), build()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 - n / 10)
+        if is_first:
+            optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+            assert pickle.loads(pickle.dumps(optimizer)).param_groups[0]["lr"] == 1e-2
+            model = accelerator.prepare(module)
+        else:
+            model, optimizer, scheduler = accelerator.prepare(module, optimizer, scheduler)
+        for _ in range(3):
+            losses.append(float(loss := loss_of(model)))
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(scheduler.get_last_lr()[0])
+    assert losses[:4] == losses[4:]
+
+
 def test_an_output_that_cannot_refuse_its_backward() -> None:
     class Output:
         def __init__(self, logits: torch.Tensor) -> None:
@@ -362,9 +385,11 @@ def test_calls_that_cannot_be_kept_are_refused() -> None:
     refused("add_param_group after accelerator.prepare", lambda: optimizer.add_param_group({}))
     refused("was saved without dtrain", lambda: optimizer.load_state_dict({"state": {0: {}}, "param_groups": []}))
     refused("accelerator.backward(retain_graph=...)", lambda: accelerator.backward(loss_of(model), retain_graph=True))
-    other = build()
-    stray = torch.optim.AdamW(other.parameters())
-    refused("has parameters of no prepared model", lambda: accelerator.prepare(stray), ConfigError)
+    stray = accelerator.prepare(torch.optim.AdamW(build().parameters()))
+    refused("no prepared model has its parameters", stray.zero_grad)
+    refused("no prepared model has its parameters", stray.step)
+    both = [*model.parameters(), *accelerator.prepare(build()).parameters()]
+    refused("has parameters of 2 models", lambda: accelerator.prepare(torch.optim.AdamW(both)), ConfigError)
     refused("has an optimizer already", lambda: accelerator.prepare(torch.optim.AdamW(parameters)), ConfigError)
     accelerator.backward(loss_of(model))
     refused("would discard the gradients of this step", optimizer.zero_grad)
