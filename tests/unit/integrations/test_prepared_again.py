@@ -17,7 +17,6 @@ import transformers
 from torch import nn
 
 import dtrain
-from dtrain.distributed.startup.setup import disconnect
 from dtrain.errors import UsageError
 from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, reset_accelerate
@@ -39,7 +38,6 @@ def _fresh_state() -> Iterator[None]:
     reset_accelerate()
     yield
     reset_accelerate()
-    disconnect()
 
 
 class Net(nn.Module):
