@@ -9,6 +9,7 @@ import os
 import random
 import signal
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -65,11 +66,15 @@ def test_one_holder_among_many_processes(tmp_path: Path, many: bool, faults: Fau
         pids = []
         for seed in range(4 * number, 4 * number + 4):
             if (pid := os.fork()) == 0:
-                _hold_repeatedly(folder / "checkpoints", log, 15, seed)
-                os._exit(0)
+                try:
+                    _hold_repeatedly(folder / "checkpoints", log, 15, seed)
+                    os._exit(0)
+                finally:  # else this process would go on with pytest's other tests
+                    traceback.print_exc()
+                    os._exit(1)
             pids.append(pid)
-        for pid in pids:
-            os.waitpid(pid, 0)
+        codes = {os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids}
+        assert codes <= {0, -signal.SIGKILL}
         os.close(log)
         holdings = [line.split() for line in (folder / "log").read_text().splitlines()]
         assert {int(pid) for pid, _ in holdings} == set(pids)
