@@ -28,8 +28,11 @@ def tensors_in(value: Any, depth: int = 5) -> Iterator[Tensor]:
         yield from tensors_in(item, depth - 1)
 
 
-def kept_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yields what ``module`` and the modules in it keep as attributes, with the names of these below ``prefix``."""
+def kept_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, tuple[int, str], Tensor]]:
+    """Yields what ``module`` and the modules in it keep as attributes: (name below ``prefix``, place, tensor).
+
+    The place, id of the module and attribute, stays if a module is wrapped.
+    """
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             if key in _OWN:
@@ -37,7 +40,7 @@ def kept_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Ten
             named = value.items() if key in ("_parameters", "_buffers") else ((key, value),)
             for attribute, held in list(named):
                 for tensor in tensors_in(held, depth=2):
-                    yield ".".join(filter(None, (prefix, name, attribute))), tensor
+                    yield ".".join(filter(None, (prefix, name, attribute))), (id(part), attribute), tensor
 
 
 def storage_key(tensor: Tensor) -> int | None:

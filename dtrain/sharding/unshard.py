@@ -74,7 +74,7 @@ class UnshardScheduler:
         self._open: Collection[str] = ()  # parameters that hold whole masters now
         self._saving: saved_tensors_hooks | None = None
         self.peak = 0
-        self._kept: set[tuple[str, int]] | None = None  # tensors that modules kept before any forward
+        self._kept: set[tuple[tuple[int, str], int]] | None = None  # tensors that modules kept before any forward
         self._module_names = {id(module): name for name, module in model.named_modules()}
         self._checked: set[tuple[int, bool]] = set()  # modules whose attributes were looked at, by their mode
         self._install(model)
@@ -148,7 +148,7 @@ class UnshardScheduler:
         if self._open:
             raise UsageError("the model is called inside engine.modify_weights; call engine(...) after the with block")
         if self._kept is None:
-            self._kept = {(name, id(tensor)) for name, tensor in kept_tensors(model)}
+            self._kept = {(place, id(tensor)) for _, place, tensor in kept_tensors(model)}
         self._depth += 1
         if self._depth > 1:
             return
@@ -209,8 +209,8 @@ class UnshardScheduler:
         what = (f"'{unit}'" if unit else "the model") + f" returns its parameter '{found}'"
         if found is None and unit and (id(module), module.training) not in self._checked:
             self._checked.add((id(module), module.training))
-            for attribute, tensor in kept_tensors(module, self._module_names[id(module)]):
-                if id(tensor) in names and (attribute, id(tensor)) not in (self._kept or ()):
+            for attribute, place, tensor in kept_tensors(module, self._module_names[id(module)]):
+                if id(tensor) in names and (place, id(tensor)) not in (self._kept or ()):
                     found = names[id(tensor)]
                     what = f"'{unit}' keeps its parameter '{found}' as '{attribute}'"
         if found is not None:

@@ -24,7 +24,7 @@ def require_unkept(model: nn.Module, replaced: Mapping[int, str]) -> None:
     Raises:
         ModelError: a forward would compute with its old values.
     """
-    for attribute, tensor in kept_tensors(model):
+    for attribute, _, tensor in kept_tensors(model):
         if id(tensor) in replaced:
             raise _kept(attribute, replaced[id(tensor)])
 
@@ -35,7 +35,7 @@ def watch_escapes(
     weights: Callable[[], Iterable[tuple[str, Tensor]]],
     on_returned: Callable[[], None] | None,
 ) -> None:
-    """Looks for weights that leave each forward of a unit.
+    """Looks for weights that leave each forward of a unit, and lets the library see all other tensors that do.
 
     Args:
         name: of the unit.
@@ -44,9 +44,18 @@ def watch_escapes(
         on_returned: keeps the unit unsharded from now on, after the forward that runs too; None: it is always.
     """
     hooked: Any = module
-    pre_backward = hooked._get_fsdp_state()._pre_backward
+    state = hooked._get_fsdp_state()
+    pre_backward, register = state._pre_backward, state._register_pre_backward_hook
     is_kept = on_returned is None
     checked: set[bool] = set()  # modes: attributes are looked at in the first forward of each
+
+    def register_tensors(output: Any) -> Any:
+        registered = register(output)
+        # also in objects, and dataclasses before PyTorch 2.13: else the backward of the unit would reduce nothing
+        register([t for t in tensors_in(output) if pre_backward not in (t._backward_hooks or {}).values()])
+        return registered
+
+    state._register_pre_backward_hook = register_tensors
 
     def before_reshard(_: Any, args: Any, output: Any) -> None:
         nonlocal is_kept
@@ -69,7 +78,7 @@ def watch_escapes(
             return
         checked.add(hooked.training)
         own = {storage_key(weight): other for other, weight in weights()}
-        for attribute, tensor in kept_tensors(hooked, name):
+        for attribute, _, tensor in kept_tensors(hooked, name):
             if (found := own.get(storage_key(tensor))) is not None:
                 raise _kept(attribute, found)
 

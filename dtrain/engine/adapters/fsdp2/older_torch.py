@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from torch.utils import _pytree as pytree
 
 
 def complete_reductions(module: FSDPModule) -> None:
-    """Lets a unit reduce zeros for parameters without a gradient, so that all ranks issue the same reductions.
-
-    On an older PyTorch, also lets it find tensors in a dataclass, whose backward would else reduce nothing.
-    """
+    """Lets a unit reduce zeros for parameters without a gradient, so that all ranks issue the same reductions."""
     if hasattr(module, "set_reduce_scatter_unused_params"):
         module.set_reduce_scatter_unused_params(True, recurse=False)
         return
     state: Any = module._get_fsdp_state()
-    group, register = state._fsdp_param_group, state._register_pre_backward_hook
-
-    def register_tensors(output: Any) -> Any:
-        register(list(_tensors(output)))
-        return output
-
-    state._register_pre_backward_hook = register_tensors
+    group = state._fsdp_param_group
     if group is None:  # no parameters
         return
     post_backward = group.post_backward
@@ -60,13 +48,3 @@ def reset_after_error(root: FSDPModule) -> None:
             group.finalize_backward()
             group._training_state = idle
             group._to_sharded()
-
-
-def _tensors(output: Any) -> Iterator[Any]:
-    """Yields what an output holds; before 2.13, ``fully_shard`` does not look into dataclasses."""
-    for value in pytree.tree_leaves(output):
-        if is_dataclass(value) and not isinstance(value, type):
-            for item in fields(value):
-                yield from _tensors(getattr(value, item.name))
-        else:
-            yield value

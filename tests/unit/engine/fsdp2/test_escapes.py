@@ -42,8 +42,8 @@ def test_what_is_found_in_outputs_and_attributes() -> None:
     module.config = {"a": [1, "b", None], "module": torch, "function": len}
     assert list(tensors_in({"x": (weight, [None, "text", 3, module, nn.Module])})) == [weight]
     assert {id(tensor) for tensor in tensors_in(cycle)} == {id(weight)}
-    assert dict(kept_tensors(module, "unit"))["unit.table"].shape == (2, 1)
-    assert {name for name, _ in kept_tensors(module)} == {
+    assert {name: tensor for name, _, tensor in kept_tensors(module, "unit")}["unit.table"].shape == (2, 1)
+    assert {name for name, *_ in kept_tensors(module)} == {
         *(name for name, _ in module.named_parameters()),
         *("_flat_weights", "table"),
     }
