@@ -26,12 +26,16 @@ def whole_copy(states: ModelStates) -> nn.Module:
     Trained weights whose compute dtype is FP8 are FP32. All are gathered one flat buffer at a time; all ranks call.
     """
     model, dtypes = states.module, states.contract.replica_dtypes
-    states.open_weights(dict(model.named_parameters()).keys())  # else a library's own tensors may stand in the model
+    states.open_weights(states.parameters.keys())  # else a library's own tensors may stand in the model
     states.open_weights(())
-    parameters = dict(model.named_parameters())
+    parameters = states.parameters
     whole = {id(parameters[name]): _parameter(values, dtypes[name]) for name, values in states.full_state(MASTER)}
     own = states.contract.parameter_dtype  # BF16 has the values of frozen FP8 weights exactly
     whole |= {id(parameters[name]): _parameter(values, own(name)) for name, values in states.full_frozen()}
+    # second places of what a library unshards, and frozen parameters that were added since
+    second = ((id(p), whole[id(parameters[name])]) for name, p in states.unsharded_parameters().items())
+    whole |= {key: held for key, held in second if key not in whole}
+    whole |= {id(p): _parameter(p, p.dtype) for p in model.parameters() if id(p) not in whole}
     memo: dict[int, Any] = dict(whole)
     shells = []
     for module in model.modules():
@@ -44,7 +48,7 @@ def whole_copy(states: ModelStates) -> nn.Module:
         if any(key.startswith(_FSDP) for key in vars(module)):
             memo[id(module)] = shell = _own_class(module).__new__(_own_class(module))
             shells.append((module, shell))
-    for module, shell in shells:
+    for module, shell in reversed(shells):  # inner ones first, because a compiled module asks the one that it holds
         values = {key: value for key, value in vars(module).items() if not key.startswith(_FSDP)}
         shell.__dict__.update(copy.deepcopy(values, memo))
     copied: nn.Module = copy.deepcopy(model, memo)

@@ -33,7 +33,9 @@ _PRODUCTS = (nn.Linear, nn.modules.conv._ConvNd)
 
 
 @contextmanager
-def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
+def observe_forward(
+    model: nn.Module, contract: Contract, modules: Mapping[str, nn.Module] | None = None
+) -> Iterator[None]:
     """Checks the contract in the forward inside, and in its backward.
 
     - Each parameter has the dtype of the contract when the module that owns it is called, and so has its gradient.
@@ -46,14 +48,21 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
     Of compiled and scripted modules, only the parameters of those with a compiled forward are checked. Parameters that
     are read outside the module that owns them are not.
 
+    Args:
+        modules: by the names of the contract, which wrappers may have changed; None: as they are.
+
     Raises:
         ContractError: naming the module, and the parameter, with the dtype expected and got.
         UsageError: naming the module in the checkpoint.
     """
+    modules = dict(model.named_modules(remove_duplicate=False)) if modules is None else modules
+    places = [
+        (f"{name}.{key}".lstrip("."), p) for name, module in modules.items() for key, p in module._parameters.items()
+    ]
     # a tied parameter goes by its first name, as in the contract
-    canonical = {id(p): name for name, p in reversed(list(model.named_parameters(remove_duplicate=False)))}
-    regions = {id(model.get_submodule(name)): dtype for name, dtype in contract.regions.items()}
-    float8 = {id(model.get_submodule(name)) for name in contract.float8_modules}
+    canonical = {id(p): name for name, p in reversed(places)}
+    regions = {id(modules[name]): dtype for name, dtype in contract.regions.items()}
+    float8 = {id(modules[name]) for name in contract.float8_modules}
     nodes: list[Node] = []  # keeps them alive until the graph that forward builds does
     handles: list[Any] = []
     # a hook inside of a compiled module would compile it again, or not be called
@@ -62,7 +71,8 @@ def observe_forward(model: nn.Module, contract: Contract) -> Iterator[None]:
         if id(module) in closed:
             continue
         is_compiled = has_compiled_forward(module)  # then it stands for the modules inside, too
-        names = {local: canonical[id(p)] for local, p in module.named_parameters(recurse=is_compiled)}
+        own = module.named_parameters(recurse=is_compiled)
+        names = {local: canonical[id(p)] for local, p in own if id(p) in canonical}
         if names:
             # registered now, so it runs after the hook with which a library unshards the parameters
             check = partial(_check_parameters, names, contract, nodes)
@@ -96,8 +106,8 @@ def _check_parameters(
     if not torch.is_grad_enabled():
         _check_checkpoint(names.values(), module)
     for local, parameter in module.named_parameters(recurse=has_compiled_forward(module)):
-        name = names[local]
-        if hasattr(parameter, "to_local"):  # not gathered: the operation that reads it raises
+        name = names.get(local, "")  # "" of one that the engine does not have
+        if not name or hasattr(parameter, "to_local"):  # not gathered: the operation that reads it raises
             continue
         want = contract.parameter_dtype(name)
         if parameter.dtype != want:
@@ -178,6 +188,7 @@ class ForwardObserver(StepPart):
     def __init__(self, model: nn.Module, contract: Contract) -> None:
         self._model = model
         self._contract = contract
+        self._modules = dict(model.named_modules(remove_duplicate=False))
         self._is_due = False
 
     def loaded(self) -> None:
@@ -189,7 +200,7 @@ class ForwardObserver(StepPart):
         if not self._is_due or not torch.is_grad_enabled():
             yield
             return
-        with observe_forward(self._model, self._contract):
+        with observe_forward(self._model, self._contract, self._modules):
             yield
         self._is_due = False
 

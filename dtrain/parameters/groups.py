@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -91,9 +91,17 @@ def matching_parameters(model: nn.Module, patterns: Sequence[str], setting: str)
     Raises:
         ConfigError: a pattern matches neither a module nor a parameter.
     """
-    modules = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    modules = [name for name, _ in model.named_modules(remove_duplicate=False)]
     kept = {id(p): name for name, p in model.named_parameters()}
+    parameters = {name: kept[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
+    return matching_names(modules, parameters, patterns, setting)
+
+
+def matching_names(
+    modules: Iterable[str], parameters: Mapping[str, str], patterns: Sequence[str], setting: str
+) -> set[str]:
+    """Does what :func:`matching_parameters` does, for modules of these names and parameters {any name: its first}."""
+    modules = [name for name in modules if name]
     found: set[str] = set()
     for pattern in patterns:
         inside = tuple(f"{name}." for name in fnmatch.filter(modules, pattern))
@@ -103,7 +111,7 @@ def matching_parameters(model: nn.Module, patterns: Sequence[str], setting: str)
                 f"{setting} pattern '{pattern}' matches no parameter and no module that has one"
                 f"{nearest(pattern, [*modules, *parameters])}"
             )
-        found |= {kept[id(parameters[name])] for name in names}
+        found |= {parameters[name] for name in names}
     return found
 
 

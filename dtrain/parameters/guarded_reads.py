@@ -113,6 +113,9 @@ class States(Protocol):
     zero_stage: int
     shapes: dict[str, tuple[int, ...]]
 
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]: ...
+
     def unreachable_parameters(self) -> Collection[str]: ...
 
     def unsharded_parameters(self) -> dict[str, nn.Parameter]: ...
@@ -172,7 +175,7 @@ class ParameterReads:
         self._release()
         self._gather = gather
         self._made, self._names, self._parameters = {}, {}, {}
-        every, elsewhere = dict(states.module.named_parameters()), states.unreachable_parameters()
+        every, elsewhere = states.parameters, states.unreachable_parameters()
         found = {name for name, p in every.items() if name in elsewhere or hasattr(p, "device_mesh")}
         if gather is not None and (found or any(every[name].dtype != torch.float32 for name in states.shapes)):
             found |= states.shapes.keys()

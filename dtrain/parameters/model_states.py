@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,6 +19,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.mesh import Mesh
 from dtrain.errors import ContractError
 from dtrain.parameters.compute_shard import ComputeShard
+from dtrain.parameters.groups import aliases
 from dtrain.parameters.guarded_reads import ParameterReads
 from dtrain.parameters.local_shards import LocalShards, check_frozen, full_tensors
 from dtrain.parameters.optimizer_plan import OptimizerPlan
@@ -95,6 +97,8 @@ class ModelStates(ABC):
         frozen: the frozen parameters, by name.
         frozen_bytes: of all frozen parameters, whole.
         frozen_source: the folder whose weights they are, so that checkpoints hold none; None: they are saved.
+        aliases: {second name of a tied parameter: its first}.
+        modules: the modules by name; one that is wrapped later keeps it.
         reads: guards the parameters between the calls of the engine.
     """
 
@@ -108,7 +112,14 @@ class ModelStates(ABC):
         dtypes = self.contract.replica_dtypes
         self.frozen_bytes = sum(p.numel() * dtypes[name].itemsize for name, p in self.frozen.items())
         self.frozen_source: FrozenSource | None = None
+        self.aliases = aliases(self.module)
+        self.modules = dict(self.module.named_modules(remove_duplicate=False))
         self.reads = ParameterReads(self)
+
+    @cached_property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """All parameters by name; first read when the engine is complete, because its library may replace them."""
+        return dict(self.module.named_parameters())
 
     @property
     def num_parameters(self) -> int:
@@ -226,6 +237,10 @@ class ModelStates(ABC):
         """Returns the parameters whose writes reach no weight now: [Note: written weights]."""
         return ()
 
+    def unshared_parameters(self) -> Collection[str]:
+        """Returns those that may get no second name: they have values only while the units run that held them first."""
+        return ()
+
     def await_readers(self) -> None:  # noqa: B027 - most have no readers
         """Returns when no other rank reads this one's parameters any more; all ranks call.
 
@@ -285,6 +300,12 @@ class ModelStates(ABC):
                     raise ContractError(
                         f"{kind} of shape {list(tensor.shape)} is {tensor.dtype}; the contract says {expected}"
                     )
+
+    def check_formats(self) -> None:
+        """Checks the dtype of every parameter, and that the FP8 modules are in the model."""
+        held = set(self.module.modules())
+        own = {name: module for name, module in self.modules.items() if module in held}
+        self.contract.check_parameters(self.parameters, dict(self.module.named_modules()) | own)
 
     def check_step(self) -> None:
         """Checks before each update what is cheap to check: the model still computes with the engine's weights."""

@@ -164,18 +164,13 @@ class Contract:
             "replicas": {name: format_name(dtype) for name, dtype in self.replica_dtypes.items()},
         }
 
-    def check_parameters(self, model: nn.Module) -> None:
-        """Checks the dtype of every live parameter and the class of every FP8 module.
+    def check_parameters(self, parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module]) -> None:
+        """Checks the dtype of every parameter and the class of every FP8 module, given by the names of the contract.
 
         Raises:
             ContractError: a parameter or module differs from the contract; the message names it.
         """
-        for name, parameter in model.named_parameters():
-            if name not in self.replica_dtypes:
-                raise ContractError(
-                    f"parameter '{name}' was added after dtrain.initialize, so the engine neither trains nor saves it; "
-                    f"add it before, or build a new engine"
-                )
+        for name, parameter in parameters.items():
             want = self.parameter_dtype(name)
             if parameter.dtype != want:
                 raise ContractError(
@@ -183,7 +178,7 @@ class Contract:
                     f"do not call .to(), .half() or .float() on a model after dtrain.initialize"
                 )
         for name in self.float8_modules:
-            module = model.get_submodule(name)
+            module = modules.get(name)
             if not isinstance(module, Float8Linear):
                 raise ContractError(
                     f"module '{name}' is a {type(module).__name__}, the contract says that its products are FP8; do "

@@ -167,6 +167,11 @@ class ShardedStates(ModelStates):
         replicas = (replica for replica in self.sharded.replicas if replica.is_sharded or replica.is_float8)
         return {name for replica in replicas for name in replica.views.parameters}
 
+    def unshared_parameters(self) -> Collection[str]:
+        replicas = [(group.name, replica) for group in self.sharded.groups for replica in group.replicas]
+        bound = (replica for unit, replica in replicas if replica.is_float8 or (unit and replica.is_sharded))
+        return {name for replica in bound for name in replica.views.parameters}
+
     def await_readers(self) -> None:
         if self.comm.device.type == "cpu" and any(buffer.replica.is_gathered for buffer in self.sharded.buffers):
             self.comm.barrier()
@@ -212,7 +217,7 @@ class ShardedStates(ModelStates):
     def check(self) -> None:
         super().check()
         self.mesh.check(self.comm.world_size // (self._options.shard_size or self.comm.world_size))
-        self.contract.check_parameters(self.module)
+        self.check_formats()
         for buffer in self.sharded.buffers:
             expected, found = self._main_grad_dtype(buffer), buffer.gradient.storage.dtype
             if found != expected:

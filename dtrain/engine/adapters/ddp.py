@@ -55,7 +55,7 @@ class DdpEngine(StepEngine):
         self._ddp_states = states = DdpStates(request, self.name, request.step.zero_stage)
         super().__init__(request, states, backward_names(find_groups(model)))
         self._parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        states.parameters = self._parameters
+        states.trained = self._parameters
         # FP32, because the parameters are the masters; contiguous, because shards are flat views
         for parameter in self._parameters.values():
             parameter.data = parameter.data.float().contiguous()
@@ -185,11 +185,11 @@ class DdpStates(LocalStates):
     """Whole masters, optimizer states and main grads on every rank.
 
     Attributes:
-        parameters: the trained parameters, which are the masters, by name.
+        trained: the trained parameters, which are the masters, by name.
         float8_weights: their FP8 copies.
     """
 
-    parameters: Mapping[str, nn.Parameter]
+    trained: Mapping[str, nn.Parameter]
     float8_weights: Sequence[QuantizedWeight] = ()
 
     def refresh(self) -> None:
@@ -198,23 +198,23 @@ class DdpStates(LocalStates):
             weights.invalidate()
 
     def replicated_masters(self) -> Collection[str]:
-        return self.parameters
+        return self.trained
 
     def check(self) -> None:
         super().check()
-        self.contract.check_parameters(self.module)
+        self.check_formats()
 
     def check_step(self) -> None:
         super().check_step()
         for shard in self.local.shards:
-            parameter = self.parameters[shard.name]
+            parameter = self.trained[shard.name]
             check_in_place(shard.name, parameter, parameter, shard.master)
 
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
             "compute": [tensor for weights in self.float8_weights for tensor in weights.cached()],
             "unsharded": [],
-            "main_grad": [grad for p in self.parameters.values() if (grad := held_gradient(p)) is not None],
+            "main_grad": [grad for p in self.trained.values() if (grad := held_gradient(p)) is not None],
             "unreduced_grad": [],
             **self.local.storages,
         }

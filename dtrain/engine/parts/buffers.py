@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -16,8 +17,20 @@ from dtrain.engine.parts.running_statistics import running_statistics
 _UNWRITTEN, _OTHER_BITS, _WRITTEN = range(3)
 
 
-def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the buffers of ``model`` that its state dict holds, such as running statistics, by name."""
+def persistent_buffers(
+    model: nn.Module, modules: Mapping[str, nn.Module] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the buffers of ``model`` that its state dict holds, such as running statistics, by name.
+
+    ``modules``: by the names that they keep when they are wrapped.
+    """
+    own = {id(module): name for name, module in reversed(list((modules or {}).items()))}
+    kept = {
+        f"{prefix}.{key}".lstrip("."): f"{own.get(id(module), prefix)}.{key}".lstrip(".")
+        for prefix, module in model.named_modules()
+        for key in module._buffers
+    }
+    counts = Counter(kept.values())
     transient = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -25,7 +38,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     }
     for name, buffer in model.named_buffers():
         if name not in transient:
-            yield name, buffer.detach()
+            yield kept[name] if counts[kept[name]] == 1 else name, buffer.detach()
 
 
 def counts_writes(values: Tensor) -> bool:

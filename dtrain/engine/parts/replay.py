@@ -135,7 +135,7 @@ class MicroBatchReplay(StepPart):
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         """Returns the tensors at which the gradients of the trained parameters arrive."""
-        found = dict(self._forward.module.named_parameters()) | self._states.unsharded_parameters()
+        found = self._states.parameters | self._states.unsharded_parameters()
         return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
 
 

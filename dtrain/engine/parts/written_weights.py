@@ -29,7 +29,7 @@ from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import written_difference
 from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
-from dtrain.parameters.groups import matching_parameters
+from dtrain.parameters.groups import matching_names
 from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import RemainderPair
 
@@ -63,10 +63,9 @@ class WrittenWeights(StepPart):
 
     def remember(self) -> None:
         """Counts all writes so far as the engine's own; called after each of them."""
-        if not self._parameters:
-            model = self._states.module
-            self._parameters = dict(model.named_parameters())
-            self._places = ParameterPlaces(model)
+        if self._places is None:
+            self._parameters = self._states.parameters
+            self._places = ParameterPlaces(self._states.module, self._parameters, self._states.unshared_parameters())
         self._versions = [parameter._version for parameter in self._parameters.values()]
         self._unsharded_versions = {name: p._version for name, p in self._states.unsharded_parameters().items()}
 
@@ -79,6 +78,8 @@ class WrittenWeights(StepPart):
                 self._unsharded_versions[name] = parameter._version
 
     def loaded(self) -> None:
+        if self._places is not None:
+            self._check_places(self._states.unsharded_parameters())
         self.remember()
 
     def before_forward(self, call: Forward) -> None:
@@ -179,7 +180,7 @@ class WrittenWeights(StepPart):
 
     def _check_places(self, unsharded: Mapping[str, nn.Parameter]) -> None:
         assert self._places is not None
-        self._places.check(unsharded.values())
+        self._places.check(unsharded)
 
     @torch.no_grad()
     def _adopt(self, names: Collection[str]) -> None:
@@ -285,8 +286,12 @@ class WrittenWeights(StepPart):
     def _chosen(self, patterns: Sequence[str]) -> set[str]:
         if not patterns:
             return set(self._parameters)
+        assert self._places is not None
+        states = self._states
+        modules = [*states.modules, *(name for name, _ in states.module.named_modules(remove_duplicate=False))]
+        names = {name: name for name in self._parameters} | states.aliases | self._places.names
         try:
-            return matching_parameters(self._states.module, patterns, "modify_weights")
+            return matching_names(modules, names, patterns, "modify_weights")
         except ConfigError as error:
             raise UsageError(str(error)) from None
 

@@ -18,6 +18,7 @@ import dtrain
 from dtrain.checkpoint.names import plain_name
 from dtrain.engine.parts.checkpoint import checkpointer
 from dtrain.errors import ContractError, ModelError, UsageError
+from dtrain.integrations.weights import whole_state_dict
 from dtrain.parameters.escapes import tensors_in
 from tests.engines import helpers
 from tests.engines.matrix import Trial, check
@@ -316,7 +317,24 @@ REFUSED_CHANGES: dict[str, Callable[[Changing], Any]] = {
     "'spare.bias' was added": lambda model: setattr(model.spare, "bias", nn.Parameter(torch.ones(4))),
     "'units.2.weight' was added": lambda model: model.units.append(nn.Linear(4, 4)),
 }
+
+
+class Passing(nn.Module):
+    """A wrapper of a user's own."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
 HARMLESS_CHANGES: list[Callable[[Changing], Any]] = [
+    lambda model: setattr(model, "first", Passing(model.first)),
+    lambda model: setattr(model, "spare", torch.compile(model.spare, backend="eager")),
+    lambda model: model.units.__setitem__(0, checkpoint_wrapper(model.units[0])),
+    lambda model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
     lambda model: model.units[0].__setitem__(1, nn.GELU()),
     lambda model: model.add_module("meter", nn.Identity()),
     lambda model: model.units.append(nn.Dropout()),
@@ -353,6 +371,93 @@ def a_parameter_that_appears_or_disappears_is_refused(trial: Trial) -> None:
             step(engine, x)
     for change in HARMLESS_CHANGES:
         assert step(begin(change), x).applied
+
+
+class Wrapping(nn.Module):
+    """Has units with buffers, a frozen weight and two tied ones, to be wrapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(2))
+        self.units[1][0].requires_grad_(False)
+        self.tied, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.head.weight = self.tied.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for unit in self.units:
+            x = unit(x)
+        return self.head(self.tied(x)).square().mean()
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "compiled": lambda module: torch.compile(module, backend="eager"),
+    "checkpoint": checkpoint_wrapper,
+    "own": Passing,
+}
+
+
+@check(
+    ranks=(2, 1),
+    variants={wrap: {} for wrap in WRAPPERS},
+    unless=lambda case: (case.engine, case.stage) == ("deepspeed", 3),  # knows no module that it has not prepared
+)
+def modules_that_are_wrapped_later_train_and_are_saved_as_before(trial: Trial) -> None:
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(trial.rank))
+
+    def begin(steps: int) -> Any:
+        torch.manual_seed(1)
+        engine = start(trial, Wrapping(), audit=1)
+        for _ in range(steps):
+            step(engine, x)
+        return engine
+
+    for steps in (0, 1):  # the contract is observed in the first forward
+        plain, wrapped = begin(steps), begin(steps)
+        model, wrap = wrapped.module, WRAPPERS[trial.case.variant]
+        model.units[0], model.units[1], model.head = wrap(model.units[0]), wrap(model.units[1]), wrap(model.head)
+        model.teacher = nn.Linear(4, 4).requires_grad_(False)
+        for engine in (plain, wrapped):
+            for _ in range(2):
+                assert step(engine, x).applied
+            engine.copy_buffers()
+            engine.memory()
+            with engine.modify_weights("units.0.0.weight", "head.weight"):
+                engine.module.tied.weight.mul_(0.5)
+        folders = [trial.folder / f"{steps}-{name}" for name in ("plain", "wrapped")]
+        plain.save(folders[0])
+        wrapped.save(folders[1])
+        prints = [helpers.fingerprints(folder) for folder in folders]
+        others = {label for label, print_ in prints[0].items() if prints[1].get(label) != print_}
+        assert prints[0].keys() == prints[1].keys()
+        if trial.case.variant == "checkpoint":  # counts what it computes twice
+            others = {label for label in others if not label.startswith("buffer:")}
+        assert not others
+        plain.load(folders[1])
+        for engine in (plain, wrapped):
+            engine.load(folders[0])
+        with plain.full_model() as some, wrapped.full_model() as other:
+            assert torch.equal(some(x), other(x))
+        assert step(plain, x).loss == step(wrapped, x).loss
+        state = whole_state_dict(wrapped)
+        if trial.rank == 0 and trial.case.variant != "checkpoint":  # which hides its own name
+            assert state.keys() == model.state_dict().keys()
+        model.teacher.requires_grad_(True)
+        with pytest.raises(UsageError, match=r"'teacher.weight' was added"):
+            step(wrapped, x)
+
+
+@check(ranks=(2, 1), unless=lambda case: (case.engine, case.stage) == ("deepspeed", 3))  # gathers it anywhere
+def a_second_name_of_a_weight_is_its_values_or_refused(trial: Trial) -> None:
+    x, model = torch.ones(2, 4), Changing()
+    engine = start(trial, model)
+    step(engine, x)
+    model.register_parameter("scale_too", model.scale)
+    model.units[1].register_parameter("first", model.units[0][0].weight)
+    if engine.states.unshared_parameters():
+        with pytest.raises(UsageError, match=r"was given a second name after dtrain\.initialize"):
+            step(engine, x)
+    else:
+        assert step(engine, x).applied
 
 
 def step(engine: Any, x: Tensor) -> Any:

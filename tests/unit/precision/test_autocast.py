@@ -24,7 +24,7 @@ def prepared(model: nn.Module, name: str = "bf16", in_fp32: tuple[str, ...] = ()
     contract = resolve(PrecisionPolicy.named(name, rules=dict.fromkeys(in_fp32, "fp32")), model)
     for parameter_name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(contract.replica_dtypes[parameter_name])
-    contract.check_parameters(model)
+    contract.check_parameters(dict(model.named_parameters()), dict(model.named_modules()))
     return Autocast(contract, model, CPU), contract
 
 

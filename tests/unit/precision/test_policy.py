@@ -72,10 +72,10 @@ def test_check_parameters_names_the_one_that_was_changed() -> None:
     model = nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 2))
     contract = resolve(PrecisionPolicy.named("bf16"), model)
     model[1].bfloat16()
-    contract.check_parameters(model)
+    contract.check_parameters(dict(model.named_parameters()), dict(model.named_modules()))
     model[1].half()
     with pytest.raises(ContractError, match=r"'1\.weight' is torch\.float16, the contract says torch\.bf"):
-        contract.check_parameters(model)
+        contract.check_parameters(dict(model.named_parameters()), dict(model.named_modules()))
 
 
 def test_contract_to_dict_and_describe() -> None:

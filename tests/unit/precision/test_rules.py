@@ -383,7 +383,7 @@ def test_float8_modules_are_made_and_named() -> None:
         output = model(tokens)
         assert model.blocks[1].up(torch.randn(2, 32)).dtype == BF16
     output.float().sum().backward()
-    contract.check_parameters(model)
+    contract.check_parameters(dict(model.named_parameters()), dict(model.named_modules()))
     model.blocks[1].up = nn.Linear(32, 64).to(BF16)
     with pytest.raises(ContractError, match=r"'blocks\.1\.up' is a Linear, the contract says that its products are"):
-        contract.check_parameters(model)
+        contract.check_parameters(dict(model.named_parameters()), dict(model.named_modules()))

@@ -250,7 +250,7 @@ class DeepSpeedStates(ModelStates):
 
     def check_step(self) -> None:
         super().check_step()
-        self.contract.check_parameters(self.module)
+        self.check_formats()
         for name, (parameter, weights) in self.trained.items():
             check_in_place(name, parameter, self.updated_values(parameter), weights)
 

@@ -201,6 +201,9 @@ class Fsdp2States(LocalStates):
     def unsharded_parameters(self) -> dict[str, nn.Parameter]:
         return {name: p for unit in self.units for name, p in unit.unsharded_parameters()}
 
+    def unshared_parameters(self) -> Collection[str]:
+        return {name for unit in self.units for name in unit.names}
+
     def _storages(self) -> dict[str, list[Tensor]]:
         return {
             "compute": [*chain.from_iterable(unit.shards for unit in self.units), *self.replicated.replicas],
@@ -254,7 +257,6 @@ class _ShardedUnit:
     def __init__(
         self, model: nn.Module, unit: Unit, mesh: DeviceMesh, backward_state: BackwardState, *, reshards: bool
     ) -> None:
-        self._model = model
         # not the root: its backward comes next and would gather it again at once
         self.reshards_after_forward = reshards and unit.module is not model
         self.dtype = unit.dtype
@@ -275,7 +277,8 @@ class _ShardedUnit:
             ignored_params=set(model.parameters()) - set(unit.parameters.values()),
         )
         self.module = cast(FSDPModule, unit.module)
-        methods = {"__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_copy, "_apply": _apply}
+        # without `__deepcopy__`, which wrappers would take for their own
+        methods = {"__deepcopy__": None, "__reduce_ex__": _refuse_copy, "_apply": _apply}
         for name, method in methods.items():
             setattr(type(unit.module), name, method)
         # read again: fully_shard has replaced the parameters by DTensors
@@ -343,6 +346,11 @@ class _ShardedUnit:
         """This rank's shard of the compute weights, if it is kept between uses."""
         return [] if self._weights.shard is None else [self._weights.shard]
 
+    @property
+    def names(self) -> Collection[str]:
+        """The names of its parameters."""
+        return self._parameters.keys()
+
     def unsharded_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the tensors that ``fully_shard`` puts in the place of the DTensors, also while they are not there."""
         names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -379,7 +387,8 @@ class _ShardedUnit:
         return () if group is None else group.fsdp_params
 
     def unsharded(self) -> list[Tensor]:
-        now = (self._model.get_parameter(name) for name in self._parameters)
+        places = (held._module_info for held in self._fsdp_parameters())
+        now = (place.module._parameters[place.param_name] for place in places)
         return [p.detach() for p in now if not isinstance(p, DTensor)]
 
 

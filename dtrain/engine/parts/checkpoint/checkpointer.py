@@ -34,7 +34,6 @@ from dtrain.engine.parts.part import StepPart, StepUnderWay
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.errors import CheckpointError
-from dtrain.parameters.groups import aliases
 from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import RemainderPair
 
@@ -157,7 +156,7 @@ class Checkpointer(StepPart):
             | ({"missed_updates": dict(sorted(run.missed_updates.items()))} if run.missed_updates else {}),
             "rng": {"seed": run.seed, "keyed_by": KEYED_BY},
             "data_cursor": run.data_cursor,
-            "aliases": aliases(states.module),
+            "aliases": states.aliases,
             "metrics": checked_metrics(metrics),
             "config": dict(config),
             "extra": dict(extra),

@@ -27,7 +27,7 @@ def replicated_tensors(states: ModelStates, *, has_frozen: bool) -> Iterator[tup
 
     ``has_frozen``: whether the checkpoint holds the latter.
     """
-    for name, buffer in persistent_buffers(states.module):
+    for name, buffer in persistent_buffers(states.module, states.modules):
         yield "buffer", name, buffer
     for name, parameter in states.replicated_frozen().items() if has_frozen else ():
         yield "frozen", name, parameter
@@ -35,7 +35,7 @@ def replicated_tensors(states: ModelStates, *, has_frozen: bool) -> Iterator[tup
 
 def tensor_names(states: ModelStates) -> list[str]:
     """Returns the names of the parameters and persistent buffers in the model."""
-    return [*states.shapes, *states.frozen, *(name for name, _ in persistent_buffers(states.module))]
+    return [*states.shapes, *states.frozen, *(name for name, _ in persistent_buffers(states.module, states.modules))]
 
 
 def training_state(reader: CheckpointReader) -> TrainingState:
