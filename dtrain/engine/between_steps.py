@@ -34,7 +34,10 @@ _WHOLE_STEPS = ("save", "load", "ema", "modify_weights", "full_model", "measure_
 
 
 def names_collectives(name: str) -> Callable[[F], F]:
-    """Decorates a method of an engine's whose collectives carry ``name``: ranks in different methods fail by name."""
+    """Returns a decorator for an engine's methods that read parameters as they are: the guards are open meanwhile.
+
+    Their collectives carry ``name``, so that ranks in different methods fail by name.
+    """
 
     def decorate(method: F) -> F:
         @wraps(method)
@@ -274,7 +277,12 @@ class BetweenSteps:
 
     def guard_reads(self, *, shows_masters: bool) -> None:
         reads, gather = self.states.reads, WeakMethod(self._whole_weights)
-        reads.begin((lambda names: gather()(names)) if shows_masters else None)  # type: ignore[misc]
+
+        def whole_weights(names: Collection[str]) -> dict[str, Tensor] | None:
+            method = gather()
+            return None if method is None else method(names)
+
+        reads.begin(whole_weights if shows_masters else None)
         if self._module_calls is None and (shows_masters or reads.is_needed):
             self._module_calls = ModuleCalls(self.states.module, reads, self._forward.autocast)
 

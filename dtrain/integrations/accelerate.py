@@ -302,9 +302,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Returns the user's module, whose weights read as FP32 masters.
 
-        A read of values whose masters lie on several ranks gathers all of them on every rank, once between two calls of
-        the model or optimizer, so all ranks read together; see :meth:`dtrain.Engine.guard_reads`. Shapes and dtypes
-        gather nothing. A forward of the module computes in the model's precision.
+        If its weights are not the masters themselves (they are sharded, in 16 bits or in FP8), a read of values gathers
+        all masters on every rank, once between two calls of the model or optimizer, so all ranks read together; see
+        :meth:`dtrain.Engine.guard_reads`. Shapes and dtypes gather nothing. A forward of the module computes in the
+        model's precision.
         """
         unwrapped: nn.Module = super().unwrap_model(_bare(model), *args, **kwargs)
         return unwrapped

@@ -18,7 +18,7 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.forward import region_dtype
 from dtrain.precision.regions import in_full_precision_region
 from dtrain.precision.rules import OWN_FORWARD
-from dtrain.sharding.hooks import GuardedParameters
+from dtrain.sharding.hooks import UnitParameters
 
 _LIBRARIES = ("dtrain.", "torch.distributed.", "deepspeed.")
 """Packages whose hooks shard, check or record a head, and do not change its output."""
@@ -147,7 +147,7 @@ def unsupported_head_reason(head: nn.Module) -> str:
     hooks += [*head._backward_pre_hooks.values(), *head._backward_hooks.values()]
     if any(not _module_of(hook).startswith(_LIBRARIES) for hook in hooks):
         return "has hooks, which would not be called"
-    if isinstance(head._parameters, GuardedParameters) and head._parameters.unit("weight"):
+    if isinstance(head._parameters, UnitParameters) and head._parameters.unit("weight"):
         return "belongs to a unit of sharding, in whose forward alone its weight is whole"
     return ""
 

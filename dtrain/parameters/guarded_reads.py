@@ -3,8 +3,9 @@
 [Note: guarded parameters] Between the calls of an engine some parameters do not hold their weight: it is sharded, held
 in FP8, or the FP32 master of a 16-bit compute weight. These parameters then have a subclass of their class, through
 which torch passes every operation on them (``__torch_function__``). So every way to a value is covered: an attribute
-of a module, ``parameters()``, ``state_dict``, a reference kept from before, a copy, a file. While the engine computes
-they have their own class, and cost nothing; so it is in a backward, whoever runs it.
+of a module, ``parameters()``, ``state_dict``, a reference kept from before, a copy, a file. While a method of the
+engine or a forward of its model runs, they have their own class, so that operations on them cost nothing more. In a
+backward, whoever runs it, operations take a parameter as it is.
 
 Shape, dtype, device, gradient and hooks are no values, and may always be asked. A value is an error by name, or, if
 the engine shows its masters (:meth:`ParameterReads.show_masters`), read from them.
@@ -13,7 +14,7 @@ the engine shows its masters (:meth:`ParameterReads.show_masters`), read from th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -27,14 +28,17 @@ _OWN = frozenset(
     """device is_cuda is_cpu is_meta get_device requires_grad requires_grad= requires_grad_ grad grad= grad_dtype
     grad_dtype= grad_fn is_leaf _version register_hook register_post_accumulate_grad_hook retain_grad retains_grad
     _backward_hooks _backward_hooks= _post_accumulate_grad_hooks _post_accumulate_grad_hooks= _grad _grad= output_nr
-    data= __hash__ __dir__ _base _is_view is_inference""".split()  # noqa: SIM905 - words are easier to read
+    data= __hash__ __dir__ _base _is_view is_inference is_ipu is_maia is_mps is_mtia is_vulkan is_xla is_xpu is_pinned
+    is_shared is_distributed name name= names names= has_names volatile _cdata _grad_fn _python_dispatch
+    _has_symbolic_sizes_strides __dlpack_device__ __sizeof__""".split()  # noqa: SIM905 - words are easier to read
 )
 """What is asked of the parameter as it is."""
 _SHAPE = frozenset(
     """shape size dim ndim ndimension numel nelement dtype element_size itemsize nbytes layout is_sparse is_sparse_csr
-    is_quantized is_mkldnn is_nested is_floating_point is_complex is_signed is_conj is_neg __len__ result_type
-    is_same_size empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_zeros
-    new_ones new_full new_tensor new_empty_strided""".split()  # noqa: SIM905
+    is_sparse_csc is_coalesced sparse_dim dense_dim is_quantized is_mkldnn is_nested is_floating_point is_complex
+    is_signed is_conj is_neg _is_zerotensor __len__ result_type is_same_size empty_like zeros_like ones_like
+    full_like rand_like randn_like randint_like new_empty new_zeros new_ones new_full new_tensor
+    new_empty_strided""".split()  # noqa: SIM905
 )
 """What follows from shape and dtype."""
 _STRIDES = frozenset({"stride", "is_contiguous", "storage_offset", "dim_order"})
@@ -64,25 +68,25 @@ class GuardedParameter:
             return _as_it_is(func, args, kwargs or {})
         if operation == "data":  # so that a write through it counts as one of the weight
             func = Tensor.detach
-        answers: list[tuple[Any, Any]] = []
+        answers: dict[int, Any] = {}  # by id of the parameter
+        parameters: dict[int, Any] = {}  # by id of the answer
 
         def answer(value: Any) -> Any:
             if not isinstance(value, GuardedParameter):
                 return value
-            found = next((given for parameter, given in answers if parameter is value), None)
-            if found is None:
+            if id(value) not in answers:
                 reads = value.reads()
                 found = value if reads is None else reads.answer(value, operation, is_alone=len(args) == 1)
-                answers.append((value, found))
-            return found
+                answers[id(value)] = found
+                parameters.setdefault(id(found), value)
+            return answers[id(value)]
 
         args, kwargs = pytree.tree_map(answer, (args, dict(kwargs or {})))
         result = _as_it_is(func, args, kwargs)
-        kept = next((parameter for parameter, given in answers if given is parameter), None)
-        if func is Tensor.detach and kept is not None and (reads := kept.reads()) is not None:
-            result.__class__, result.weight_name = cls, reads.name_of(kept)  # of a DTensor, as in a state_dict
+        if func is Tensor.detach and isinstance(args[0], GuardedParameter) and (reads := args[0].reads()) is not None:
+            result.__class__, result.weight_name = cls, reads.name_of(args[0])  # of a DTensor, as in a state_dict
         # `weight.to(device)` is the weight itself if it lies there, and so is what an operation in place returns
-        return next((parameter for parameter, given in answers if given is result), result)
+        return parameters.get(id(result), result)
 
     def __repr__(self: Any) -> str:
         reads = self.reads()
@@ -103,6 +107,9 @@ class GuardedParameter:
         reads = self.reads()
         values = self if reads is None else reads.answer(self, operation, is_alone=True)
         return nn.Parameter(_as_it_is(Tensor.detach, (values,), {}).clone(), requires_grad=self.requires_grad)
+
+
+_Gather = Callable[[Collection[str]], Mapping[str, Tensor] | None]
 
 
 class States(Protocol):
@@ -136,7 +143,7 @@ class ParameterReads:
         self._states = weakref.ref(states)
         self._shapes = {name: p.shape for name, p in states.module.named_parameters()}
         self.open_names: Collection[str] = ()
-        self._gather: Callable[[Collection[str]], Mapping[str, Tensor]] | None = None
+        self._gather: _Gather | None = None
         self._parameters: dict[str, nn.Parameter] = {}  # that are guarded between calls
         self._classes: list[tuple[str, Any, type, type]] = []  # of these by name: own, guarded
         self._guarded: list[tuple[str, Any, type, type]] = []  # now
@@ -163,12 +170,12 @@ class ParameterReads:
         """Whether any parameter is guarded between calls."""
         return bool(self._parameters)
 
-    def begin(self, gather: Callable[[Collection[str]], Mapping[str, Tensor]] | None = None) -> None:
+    def begin(self, gather: _Gather | None = None) -> None:
         """Guards parameters between calls from now on, once all states are complete.
 
         Args:
-            gather: returns copies of the weights of those names, whole, which answer reads of values; all ranks call it
-                together. None: such reads are errors.
+            gather: returns copies of the weights of those names, whole, which answer reads of values, or None if the
+                engine is gone; all ranks call it together. None: such reads are errors.
         """
         states = self._states()
         assert states is not None
@@ -249,13 +256,8 @@ class ParameterReads:
             *states.unreachable_parameters(),
             *(n for n, p in self._parameters.items() if hasattr(p, "device_mesh")),
         }
-        for name in written:
-            if name in lost:
-                raise UsageError(
-                    f"parameter '{name}' was written to while engine={states.engine} at zero_stage={states.zero_stage} "
-                    f"holds its weight elsewhere, so the write is lost (written so: {len(written)}); write weights "
-                    f"inside `with engine.modify_weights():`"
-                )
+        if lost_names := [name for name in written if name in lost]:
+            raise lost_write(states, lost_names)
         with torch.no_grad():  # noticed as any write: [Note: written weights]
             for name in written:
                 self._parameters[name].copy_(masters[name][0])
@@ -299,9 +301,25 @@ class ParameterReads:
     def _master(self, name: str) -> Tensor:
         if not self._masters:
             assert self._gather is not None
-            gathered = self._gather(self._parameters.keys())
+            with torch.inference_mode(False), torch.no_grad():  # later operations need version counters
+                gathered = self._gather(self._parameters.keys())
+            if gathered is None:
+                raise UsageError(
+                    f"'{name}' is read, but the engine of the model is gone, and the FP32 masters with it; keep a "
+                    f"reference to the engine, or take engine.master_state() before"
+                )
             self._masters = {key: (values, values._version) for key, values in gathered.items()}
         return self._masters[name][0]
+
+
+def lost_write(states: States, names: Sequence[str], kept: Sequence[str] = ()) -> UsageError:
+    """Returns the error of writes to the parameters ``names``; those to ``kept`` are not lost."""
+    others = f"; other writes are kept ({len(kept)}, such as '{kept[0]}')" if kept else ""
+    return UsageError(
+        f"parameter '{names[0]}' was written to while engine={states.engine} at zero_stage={states.zero_stage} holds "
+        f"its weight elsewhere, so the write is lost (written so: {len(names)}){others}; write weights inside `with "
+        f"engine.modify_weights():`, or load a checkpoint with engine.load"
+    )
 
 
 class _ReadMaster(torch.autograd.Function):

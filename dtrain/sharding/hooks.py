@@ -12,7 +12,7 @@ from torch import nn
 from dtrain.sharding.group import ParameterGroup
 
 
-class GuardedParameters(dict[str, Any]):
+class UnitParameters(dict[str, Any]):
     """Replacement of a module's ``_parameters``: ``self.weight`` is read only if its group may be."""
 
     def __init__(
@@ -46,7 +46,7 @@ class GuardedParameters(dict[str, Any]):
 def reads_attributes(module: nn.Module) -> bool:
     """Whether ``module`` runs a forward of torch's own that reads parameters as attributes; RNNs keep a list of them.
 
-    :class:`GuardedParameters` then sees every read. A hook before the forward would take as long as a small operation.
+    :class:`UnitParameters` then sees every read. A hook before the forward would take as long as a small operation.
     """
     defined_in = getattr(getattr(type(module), "forward", None), "__module__", "")
     is_torch = defined_in.startswith("torch.nn.modules.") and "forward" not in module.__dict__

@@ -30,7 +30,7 @@ from dtrain.parameters.groups import callable_parts
 from dtrain.parameters.running_backward import is_in_backward, join_backward
 from dtrain.sharding.execution_order import ExecutionOrder
 from dtrain.sharding.group import ParameterGroup
-from dtrain.sharding.hooks import GuardedParameters, ModuleHook, reads_attributes
+from dtrain.sharding.hooks import ModuleHook, UnitParameters, reads_attributes
 from dtrain.sharding.saved_tensors import SavedTensors
 
 
@@ -117,7 +117,7 @@ class UnshardScheduler:
                         f"engine.modify_weights():`, or load a checkpoint with engine.load"
                     )
 
-        module.__dict__["_parameters"] = GuardedParameters(module._parameters, guards, self._require)
+        module.__dict__["_parameters"] = UnitParameters(module._parameters, guards, self._require)
         if not reads_attributes(module):
             module.register_forward_pre_hook(ModuleHook(require_all), prepend=True)
         module.register_load_state_dict_pre_hook(ModuleHook(refuse_load))

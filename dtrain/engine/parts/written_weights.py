@@ -30,6 +30,7 @@ from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.divergence import written_difference
 from dtrain.errors import CommunicationError, ConfigError, DivergenceError, UsageError
 from dtrain.parameters.groups import matching_names
+from dtrain.parameters.guarded_reads import lost_write
 from dtrain.parameters.model_states import MASTER, ModelStates
 from dtrain.precision.remainder import RemainderPair
 
@@ -165,12 +166,7 @@ class WrittenWeights(StepPart):
         if lost:
             self._remember(lost)  # raised once; the other writes are taken over later
             kept = [name for name in names if name not in lost]
-            others = f"; other writes are kept ({len(kept)}, such as '{kept[0]}')" if kept else ""
-            raise UsageError(
-                f"parameter '{lost[0]}' was written to while engine={states.engine} at zero_stage="
-                f"{states.zero_stage} holds its weight elsewhere, so the write is lost (written so: "
-                f"{len(lost)}){others}; {_MODIFY}, or load a checkpoint with engine.load"
-            )
+            raise lost_write(states, lost, kept)
         return names
 
     @property

@@ -99,10 +99,11 @@ class Float8Linear(nn.Linear):
         return f"{super().extra_repr()}, float8=({self.recipe.describe()})"
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, True)  # reads no values
-        for key in destination.keys() & {f"{prefix}weight", f"{prefix}bias"}:
-            value = getattr(self, key.removeprefix(prefix))
-            destination[key] = value if keep_vars else value.detach()
+        own: dict[str, Any] = {}
+        super()._save_to_state_dict(own, prefix, True)  # reads no values
+        own |= dict.fromkeys(own.keys() & {f"{prefix}weight"}, self.weight)
+        for key, value in own.items():
+            destination[key] = value.detach() if isinstance(value, Tensor) and not keep_vars else value
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         weight = self._parameters.get("weight")  # `[...]` would unshard the weight under DeepSpeed
