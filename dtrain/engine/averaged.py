@@ -26,13 +26,16 @@ def averaged_weights(states: ModelStates) -> Iterator[None]:
     """
     if EMA.name not in states.plan.specs:
         raise UsageError("engine.ema() without an average; keep one: dtrain.initialize(..., ema_decay=0.999)")
-    _exchange(states)
+    with states.reads:
+        _exchange(states)
     try:
-        _refresh(states)
+        with states.reads:
+            _refresh(states)
         yield
     finally:
-        _exchange(states)
-        _refresh(states)
+        with states.reads:
+            _exchange(states)
+            _refresh(states)
 
 
 def _refresh(states: ModelStates) -> None:

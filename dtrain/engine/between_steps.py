@@ -228,13 +228,14 @@ class BetweenSteps:
                 with averaged_weights(self.states):
                     written.remember()
                     self._is_averaged = True
-                    yield
-                    with self.states.reads:
-                        written.refuse_any("engine.ema()")
+                    try:
+                        yield
+                    finally:  # drops averages that were read, also after an exception
+                        with self.states.reads:
+                            written.refuse_any("engine.ema()")
             finally:
                 self._is_averaged = False
-                with self.states.reads:  # drops averages that were read
-                    written.remember()
+                written.remember()
 
     def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
         self._require_outside("modify_weights")

@@ -56,7 +56,8 @@ class EngineHooks(Engine):
 
     def finish_gradients(self) -> None:
         """Waits for all reductions of this step: main grads are complete, still scaled and weighted; idempotent."""
-        self._taken.give_back()
+        if self.keeps_gradients:
+            self._taken.give_back()
         self._finish_gradients()
 
     @abstractmethod

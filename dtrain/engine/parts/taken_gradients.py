@@ -83,8 +83,8 @@ class TakenGradients(StepPart):
         self._require_unchanged()
 
     def give_back(self) -> None:
-        """Lets the engine's library find its sums in ``.grad`` until the step ends."""
-        if self._keeps and self in hidden_in_backwards:
+        """Lets the engine's library find in ``.grad`` what it keeps there, until the step ends."""
+        if self in hidden_in_backwards:
             hidden_in_backwards.discard(self)
             self._hide()
 
@@ -94,7 +94,7 @@ class TakenGradients(StepPart):
     def end_step(self, step: StepUnderWay) -> None:
         """Shows them still, as in plain PyTorch, until the next backward; the user may clear them from now on."""
         self._readers.is_over = True
-        if self._keeps:
+        if self not in hidden_in_backwards:
             self._set(self._shown)
             hidden_in_backwards.add(self)
 

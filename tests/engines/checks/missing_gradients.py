@@ -89,8 +89,8 @@ def train(engine: Any, steps: Sequence[int], num_micro_batches: int = 2, *, vari
         assert engine.step().applied
 
 
-def plain(record: Any, num_steps: int, *, varies: bool) -> dict[str, Tensor]:
-    """The masters after the same training in plain torch, on two micro-batches a step."""
+def plain(record: Any, num_steps: int, *, varies: bool, divisor: float = 3.0) -> dict[str, Tensor]:
+    """The masters after the same training in plain torch, on two micro-batches a step; gradients are divided late."""
     model = build()
     optimizers = optimizers_of_torch(record, dict(model.named_parameters()))
     for step in range(num_steps):
@@ -98,20 +98,17 @@ def plain(record: Any, num_steps: int, *, varies: bool) -> dict[str, Tensor]:
             optimizer.zero_grad()
         for index in range(2):
             inputs, use = micro_batch(step, index, varies=varies)
-            (model(inputs, use) * (1.0 + index)).backward()
+            (model(inputs, use) * (1.0 + index) / (3.0 / divisor)).backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
-                parameter.grad /= 3.0
+                parameter.grad /= divisor
         for optimizer in optimizers:
             optimizer.step()
     return {name: p.detach() for name, p in model.named_parameters()}
 
 
-def assert_close(masters: Mapping[str, Tensor], want: Mapping[str, Tensor], variant: str) -> None:
-    for name, expected in want.items() if masters else ():
-        # Newton-Schulz amplifies the last bits of a gradient
-        distance = (masters[name] - expected).abs().max().item()
-        assert distance <= (1e-4 if variant == "muon" else 1e-6), f"{name} differs by {distance:.1e}"
+def distance(masters: Mapping[str, Tensor], want: Mapping[str, Tensor]) -> float:
+    return max((masters[name] - expected).abs().max().item() for name, expected in want.items())
 
 
 @check(ranks=(2, 1), variants=OPTIMIZERS, unless=lacks)
@@ -119,7 +116,14 @@ def follows_torch_where_gradients_are_missing(trial: Trial) -> None:
     engine = start(trial)
     varies = varies_in(trial.case)
     train(engine, range(50), varies=varies)
-    assert_close(engine.master_state(), plain(trial.options["optimizer"], 50, varies=varies), trial.case.variant)
+    masters, record = engine.master_state(), trial.options["optimizer"]
+    if not masters:  # on another rank
+        return
+    want, limit = plain(record, 50, varies=varies), 1e-6
+    if trial.case.variant == "muon":  # Newton-Schulz, in BF16, amplifies the last bits of a gradient
+        limit = 4 * distance(plain(record, 50, varies=varies, divisor=1.0), want)
+        assert limit < 2e-3
+    assert distance(masters, want) <= limit
 
 
 @check(precisions=("fp32", "bf16"), ranks=(2, 1), variants=STATES, unless=lacks)
@@ -195,7 +199,8 @@ def goes_on_from_what_was_missed(trial: Trial) -> None:
     assert trial.saved["never.bias"] == 20
     assert 0 < trial.saved["heads.y.weight"] < 20
     train(engine, range(20, 40), varies=False)
-    assert_close(engine.master_state(), plain(trial.options["optimizer"], 40, varies=False), "")
+    if masters := engine.master_state():
+        assert distance(masters, plain(trial.options["optimizer"], 40, varies=False)) <= 1e-6
 
 
 @check(ranks=(2, 1))

@@ -223,6 +223,7 @@ class DeepSpeedEngine(StepEngine):
             )
 
     def _clear_gradients(self) -> None:
+        self._taken.give_back()  # DeepSpeed works on each gradient that it clears
         self._zero.clear(stepped=self._has_stepped)
         self._has_stepped = self._is_finished = False
 
