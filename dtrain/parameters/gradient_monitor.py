@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +36,7 @@ class GradientMonitor:
         records_magnitude: whether :meth:`record_magnitude` records the largest one.
         magnitudes: counts all magnitudes of this step; None: they are not counted.
         is_dummy: whether the micro-batch is a dummy, which is not counted: how many there are depends on the ranks.
-        received: bool [num_parameters], numpy: which parameters have been given a gradient in this step, dummies aside.
+        received: numbers of the parameters that have been given a gradient in this step, dummies aside.
     """
 
     def __init__(self, num_parameters: int, found: Tensor | None = None) -> None:
@@ -46,7 +45,7 @@ class GradientMonitor:
         self.magnitudes: MagnitudeCounts | None = None
         self.is_dummy = False
         self.found = found
-        self.received = np.zeros(num_parameters, dtype=bool)
+        self.received: set[int] = set()
         self._num_parameters = num_parameters
         self._searches: dict[int, Any] = {}  # by the number of their first gradient
         self._maxima: list[Tensor] = []
@@ -66,10 +65,10 @@ class GradientMonitor:
         if self.magnitudes is None:
             self.magnitudes = MagnitudeCounts(self._num_parameters, device)
 
-    def receive(self, numbers: int | Sequence[int]) -> None:
+    def receive(self, *numbers: int) -> None:
         """Records that parameters ``numbers`` have been given a gradient."""
         if not self.is_dummy:
-            self.received[numbers] = True
+            self.received.update(numbers)
 
     @property
     def keeps_sums(self) -> bool:
@@ -148,5 +147,5 @@ class GradientMonitor:
     def clear(self) -> None:
         self._maxima.clear()
         self._numbers.clear()
-        self.received[:] = False
+        self.received.clear()
         self.magnitudes = None

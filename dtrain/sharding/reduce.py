@@ -99,7 +99,7 @@ class GradientReducer:
     def receive(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
         """Records ``grads`` of ``group``, pairs of number and gradient, and reduces the groups that may start."""
         first, monitor = self._first_numbers[group], self.monitor
-        monitor.receive([first + number for number, _ in grads])
+        monitor.receive(*[first + number for number, _ in grads])
         if monitor.records_magnitude or monitor.magnitudes is not None:
             for number, grad in grads:  # the gradients themselves, before weights, rounding and sums
                 monitor.record_magnitude(first + number, grad)

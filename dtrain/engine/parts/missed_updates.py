@@ -8,10 +8,10 @@ part. Else the other ranks' bits are read on the device, so the host does not wa
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from dtrain.distributed.communicator import Communicator
@@ -68,11 +68,11 @@ class MissedUpdates(StepPart):
 
     def words(self) -> list[int]:
         """Returns words of 64 bits; bit ``n`` of all says whether this rank has a gradient of parameter ``n``."""
-        packed = np.zeros(8 * self.num_words, dtype=np.uint8)
-        if self.num_words:
-            packed[: -(-len(self._names) // 8)] = np.packbits(self._monitor.received, bitorder="little")
-        words: list[int] = packed.view("<i8").tolist()
-        return words
+        received, number = self._monitor.received, len(self._names)
+        if not self.num_words:
+            return []
+        bits = (1 << number) - 1 if len(received) == number else sum(1 << one for one in received)
+        return list(struct.unpack(f"<{self.num_words}q", bits.to_bytes(8 * self.num_words, "little")))
 
     def finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
         """Counts the parameters that an applied step left alone."""
@@ -93,9 +93,10 @@ class MissedUpdates(StepPart):
     def set_apart(self, scalars: UpdateScalars, decision: Decision) -> UpdateScalars:
         """Returns ``scalars`` with those of the parameters that they do not fit."""
         missed = self._run.missed_updates
-        numbers = (~self._monitor.received).nonzero()[0].tolist() if self.num_words else []
-        if not missed and not numbers:
+        num_missing = len(self._names) - len(self._monitor.received) if self.num_words else 0
+        if not missed and not num_missing:
             return scalars
+        numbers = sorted({*range(len(self._names))} - self._monitor.received) if num_missing else []
         by_count = {count: replace(scalars, step=scalars.step - count) for count in {*missed.values()}}
         others: dict[str, UpdateScalars | None] = {name: by_count[count] for name, count in missed.items()}
         is_missing, names = decision.missing(numbers), [self._names[number] for number in numbers]

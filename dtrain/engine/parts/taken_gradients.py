@@ -47,7 +47,8 @@ class TakenGradients(StepPart):
         self._keeps = keeps
         self._readers = Readers(states.engine)
         self._parameters: dict[str, nn.Parameter] = {}
-        self._received: list[int] = []  # numbers of the parameters of which ``_shown`` is made
+        self._made: dict[int, tuple[Tensor, TakenGradient]] = {}  # by the id of the parameter
+        self._received: set[int] = set()  # numbers of the parameters of which ``_shown`` is made
         self._tensors: list[tuple[str, Tensor]] = []
         self._shown: list[TakenGradient | None] = []
         self._held: list[Tensor | None] = []
@@ -71,9 +72,8 @@ class TakenGradients(StepPart):
 
     def after_backward(self) -> None:
         self._readers.is_over = False
-        received = self._monitor.received.nonzero()[0].tolist()
-        if self._received != received:
-            self._received = received
+        if self._received != self._monitor.received:
+            self._received = set(self._monitor.received)
             self._make()
         self._show()
         hidden_in_backwards.add(self)
@@ -125,7 +125,12 @@ class TakenGradients(StepPart):
         received = {self._names[number] for number in self._received}
         unsharded = self._states.unsharded_parameters() if self._parameters else {}
         self._tensors = [(name, p) for own in (self._parameters, unsharded) for name, p in own.items()]
-        self._shown = [TakenGradient(p, name, self._readers) if name in received else None for name, p in self._tensors]
+        self._shown = [self._taken(p, name) if name in received else None for name, p in self._tensors]
+
+    def _taken(self, parameter: Tensor, name: str) -> TakenGradient:
+        if id(parameter) not in self._made:
+            self._made[id(parameter)] = parameter, TakenGradient(parameter, name, self._readers)
+        return self._made[id(parameter)][1]
 
     def _show(self) -> None:
         if self._keeps:
@@ -146,11 +151,14 @@ class TakenGradients(StepPart):
                 if not isinstance(grad, TakenGradient):
                     raise
                 # of another shape now: DeepSpeed's stage 3 has sharded or gathered it
-                self._shown[number] = tensor.grad = TakenGradient(tensor, name, self._readers)
+                del self._made[id(tensor)]
+                self._shown[number] = tensor.grad = self._taken(tensor, name)
 
     def _require_unchanged(self) -> None:
+        if self._readers.is_over or self not in hidden_in_backwards:
+            return
         now = [tensor.grad for _, tensor in self._tensors]
-        if self._readers.is_over or self not in hidden_in_backwards or all(map(is_, now, self._shown)):
+        if all(map(is_, now, self._shown)):
             return
         found = zip(self._tensors, now, self._shown, strict=True)
         changed = [(name, grad) for (name, _), grad, shown in found if grad is not shown]

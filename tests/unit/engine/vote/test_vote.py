@@ -90,7 +90,7 @@ def test_what_no_rank_has_received_is_missing(received: list[list[bool]]) -> Non
     rows, number = [], len(received[0])
     for own in received:
         monitor = GradientMonitor(number)
-        monitor.received[:] = own
+        monitor.receive(*[n for n in range(number) if own[n]])
         words = MissedUpdates(
             ["p"] * number, monitor, RunState("", 0), mock.Mock(), mock.Mock(missing_grad="skip")
         ).words()
