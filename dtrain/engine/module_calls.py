@@ -13,7 +13,7 @@ from dtrain.sharding.hooks import ModuleHook
 
 
 class ModuleCalls:
-    """Opens the weights in a forward of the model; if masters are shown, the forward also follows the contract.
+    """Opens the weights in a forward of the model; if masters are shown, the forward also has the engine's precision.
 
     Args:
         model: gets hooks, which do nothing in a copy.

@@ -120,7 +120,7 @@ def _in_fp32(output: Any) -> Any:
 
 
 def _without_backward(output: Any) -> Any:
-    """Lets a backward of ``output`` raise, because its gradients would be this rank's alone."""
+    """Makes a backward of ``output`` raise, because its gradients would be this rank's alone."""
     seen: list[Tensor] = []
 
     def refuse(gradient: Tensor) -> None:

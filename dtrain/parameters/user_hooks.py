@@ -41,5 +41,6 @@ def hook_last(parameter: nn.Parameter, hook: Callable[[Any], None]) -> None:
 
 
 def call_after_accumulation(hooks: Hooks, parameter: Tensor) -> None:
+    """Calls post-accumulate hooks in their order."""
     for hook in list(hooks.values()):
         hook(parameter)

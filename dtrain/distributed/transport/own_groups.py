@@ -34,7 +34,7 @@ _communicators: WeakSet[Communicator] = WeakSet()  # which hold groups
 
 
 def _leave_to_parent() -> None:
-    """Lets a forked process destroy no group: it has its parent's, without their threads, and would wait for these."""
+    """Keeps a forked process from destroying groups: it has its parent's, without threads, and would wait for these."""
     for group in dist.distributed_c10d._world.pg_map:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     _own.clear()
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def close_at_exit(group: dist.ProcessGroup | None) -> None:
-    """Lets this process destroy ``group``, which dtrain has just made, when it exits; None: there is none."""
+    """Registers ``group``, which dtrain has just made, to be destroyed when this process exits; None: there is none."""
     if group is None:
         return
     if not _own:  # with the first group: functions that are registered later may use the groups
@@ -54,7 +54,7 @@ def close_at_exit(group: dist.ProcessGroup | None) -> None:
 
 
 def uses_group(comm: Communicator) -> None:
-    """Lets ``comm`` let go of its group before that is destroyed at exit: its threads end with the last reference."""
+    """Registers ``comm`` to drop its reference to its group before that is destroyed: else its threads go on."""
     _communicators.add(comm)
 
 
@@ -108,7 +108,7 @@ def _destroy_own() -> None:
 
 @atexit.register  # on import: functions that are registered later, by users of a group, are called before it
 def _let_threads_release() -> None:
-    """Waits until no thread of gloo runs: each has dropped its tensors, or waits for another rank."""
+    """Waits, ``_LIMIT_S`` at most, until each thread of gloo sleeps: its tensors are dropped, or it waits for a rank."""
     deadline, calm = time.monotonic() + _LIMIT_S, 0
     while calm < 2 and time.monotonic() < deadline and (states := _gloo_threads()):
         time.sleep(_PAUSE_S)  # without the interpreter's lock, which wakes a thread that waits for it
@@ -116,7 +116,7 @@ def _let_threads_release() -> None:
 
 
 def _gloo_threads() -> list[str]:
-    """Returns the state of each thread of gloo, "R" if it runs or would, where Linux tells."""
+    """Returns the state of each thread of gloo, "R" if it runs or is ready; none without Linux's ``/proc``."""
     found = []
     for task in Path("/proc/self/task").glob("*") if dist.is_available() else ():
         with suppress(OSError):  # it has ended

@@ -6,7 +6,7 @@ import copy
 import pickle
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, Script, build, decay_groups, loader_options, reset_accelerate, run
 
 CPU = {"cpu": True}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    reset_accelerate()
-    yield
-    reset_accelerate()
 
 
 def fresh(**options: Any) -> Accelerator:

@@ -6,7 +6,7 @@ import pickle
 import subprocess
 import sys
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,6 @@ from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, reset_accelerate
 
 CPU = {"cpu": True}
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    reset_accelerate()
-    yield
-    reset_accelerate()
 
 
 def fresh(kind: type = Accelerator, **options: Any) -> Any:

@@ -7,7 +7,6 @@ import gc
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +30,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "ddp bf16": {"engine": "ddp", "mixed_precision": "bf16"},
     "fsdp2 bf16": {"engine": "fsdp2", "mixed_precision": "bf16"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    reset_accelerate()
-    yield
-    reset_accelerate()
 
 
 class Net(nn.Module):

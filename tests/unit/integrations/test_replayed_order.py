@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +36,6 @@ LOADERS: dict[str, tuple[Callable[[], DataLoader[Any]], dict[str, Any]]] = {
     ),
     "sequential": (lambda: DataLoader(ROWS, 2), {}),
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    reset_accelerate()
-    yield
-    reset_accelerate()
 
 
 def run(

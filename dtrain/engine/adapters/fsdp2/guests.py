@@ -8,8 +8,8 @@ A backward that is not its engine's:
   The new graph may also give gradients to a unit that has been reduced; these are reduced after that backward.
 
 What the user does to a parameter: the model shows DTensors, or after a forward at stage 2 the unsharded parameters that
-compute. ``fully_shard`` gives these no hook of a DTensor, and its ``requires_grad`` only when it gathers. It calls
-post-accumulate hooks of DTensors with a reduction that may be under way.
+compute. ``fully_shard`` gives these no hook of a DTensor, and copies its ``requires_grad`` only when it gathers. It
+calls post-accumulate hooks of DTensors while the reduction may still run.
 
 Between backwards of its engine a unit is set to reduce nothing.
 """
@@ -79,7 +79,7 @@ class GuestParameter:
 
 
 def _take(name: str, state: BackwardState, parameter: Tensor) -> None:
-    """Refuses a gradient that is not of the engine's own backward."""
+    """Discards a gradient that is not of the engine's own backward."""
     grad, parameter.grad = parameter.grad, None
     if state.takes(name):
         parameter.grad = grad
@@ -93,7 +93,7 @@ def guard_backward(
     parameters: Mapping[str, nn.Parameter],
     state: BackwardState,
 ) -> list[GuestParameter]:
-    """Lets the backward of its engine alone leave gradients in a unit; returns its parameters.
+    """Keeps gradients of its engine's own backward only in a unit; returns its parameters.
 
     Args:
         module: the unit.
