@@ -108,7 +108,7 @@ def _destroy_own() -> None:
 
 @atexit.register  # on import: functions that are registered later, by users of a group, are called before it
 def _let_threads_release() -> None:
-    """Waits, ``_LIMIT_S`` at most, until each thread of gloo sleeps: its tensors are dropped, or it waits for a rank."""
+    """Waits, at most ``_LIMIT_S``, until all threads of gloo sleep: they have dropped tensors, or wait for a rank."""
     deadline, calm = time.monotonic() + _LIMIT_S, 0
     while calm < 2 and time.monotonic() < deadline and (states := _gloo_threads()):
         time.sleep(_PAUSE_S)  # without the interpreter's lock, which wakes a thread that waits for it
