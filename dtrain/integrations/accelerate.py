@@ -29,6 +29,7 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import read_launch_env
 from dtrain.distributed.transport.own_groups import close_at_exit
 from dtrain.engine.release import current
+from dtrain.engine.vote.losses import refuse_options
 from dtrain.errors import ConfigError, UsageError
 from dtrain.integrations.build import build, end_engine_of, model_of
 from dtrain.integrations.checkpoints import SavedByEngine, load_engines, save_engines
@@ -232,12 +233,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         Raises:
             UsageError: no engine, or several, could be meant; or as :meth:`dtrain.Engine.backward`.
         """
-        given = [name for name, value in kwargs.items() if value not in (None, False)]
-        if given:
-            raise UsageError(
-                f"accelerator.backward({given[0]}=...) is not kept: an engine runs one backward of a micro-batch and "
-                f"frees its graph; leave it out"
-            )
+        refuse_options(kwargs, "accelerator.backward")
         driver_of(loss, model, self._drivers).backward(loss, weight)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:

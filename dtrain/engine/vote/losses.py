@@ -63,12 +63,12 @@ class LossAccumulator:
         return self._values[:, : len(self)], self._micro_batches
 
 
-def refuse_options(options: Mapping[str, Any]) -> None:
+def refuse_options(options: Mapping[str, Any], method: str = "engine.backward") -> None:
     """Raises ``UsageError`` for an option of ``Tensor.backward`` that is on, or that there is not."""
     given = [name for name, value in options.items() if value not in (None, False)]
     if given:
         raise UsageError(
-            f"engine.backward({given[0]}=...): expected loss and weight only, because an engine runs one backward of a "
+            f"{method}({given[0]}=...): expected loss and weight only, because an engine runs one backward of a "
             f"micro-batch, to all parameters, and frees its graph; leave it out, and add the losses of one forward"
         )
 
