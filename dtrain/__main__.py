@@ -57,6 +57,10 @@ VERBS = {  # its meaning and an example
 }
 
 
+MEASURES = ("accept", "bench", "experiment", "parity", "plan", "probe", "replay", "simulate")
+"""Verbs that train a model in order to measure something; the other verbs but ``train`` read."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns its exit code.
 
@@ -78,7 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == "train":
             return _train(rest)
         rest = [_with_home(word) for word in rest]
-        run: Callable[[list[str]], int] = import_module(f"dtrain.tools.{verb}.cli").main
+        run: Callable[[list[str]], int] = import_module(
+            f"dtrain.{'measure' if verb in MEASURES else 'tools'}.{verb}.cli"
+        ).main
         return run(rest)
     except DtrainError as error:
         return _fail(error)

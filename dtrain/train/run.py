@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from dtrain.checkpoint.huggingface.folder import TOKENIZER_FOLDER
 from dtrain.checkpoint.huggingface.task_model import HF_CONFIG, TASK
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
-from dtrain.data import Dataset, load_dataset, validation_batches
+from dtrain.data import Dataset
 from dtrain.data.tokenizer import copy_tokenizer
+from dtrain.device import PeakMemory
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import configure_logging, logger
-from dtrain.distributed.progress import Phase
 from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device, connect, disconnect
 from dtrain.engine.interface import Engine
 from dtrain.errors import CheckpointError
-from dtrain.models import build_model, check_model, vocabulary
+from dtrain.models import check_model
 from dtrain.models.images.hf import HFImageModel
 from dtrain.models.task_model import TaskModel
 from dtrain.supervision.supervised import Supervision, supervised
@@ -37,7 +34,6 @@ from dtrain.tasks.description import describe_task
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
 from dtrain.telemetry.host import ENVIRONMENT_FILE, environment
-from dtrain.telemetry.memory import PeakMeter
 from dtrain.telemetry.metrics import (
     FAILURES,
     FailureFiles,
@@ -65,20 +61,15 @@ from dtrain.train.run_dir import (
     redacted,
     write_config,
 )
+from dtrain.train.session import Session, make_model, open_data, with_model_facts
 from dtrain.train.setup import (
-    check_inputs,
     check_launcher,
-    check_patterns,
     check_precision,
-    check_same,
-    check_tokenizer,
-    make_engine,
-    make_loader,
     set_threads,
     torch_settings_restored,
 )
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import TOKENS, SaveOptions, Trainer, TrainingData, TrainResult
+from dtrain.train.trainer import TOKENS, SaveOptions, Trainer, TrainResult
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -153,20 +144,10 @@ def _train(
 ) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
-    # each mark says that this rank is at work, and no hang
-    mark = partial(comm.schedule.progress.begin, Phase.START)
-    dataset = load_dataset(config.data, config.model.max_seq_len, mark)
-    check_same(comm, config, dataset)
-    check_tokenizer(config.model, dataset)
-    # stored configs name the vocabulary, because the weights of a checkpoint show only its padded size
-    vocab_size = vocabulary(config.model, dataset.task) if config.data.is_language else None
-    # and an absolute path, because an export may run in another directory
-    path = config.model.path and os.path.abspath(config.model.path)
-    config = replace(config, model=replace(config.model, vocab_size=vocab_size, path=path))
-    meter = PeakMeter(comm.device)
-    model = build_model(config.model, dataset.task, config.seed)
-    check_patterns(config, model)
-    check_inputs(model, dataset)
+    dataset = open_data(config, comm)
+    config = with_model_facts(config, dataset)
+    meter = PeakMemory(comm.device)
+    model = make_model(config, dataset)
     # before training: a model.path that is removed meanwhile must not end a finished run
     flops = flops_by_seq_len(config, dataset)
     # not earlier: a refusal above leaves no folder behind
@@ -182,7 +163,8 @@ def _train(
     logger.info("data %s", dataset.description)
     num_parameters = sum(p.numel() for p in model.parameters())  # now, because engines may shard them
     saving = _saving(config, model, dataset, run_dir)
-    engine = make_engine(config, model, comm, run_dir.contract)
+    session = Session.open(config, comm, model=model, dataset=dataset, contract=run_dir.contract)
+    engine = session.engine
     engine.busy.every = config.telemetry.busy_every
     engine.explain_skips = config.telemetry.precision_every > 0
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
@@ -192,8 +174,8 @@ def _train(
     exit_code = EXIT_FAILED
     try:
         with watch.ending():
-            result = _make_trainer(config, engine, dataset, saving, stop, sinks, tokens).run()
-        peak = meter.peak(comm.foreign_nbytes())  # of training, which is what was planned
+            result = Trainer(session, saving, stop=stop, sinks=sinks, tokens_before=tokens).run()
+        peak = meter.total(comm.foreign_nbytes())  # of training, which is what was planned
         summary = _summarize(config, engine, result, flops, time.monotonic() - start)
         if comm.rank == 0:
             write_summary(run_dir.path, summary)
@@ -204,7 +186,7 @@ def _train(
     # a signal may have reached only some ranks
     if decide_on_rank_0(comm, lambda: result.finished and not stop.requested):
         with watch.ending():
-            _write_sample(config, engine, dataset, run_dir)
+            _write_sample(session, run_dir)
     if comm.rank == 0:
         if config.report:
             with watch.ending():
@@ -296,34 +278,6 @@ def _saving(config: RunConfig, model: nn.Module, dataset: Dataset, run_dir: RunD
     )
 
 
-def _make_trainer(
-    config: RunConfig,
-    engine: Engine,
-    dataset: Dataset,
-    saving: SaveOptions,
-    stop: StopSignals,
-    sinks: list[Sink],
-    tokens: int,
-) -> Trainer:
-    train = config.train
-    data = TrainingData(
-        loader=make_loader(config, dataset, engine),
-        validation=partial(_validation, config, engine, dataset),
-        task=dataset.task,
-        tokens_per_micro_batch=train.micro_batch_size * config.targets_per_sample,
-        tokens_before=tokens,
-        prefetch=config.data.prefetch,
-        growth=config.batch_growth,
-    )
-    return Trainer(engine, data, train, saving, stop=stop, sinks=sinks, telemetry=config.telemetry)
-
-
-def _validation(config: RunConfig, engine: Engine, dataset: Dataset) -> Iterator[tuple[dict[str, Tensor], bool]]:
-    train = config.train
-    num = train.eval_batches or None
-    return validation_batches(dataset.validation, train.micro_batch_size, num, engine.rank, engine.world_size)
-
-
 def _summarize(
     config: RunConfig, engine: Engine, result: TrainResult, flops: Mapping[int, int] | None, wall_s: float
 ) -> Summary:
@@ -358,20 +312,21 @@ def _summarize(
     )
 
 
-def _write_sample(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> None:
+def _write_sample(session: Session, run_dir: RunDir) -> None:
     """Writes what the trained model does to the console of rank 0, to ``sample.txt`` and perhaps ``sample.png``."""
+    config, engine, task = session.config, session.engine, session.dataset.task
     if not config.train.sample_tokens:
         return
     options = SampleOptions(config.train.sample_tokens, config.model.max_seq_len, config.seed)
     try:
-        sample = dataset.task.sample(engine, _validation(config, engine, dataset), options)
+        sample = task.sample(engine, session.validation_batches(), options)
         if engine.rank == 0:
             write_atomically(run_dir.path / "sample.txt", sample.text)
             if sample.figure is not None:
                 sample.figure.savefig(run_dir.path / "sample.png")
     except Exception as error:  # perhaps in a user's model; the run is finished and saved
         if engine.rank == 0:
-            logger.warning("no sample, which needs %s: %s", dataset.task.needs_for_sample, describe(error))
+            logger.warning("no sample, which needs %s: %s", task.needs_for_sample, describe(error))
         return
     logger.info("sample:\n%s\n", sample.text)
 

@@ -20,8 +20,8 @@ from dtrain.planning.ranks import NCCL, planned_ranks
 from dtrain.planning.timeline import Communication, Timeline, communicate
 from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
 from dtrain.train.flops import flops_between, flops_by_seq_len
+from dtrain.train.session import micro_batch_weight
 from dtrain.train.setup import make_engine, make_loader
-from dtrain.train.trainer import micro_batch_weight
 from dtrain.train.validation import to_device
 
 PHASES = ("data_wait_ms", "forward_ms", "backward_ms", "update_ms")

@@ -3,64 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor
-
 from dtrain.checkpoint import Retention
-from dtrain.config.growth import BatchGrowth
-from dtrain.config.schema import CheckpointConfig, TelemetryConfig, TrainConfig
+from dtrain.config.schema import CheckpointConfig
 from dtrain.data import PrefetchedBatches
-from dtrain.data.loader import BatchStream
+from dtrain.device import peak_memory
 from dtrain.distributed.consensus import on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.distributed.rank_liveness import is_lost_connection
-from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import CheckpointError, CorruptionError, NonFiniteError
-from dtrain.tasks import Task, num_targets
-from dtrain.telemetry.memory import peak_memory
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import PhaseTimes, StepTimer, StepTiming
 from dtrain.train.adapters import AdapterCheck
 from dtrain.train.sampling import PrecisionSampling
+from dtrain.train.session import Session, StepWatch
 from dtrain.train.signals import StopSignals
-from dtrain.train.validation import to_device, validate
 
 TOKENS = "tokens"
 """Key in a checkpoint's extra: tokens of the applied steps, whose batch sizes may have differed."""
 
-_NO_TELEMETRY = TelemetryConfig(precision_every=0)
-
 Outcome = TypeVar("Outcome")
-Validation = Callable[[], Iterator[tuple[dict[str, Tensor], bool]]]
-
-
-@dataclass(frozen=True)
-class TrainingData:
-    """Data for training and validation.
-
-    Attributes:
-        loader: this rank's micro-batches, from the engine's data cursor on.
-        validation: returns a new iterator over this rank's validation micro-batches, and whether each one counts.
-        task: what the model learns, and what validation measures.
-        tokens_per_micro_batch: targets, the same in all micro-batches, whether they count in the loss or not.
-        tokens_before: targets that counted in the loss of the steps before.
-        prefetch: batches prepared ahead in a thread; 0: none.
-        growth: sizes of the batch of each step, for the metrics; None: they have none.
-    """
-
-    loader: BatchStream
-    validation: Validation
-    task: Task
-    tokens_per_micro_batch: int
-    tokens_before: int = 0
-    prefetch: int = 0
-    growth: BatchGrowth | None = None
 
 
 @dataclass(frozen=True)
@@ -85,34 +54,39 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains ``engine`` on ``data`` for ``config.steps`` attempted steps.
+    """Trains ``session`` for ``train.steps`` attempted steps of its configuration.
 
     Args:
-        engine: the loop starts at its ``attempted_steps``.
+        session: the loop starts at the ``attempted_steps`` of its engine.
+        saving: of checkpoints.
+        stop: signals that end the loop.
         sinks: receivers of metrics; empty on ranks other than 0.
-        telemetry: which steps are measured.
+        tokens_before: targets that counted in the loss of the steps before.
     """
 
     def __init__(
         self,
-        engine: Engine,
-        data: TrainingData,
-        config: TrainConfig,
+        session: Session,
         saving: SaveOptions,
         *,
         stop: StopSignals,
         sinks: Sequence[Sink] = (),
-        telemetry: TelemetryConfig = _NO_TELEMETRY,
+        tokens_before: int = 0,
     ) -> None:
+        config, engine = session.config, session.engine
+        self._session = session
         self._engine = engine
-        self._data = data
-        self._config = config
+        self._config = config.train
+        self._growth = config.batch_growth
+        self._unit = session.dataset.task.unit
+        self._num_targets = config.train.micro_batch_size * config.targets_per_sample
         self._saving = saving
         self._stop = stop
         self._sinks = sinks
-        self._sampling = PrecisionSampling(engine, telemetry, sinks)
+        self._requests = _Requests(self._request)
+        self._sampling = PrecisionSampling(engine, config.telemetry, sinks)
         self._adapters = AdapterCheck(engine)
-        self._tokens = data.tokens_before
+        self._tokens = tokens_before
         self._train_loss: float | None = None
         self._validated: tuple[int, Mapping[str, float]] = (-1, {})  # step and losses
         self._skipped_steps = engine.attempted_steps - engine.applied_steps
@@ -123,7 +97,8 @@ class Trainer:
     def run(self) -> TrainResult:
         self._timer = StepTimer()  # starts now, not when the trainer was built
         self._phases = PhaseTimes(self._engine.comm)
-        self._batches = PrefetchedBatches(self._data.loader, self._data.prefetch, self._engine.device)
+        session = self._session
+        self._batches = PrefetchedBatches(session.loader, session.config.data.prefetch, self._engine.device)
         try:
             return self._run()
         except BaseException as error:
@@ -161,26 +136,26 @@ class Trainer:
         engine = self._engine
         batch = next(self._batches)
         self._waited_s += self._batches.waited_s
-        with self._sampling.around_step():
-            for micro in engine.accumulate(batch):
-                weight = micro_batch_weight(micro, self._data.tokens_per_micro_batch)
-                engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
-            if self._stop.requested:
-                engine.request_stop()
-            if self._will_save(engine.attempted_steps + 1):
-                engine.expect_save()
-            outcome = self._retry_if_stopping(engine.step)
+        step = partial(self._session.step, batch, self._sampling.around_step(), watch=self._requests)
+        outcome = self._retry_if_stopping(step, engine.step)
         self._adapters.after(outcome)
         engine.data_cursor = self._batches.cursor
         return outcome
+
+    def _request(self) -> None:
+        """Tells the engine, before it completes a step, what the ranks shall agree on."""
+        if self._stop.requested:
+            self._engine.request_stop()
+        if self._will_save(self._engine.attempted_steps + 1):
+            self._engine.expect_save()
 
     def _will_save(self, step: int) -> bool:
         """Whether the state after ``step`` steps is saved; a stop by a signal is known to the engine."""
         config = self._config
         return _due(step, config.save_every) or (step == config.steps and self._saving.config.save_at_end)
 
-    def _retry_if_stopping(self, action: Callable[[], Outcome]) -> Outcome:
-        """Calls ``action``, and once more if it raises the failure of an earlier save while any rank wants to stop.
+    def _retry_if_stopping(self, action: Callable[[], Outcome], again: Callable[[], Outcome]) -> Outcome:
+        """Calls ``action``, then ``again`` if it raises the failure of an earlier save while any rank wants to stop.
 
         The failed save is then abandoned, and the run continues to the save that a stop requires.
         """
@@ -194,7 +169,7 @@ class Trainer:
                 "a save failed, but a stop is requested, so the run continues to the save of the stop: %s", error
             )
             self._engine.request_stop()
-            return action()
+            return again()
 
     def _report_ready(self, outcome: StepOutcome) -> bool:
         """Reports the steps whose outcome can be read without synchronizing; returns whether a rank requests a stop.
@@ -230,7 +205,7 @@ class Trainer:
         pace = self._timer.window()
         phases = self._phases.window(pace.steps)
         busy = self._engine.busy.latest
-        sizes = self._data.growth.at(step - 1) if self._data.growth is not None else None
+        sizes = self._growth.at(step - 1)
         metrics = StepMetrics(
             step=step,
             loss=outcome.loss,
@@ -240,8 +215,8 @@ class Trainer:
             applied=outcome.applied,
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
-            global_batch_size=sizes.global_batch_size if sizes is not None else None,
-            seq_len=sizes.seq_len if sizes is not None and self._data.task.unit == "tokens" else None,
+            global_batch_size=sizes.global_batch_size,
+            seq_len=sizes.seq_len if self._unit == "tokens" else None,
             tokens_per_s=pace.tokens_per_s,
             step_ms=1000 * pace.step_s,
             data_wait_ms=pace.data_wait_ms,
@@ -262,7 +237,7 @@ class Trainer:
     def _tokens_of(self, outcome: StepOutcome) -> int:
         """Returns the targets of a step that counted in the loss, over all ranks."""
         weight = outcome.weight
-        return round(weight * self._data.tokens_per_micro_batch) if math.isfinite(weight) else 0
+        return round(weight * self._num_targets) if math.isfinite(weight) else 0
 
     def _report_last(self, error: NonFiniteError | CheckpointError | CorruptionError) -> None:
         """Reports the remaining steps, among them the skip that ends the run."""
@@ -284,9 +259,7 @@ class Trainer:
             sink.validation(step, losses)
 
     def _measure(self, suffix: str) -> dict[str, float]:
-        data = self._data
-        found = validate(self._engine, data.task, data.validation())
-        return {f"val_{name}{suffix}": value for name, value in found.items()}
+        return {f"val_{name}{suffix}": value for name, value in self._session.validate().items()}
 
     def _save_with_validation(self, step: int, *, when_busy: str) -> None:
         """Saves, after a validation if ``keep_best`` needs the loss of this step."""
@@ -312,7 +285,7 @@ class Trainer:
             when_busy=when_busy,
         )
         with self._timer.paused():
-            path = self._retry_if_stopping(save)
+            path = self._retry_if_stopping(save, save)
         if path is not None:
             self._saved_step = step
 
@@ -326,13 +299,15 @@ class Trainer:
         )
 
 
-def micro_batch_weight(micro: dict[str, Tensor], num_tokens: int) -> float:
-    """Returns a weight in proportion to the targets that count, so that the global loss is the mean over them.
+class _Requests(StepWatch):
+    """Calls ``request`` before the engine completes a step."""
 
-    Divided by ``num_tokens`` of a micro-batch, the same number on all ranks and in all steps: if every target counts,
-    weights are exactly 1, and no gradient need be multiplied.
-    """
-    return num_targets(micro["targets"]) / num_tokens
+    def __init__(self, request: Callable[[], None]) -> None:
+        self._request = request
+
+    def update(self) -> AbstractContextManager[object]:
+        self._request()
+        return super().update()
 
 
 def _due(step: int, every: int) -> bool:

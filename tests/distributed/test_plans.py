@@ -20,12 +20,12 @@ from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
 from dtrain.distributed.startup.setup import connect
 from dtrain.distributed.transport.host_memory import HostMemory
+from dtrain.measure.simulate.step import trace_run
 from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.memory import StepMemory, run_steps
 from dtrain.planning.storages import StorageTracker
 from dtrain.planning.timeline import REPLICATE, SHARD, WORLD
-from dtrain.tools.simulate.step import trace_run
 from dtrain.train.memory.plan import plan_memory
 from dtrain.train.planned import PlannedRun
 from dtrain.train.setup import make_engine

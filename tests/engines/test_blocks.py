@@ -13,9 +13,9 @@ from torch._dynamo.utils import counters
 
 import dtrain
 from dtrain.engine.blocks.compiled import CompiledBlocks
+from dtrain.measure.parity.compare import BOUNDS, NOISE_FACTOR
 from dtrain.precision.hardware import has_compiler
 from dtrain.sharding.group import ParameterGroup
-from dtrain.tools.parity.compare import BOUNDS, NOISE_FACTOR
 from tests.engines.checks.training import language_model, start_language_model, tokens_of, train_language_model
 from tests.engines.matrix import Case
 from tests.helpers.oracle import extract_loss

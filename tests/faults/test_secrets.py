@@ -17,19 +17,19 @@ from dtrain.cli.resolve import read_jobs
 from dtrain.config.dump import config_to_dict
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.errors import RankError
-from dtrain.tools.accept import run as accept_run
-from dtrain.tools.accept.job import PartJob
-from dtrain.tools.accept.page import summary
-from dtrain.tools.accept.plan import Plan
-from dtrain.tools.bench.records import FailedCase, TrainingResults, run_header
-from dtrain.tools.bench.training import suites
+from dtrain.measure.accept import run as accept_run
+from dtrain.measure.accept.job import PartJob
+from dtrain.measure.accept.page import summary
+from dtrain.measure.accept.plan import Plan
+from dtrain.measure.bench.records import FailedCase, TrainingResults, run_header
+from dtrain.measure.bench.training import suites
+from dtrain.measure.parity import run as parity_run
 from dtrain.tools.command import command_text
-from dtrain.tools.parity import run as parity_run
-from dtrain.tools.ranks import run_ranks as run_tool_ranks
+from dtrain.tools.processes import run_ranks as run_tool_ranks
 from tests.helpers import canaries
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
 from tests.helpers.ranks import run_ranks
-from tests.unit.tools.bench.made import result
+from tests.unit.measure.bench.made import result
 
 
 @pytest.fixture

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.cli.resolve import compose
+from dtrain.measure.simulate.points import ENGINE, Assumptions, as_ring
+from dtrain.measure.simulate.step import Traced, simulate_step, trace_run
 from dtrain.planning.devices import find_device
 from dtrain.planning.timeline import Transfer
-from dtrain.tools.simulate.points import ENGINE, Assumptions, as_ring
-from dtrain.tools.simulate.step import Traced, simulate_step, trace_run
 from dtrain.train.planned import PlannedRun
 
 RESULTS = Path(__file__).parents[2] / "docs/results/scaling"

@@ -12,9 +12,9 @@ import torch
 
 from dtrain.config.schema import RunConfig
 from dtrain.data import load_dataset
+from dtrain.device import PeakMemory
 from dtrain.distributed.startup.setup import connect
 from dtrain.planning.devices import find_device
-from dtrain.telemetry.memory import PeakMeter
 from dtrain.train.memory.plan import MemoryPlan, plan_memory
 from dtrain.train.planned import PlannedRun
 from tests.distributed.test_plans import CASES, TINY, build, configuration
@@ -68,9 +68,9 @@ def resident(rank: int, world: int, keys: list[str]) -> int | None:
     load_dataset(config.data, config.model.max_seq_len)
     gc.collect()
     before = comm.foreign_nbytes()
-    meter = PeakMeter(comm.device)
+    meter = PeakMemory(comm.device)
     _steps(config, comm, 3)
-    return meter.peak(comm.foreign_nbytes() - before)
+    return meter.total(comm.foreign_nbytes() - before)
 
 
 def measure(ranks: int, keys: list[str]) -> dict[str, Any]:

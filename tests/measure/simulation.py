@@ -18,10 +18,10 @@ import torch
 
 from dtrain.data import load_dataset
 from dtrain.distributed.startup.setup import connect
+from dtrain.measure.simulate.step import simulate_step, trace_run
 from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network
-from dtrain.tools.simulate.step import simulate_step, trace_run
 from dtrain.train.planned import PlannedRun
 from dtrain.train.setup import make_engine
 from dtrain.train.step_time import PlannedRank

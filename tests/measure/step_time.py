@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dtrain.measure.plan.amdahl import expected
+from dtrain.measure.plan.time import measure_time, product_share
+from dtrain.measure.plan.time_rank import RankTime
 from dtrain.planning.devices import find_device
 from dtrain.telemetry.metrics import read_metrics
-from dtrain.tools.plan.amdahl import expected
-from dtrain.tools.plan.time import measure_time, product_share
-from dtrain.tools.plan.time_rank import RankTime
 from dtrain.train.planned import PlannedRun
 from tests.distributed.test_plans import configuration
 from tests.measure.results import bench_collectives, load_now, printed, write

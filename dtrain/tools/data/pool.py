@@ -17,7 +17,7 @@ from dtrain.data.shards.format import ShardEntry
 from dtrain.errors import DataError, RankError
 from dtrain.tools.data.inputs import Source
 from dtrain.tools.data.worker import Finished, TokenizeJob
-from dtrain.tools.ranks import describe_exit, kill_group, send_line, start_rank
+from dtrain.tools.processes import describe_exit, kill_group, send_line, start_rank
 
 _MODULE = "dtrain.tools.data.worker"
 _REFRESH_S = 0.2

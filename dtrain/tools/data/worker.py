@@ -23,7 +23,7 @@ from dtrain.errors import DataError, DtrainError, disk_fault, is_disk_fault
 from dtrain.tools.data.documents import documents, place
 from dtrain.tools.data.inputs import Source
 from dtrain.tools.data.writer import ShardWriter
-from dtrain.tools.ranks import open_result
+from dtrain.tools.processes import open_result
 
 _BATCH_CHARACTERS = 1 << 19  # tokenized at a time: enough for the library, and its result stays small
 _BATCH_DOCUMENTS = 2048

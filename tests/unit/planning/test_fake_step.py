@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.planning.fake_step import _tell_of_selection
-from tests.unit.tools.plan.planned_runs import planned_run
+from tests.unit.measure.plan.planned_runs import planned_run
 
 _SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda values, mask: values[mask],

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
 from dtrain.train.planned import PlannedRun
-from tests.unit.tools.plan.planned_runs import planned_run
+from tests.unit.measure.plan.planned_runs import planned_run
 
 _CPU_ATTENTION = {  # torch's counter does not know the CPU's kernels
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),

@@ -13,15 +13,15 @@ from typing import cast
 import pytest
 
 from dtrain.errors import RankError
-from dtrain.tools.ranks import kill_group, run_ranks
+from dtrain.tools.processes import kill_group, run_ranks
 from tests.helpers.launch import is_gone
-from tests.unit.tools.conftest import ForkedRank
+from tests.helpers.warm_ranks import ForkedRank
 
 pytestmark = pytest.mark.processes
 
 RANK = """
 import os, signal, sys, time
-from dtrain.tools.ranks import open_result, read_job
+from dtrain.tools.processes import open_result, read_job
 job, result = read_job().strip(), open_result()
 print("output of a library")
 if job == "die":
@@ -35,7 +35,7 @@ if job == "wait":
     time.sleep(60)
 result.write(job.upper())
 """
-STARTER = "from pathlib import Path; from dtrain.tools.ranks import run_ranks; "
+STARTER = "from pathlib import Path; from dtrain.tools.processes import run_ranks; "
 STARTER += "run_ranks('own_rank', ['wait'], threads=1, folder=Path('logs'))"
 
 

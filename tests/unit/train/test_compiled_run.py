@@ -8,11 +8,11 @@ import pytest
 
 from dtrain.cli.resolve import compose
 from dtrain.errors import ConfigError
+from dtrain.measure.replay.run import replay
+from dtrain.measure.replay.source import read_run
 from dtrain.models import build_model
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.telemetry.precision_files import read_sample
-from dtrain.tools.replay.run import replay
-from dtrain.tools.replay.source import read_run
 from dtrain.train.run import run_training
 from dtrain.train.setup import check_patterns
 

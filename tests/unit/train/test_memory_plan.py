@@ -21,7 +21,7 @@ from dtrain.train.planned import PlannedRun
 from dtrain.train.run import run_training
 from tests.helpers.hf_models import build_hf, save_hf
 from tests.helpers.token_shards import write_packed_shards
-from tests.unit.tools.plan.planned_runs import planned_run
+from tests.unit.measure.plan.planned_runs import planned_run
 
 _KEYS = ("experiment=smoke", "model.num_layers=1", "train.micro_batch_size=4", "train.global_batch_size=8",
          "precision=fp32")  # fmt: skip

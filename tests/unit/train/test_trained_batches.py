@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -15,21 +16,22 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import dtrain
+from dtrain.config.data import StdlibDataConfig
 from dtrain.config.growth import BatchGrowth
 from dtrain.config.model import ModelConfig
 from dtrain.config.schema import CheckpointConfig, RunConfig, TrainConfig
-from dtrain.data import BatchLoader, SampleSource, validation_batches
-from dtrain.data.growing import GrowingBatches
+from dtrain.data import Dataset, SampleSource, validation_batches
 from dtrain.data.sampling import Indices, sample_ids
 from dtrain.engine.interface import Engine
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX, Language
-from dtrain.train import trainer
+from dtrain.train import session
 from dtrain.train.flops import flops_between
+from dtrain.train.session import Session
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
+from dtrain.train.trainer import SaveOptions, Trainer, TrainResult
 from dtrain.train.validation import validate
 from tests.helpers.ranks import run_ranks
 
@@ -67,34 +69,34 @@ def start(name: str = "native", built: nn.Module | None = None) -> Engine:
     return dtrain.initialize(built or model(), optimizer=optimizer, engine=name, precision="fp32", seed=0)
 
 
-def make_trainer(engine: Engine, data: TrainingData, steps: int, *, eval_every: int = 0, sink: Any = None) -> Trainer:
-    config = TrainConfig(steps=steps, log_every=1, eval_every=eval_every, save_every=0)
+def make_trainer(
+    engine: Engine, source: Masked, sizes: Mapping[str, Any], *, prefetch: int = 0, sink: Any = None
+) -> Trainer:
+    train = TrainConfig(log_every=1, save_every=0, **sizes)
+    data = StdlibDataConfig(prefetch=prefetch)
+    config = RunConfig(seed=0, train=train, model=ModelConfig(max_seq_len=LENGTH), data=data)
+    session = Session(engine, config, Dataset(source, source, "", "", Language(VOCAB)))
     saving = SaveOptions(Path("unused"), {}, {}, CheckpointConfig(asynchronous=False, save_at_end=False))
-    return Trainer(engine, data, config, saving, stop=StopSignals(), sinks=[sink] if sink else [])
+    return Trainer(session, saving, stop=StopSignals(), sinks=[sink] if sink else [])
 
 
 GLOBAL_BATCH, STEPS = 8, 3
 
 
-def masked_data(engine: Engine, source: Masked, num_micro_batches: int) -> TrainingData:
-    rank, world = engine.rank, engine.world_size
-    size = GLOBAL_BATCH // (world * num_micro_batches)
-    return TrainingData(
-        BatchLoader(source, 0, size, num_micro_batches, rank, world),
-        lambda: validation_batches(source, size, GLOBAL_BATCH // size, rank, world),
-        task=Language(VOCAB),
-        tokens_per_micro_batch=size * LENGTH,
-    )
+def masked_trainer(engine: Engine, masks: str, num_micro_batches: int, steps: int = STEPS) -> Trainer:
+    sizes = {"global_batch_size": GLOBAL_BATCH, "steps": steps, "eval_every": 0}
+    sizes["micro_batch_size"] = GLOBAL_BATCH // (engine.world_size * num_micro_batches)
+    sizes["eval_batches"] = GLOBAL_BATCH // sizes["micro_batch_size"]
+    return make_trainer(engine, Masked(masks), sizes)
 
 
 def train(num_micro_batches: int, masks: str = "some", steps: int = STEPS) -> TrainResult:
-    engine = start()
-    return make_trainer(engine, masked_data(engine, Masked(masks), num_micro_batches), steps).run()
+    return masked_trainer(start(), masks, num_micro_batches, steps).run()
 
 
 def train_cuts(rank: int, world: int, is_weighted: bool, *numbers: int) -> list[TrainResult]:
     """Trains with each number of micro-batches on each rank."""
-    with patch.object(trainer, "num_targets", trainer.num_targets if is_weighted else Tensor.numel):  # type: ignore[attr-defined]
+    with patch.object(session, "num_targets", session.num_targets if is_weighted else Tensor.numel):  # type: ignore[attr-defined]
         return [train(number) for number in numbers]
 
 
@@ -136,7 +138,7 @@ def test_a_step_and_a_validation_without_targets() -> None:
     engine = start()
     before = engine.master_state()
     with pytest.raises(ConfigError, match="no target of the validation data counts"):
-        make_trainer(engine, masked_data(engine, Masked("all"), 2), steps=1).run()
+        masked_trainer(engine, "all", 2, steps=1).run()
     assert (engine.attempted_steps, engine.applied_steps) == (1, 0)
     assert all(torch.equal(before[name], value) for name, value in engine.master_state().items())
 
@@ -173,18 +175,11 @@ def train_growing(rank: int, world: int, name: str) -> tuple[list[Any], dict[boo
     built.register_forward_pre_hook(
         lambda module, _, inputs: shapes[module.training].append(tuple(inputs["tokens"].shape)), with_kwargs=True
     )
-    source = Masked("none")
-    data = TrainingData(
-        GrowingBatches(BatchLoader(source, 0, MICRO, GROWTH.at(0).global_batch_size // MICRO), GROWTH, 0),
-        lambda: validation_batches(source, MICRO, 3),
-        Language(VOCAB),
-        tokens_per_micro_batch=MICRO * LENGTH,
-        growth=GROWTH,
-        prefetch=1,
-    )
+    growth = {"global_batch_size": {0: 4, 3: 8}, "seq_len": {0: 2, 2: 4, 4: 8}, "micro_batch_size": MICRO}
+    sizes = {**growth, "steps": len(SIZES), "eval_every": 2, "eval_batches": 3}
     sink = Mock()
     with patch.object(StepEngine, "backward", autospec=True, side_effect=StepEngine.backward) as backward:
-        result = make_trainer(start(name, built), data, len(SIZES), eval_every=2, sink=sink).run()
+        result = make_trainer(start(name, built), Masked("none"), sizes, prefetch=1, sink=sink).run()
     assert {call.kwargs["weight"] for call in backward.call_args_list} == {1.0}
     return [call.args[0] for call in sink.step.call_args_list], shapes, result.tokens
 

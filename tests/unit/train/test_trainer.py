@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.checkpoint import Retention
-from dtrain.config.schema import CheckpointConfig, TrainConfig
-from dtrain.data import BatchLoader, SampleSource
+from dtrain.config.model import ModelConfig
+from dtrain.config.schema import CheckpointConfig, RunConfig, TrainConfig
+from dtrain.data import Dataset, SampleSource
 from dtrain.data.loader import validation_batches
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.transport.choose import make_communicator
@@ -31,8 +32,9 @@ from dtrain.errors import CheckpointError, CommunicationError, CorruptionError, 
 from dtrain.tasks import Language
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.train import trainer
+from dtrain.train.session import Session
 from dtrain.train.signals import StopSignals
-from dtrain.train.trainer import SaveOptions, Trainer, TrainingData, TrainResult
+from dtrain.train.trainer import SaveOptions, Trainer, TrainResult
 from dtrain.train.validation import to_device, validate
 from tests.helpers.ranks import run_ranks
 
@@ -172,7 +174,8 @@ def _train(
     sink: _Sink | None = None, **config: int,
 ) -> tuple[TrainResult, _Sink]:  # fmt: skip
     stop, sink = SimpleNamespace(requested=stop_at == 0), sink or _Sink(engine.events)
-    loader = BatchLoader(_Source(), 0, 2, _BATCH // 2, cursor=engine.data_cursor)
+    sizes = {"micro_batch_size": 2, "global_batch_size": _BATCH, "eval_batches": 3}
+    run_config = RunConfig(train=TrainConfig(**sizes, **config), model=ModelConfig(max_seq_len=1))
     hook = engine.before_backward
 
     def interrupted(step: int) -> None:
@@ -182,12 +185,11 @@ def _train(
     engine.before_backward = interrupted
     engine.retention = Retention(saving.keep_last, saving.keep_every, saving.keep_best)
     trainer = Trainer(
-        cast(Engine, engine),
-        TrainingData(loader, lambda: validation_batches(_Source(), 2, 3), Language(50), 2, tokens_before=1000),
-        TrainConfig(**config),
+        Session(cast(Engine, engine), run_config, Dataset(_Source(), _Source(), "", "", Language(50))),
         SaveOptions(Path("checkpoints"), settings={"c": 1}, extra={"e": 1}, config=saving),
         stop=cast(StopSignals, stop),
         sinks=[cast(Sink, sink)],
+        tokens_before=1000,
     )
     return trainer.run(), sink
 

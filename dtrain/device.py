@@ -1,0 +1,146 @@
+"""Time and memory of work on a device, measured."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+_LEAST_MS = {"cuda": 2.0, "cpu": 5.0}  # shorter intervals measure the launch and the clock
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits until ``device`` has done all that was launched; a CPU has."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def elapsed_ms(run: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Returns the milliseconds of one call of ``run``, the mean of ``calls``: by events on a GPU, else by the clock."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        return 1000 * (time.perf_counter() - begin) / calls
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(calls):
+        run()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / calls
+
+
+def repeated_ms(
+    run: Callable[[], object], device: torch.device, rounds: int = 10, budget_s: float = 1.0
+) -> list[float]:
+    """Returns the milliseconds of one call of ``run`` in each of ``rounds`` rounds, after two calls to warm up.
+
+    A round calls it several times if it is short. There are fewer rounds, at least three, if they would take longer
+    than ``budget_s``.
+    """
+    run()
+    first = elapsed_ms(run, device)
+    calls = max(1, math.ceil(_LEAST_MS[device.type] / max(first, 1e-3)))
+    rounds = min(rounds, max(3, int(1000 * budget_s / (first * calls))))
+    return [elapsed_ms(run, device, calls) for _ in range(rounds)]
+
+
+def alternating_ms(
+    runs: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, *, calls: int = 1, warmup: int = 1
+) -> dict[str, list[float]]:
+    """Returns the milliseconds of a call of each of ``runs`` by round, so that noise of the machine meets all of them.
+
+    Args:
+        runs: called in this order in each round.
+        device: on which they compute.
+        rounds: that count.
+        calls: of each one in a round; their mean counts.
+        warmup: rounds before them that do not count.
+    """
+    ms: dict[str, list[float]] = {name: [] for name in runs}
+    for number in range(-warmup, rounds):
+        for name, run in runs.items():
+            elapsed = elapsed_ms(run, device, calls)
+            if number >= 0:
+                ms[name].append(elapsed)
+    return ms
+
+
+def peak_memory(device: torch.device) -> int:
+    """Returns the most bytes so far: of torch's tensors on a GPU, of the resident process on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident()
+
+
+def peak_resident() -> int:
+    """Returns bytes. Not by ``getrusage`` on Linux, which includes the parent's memory at this process's start."""
+    peak = _status("VmHWM")
+    if peak is not None:
+        return peak
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+class PeakMemory:
+    """Measures the peak from now on: of the device's memory on a GPU, of the growth of this process on a CPU.
+
+    The peaks above start again here.
+
+    Args:
+        device: of this rank.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._allocated = torch.cuda.memory_allocated(device)
+            return
+        _return_free_memory()
+        with suppress(OSError):  # on other systems than Linux
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): VmHWM starts again
+        self._start = _status("VmRSS")
+
+    def tensors(self) -> int:
+        """Returns the bytes of tensors at the peak beside those at the start; 0 on a CPU, which does not count them."""
+        if self._device.type != "cuda":
+            return 0
+        return torch.cuda.max_memory_allocated(self._device) - self._allocated
+
+    def total(self, foreign: int = 0) -> int | None:
+        """Returns the bytes; None if this system does not say.
+
+        Args:
+            foreign: resident bytes of other ranks' memory, which is theirs.
+        """
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            # of the driver, of kernels and of NCCL; other processes on the device count too
+            others = max(total - free - torch.cuda.memory_reserved(self._device), 0)
+            return int(torch.cuda.max_memory_reserved(self._device) + others)
+        high = _status("VmHWM")
+        return None if high is None or self._start is None else high - self._start - foreign
+
+
+def _status(name: str) -> int | None:
+    """Returns a size in Linux's ``/proc/self/status`` in bytes; None on other systems."""
+    if not _STATUS.exists():
+        return None
+    found = re.search(rf"^{name}:\s*(\d+) kB$", _STATUS.read_text(encoding="ascii"), re.M)
+    return int(found[1]) * 1024 if found else None
+
+
+def _return_free_memory() -> None:
+    """Gives back what malloc keeps free: memory that is taken from it later would not be growth."""
+    with suppress(OSError, AttributeError):  # another C library than glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)

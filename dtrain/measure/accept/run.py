@@ -1,0 +1,260 @@
+"""Runs the jobs of an acceptance until its time is over, and keeps all results on disk at every moment. No torch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as package_version
+from pathlib import Path
+from typing import Any
+
+from dtrain.config.dump import from_plain
+from dtrain.config.tool_schema import AcceptConfig
+from dtrain.distributed.logging import logger
+from dtrain.errors import ConfigError, DtrainError, directory_error, nearest
+from dtrain.measure.accept.archive import use_caches, write_archive, write_caches
+from dtrain.measure.accept.job import DONE, FAILED, LATE, Ended, PartJob, Running, read_json
+from dtrain.measure.accept.page import Acceptance, render
+from dtrain.measure.accept.parts.environment import driver_facts
+from dtrain.measure.accept.plan import LIMITS_S, PARTS, Machine, Plan, make_plan
+from dtrain.redaction.redact import redact_text
+from dtrain.telemetry.metrics import write_atomically, write_json
+from dtrain.version import version
+
+RESULTS_FILE, PAGE_FILE, CACHES = "accept.json", "accept.md", "caches"
+_POLL_S, _WRITE_S = 0.05, 1.0
+_LEAST_S = {"cuda": 12.0, "cpu": 2.0}  # a job is not begun with less time
+_END_S = {"cuda": 8.0, "cpu": 4.0}  # for the last page and archives
+_PACKAGES = ("torch", "triton", "deepspeed", "transformers", "torchao")
+_SHOWN = 400  # characters of a line on the console
+
+
+def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Acceptance:
+    """Runs the jobs that are not done in ``folder``; page, results and archive are written after each partial result.
+
+    Args:
+        config: of the command.
+        command: line for the page.
+        folder: of the results.
+        age_s: seconds since the start of the process, which ``limit_s`` counts too.
+
+    Raises:
+        ConfigError: a value that cannot be honored.
+    """
+    start = time.monotonic() - age_s
+    limit_s = config.limit_s or LIMITS_S[config.goal]
+    check_parts(config.parts)
+    facts = _describe_machine(config.device)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise directory_error("out", folder, error) from error
+    caches = Path(config.caches) if config.caches else None
+    use_caches(folder / CACHES, caches)
+    machine = Machine(facts["device"], (facts.get("memory_gib") or 79.0) if facts["device"] == "cuda" else 0.0)
+    plan = make_plan(
+        config.goal,
+        machine,
+        limit_s,
+        parts=config.parts,
+        has_caches=caches is not None and caches.exists(),
+        keep_trace=str((folder / "traces").absolute()) if config.keep_trace else None,
+    )
+    if config.keep_trace:
+        (folder / "traces").mkdir(exist_ok=True)
+    empty = Acceptance(command, time.strftime("%Y-%m-%dT%H:%M:%S"), config.goal, limit_s, facts, left_out=plan.left_out)
+    archive = Path(config.archive) if config.archive else None
+    runner = JobRunner(empty, plan, folder, start + limit_s - _END_S[machine.device], archive, machine)
+    try:
+        runner.together(plan.together, start + plan.together_s)
+        if plan.together and caches is not None:
+            write_caches(caches)
+        runner.alone(plan.alone)
+        if caches is not None:
+            write_caches(caches)
+    finally:
+        runner.stop()
+    return runner.write()
+
+
+def check_parts(names: Sequence[str] | None) -> None:
+    """Raises ConfigError if ``names`` has none, or one that is no part."""
+    for name in names or ():
+        if name not in PARTS:
+            raise ConfigError(f"parts: '{name}' is none of {', '.join(PARTS)}{nearest(name, PARTS)}")
+    if names is not None and not names:
+        raise ConfigError(f"parts=[] names no part; the parts are {', '.join(PARTS)}")
+
+
+def _describe_machine(device: str) -> dict[str, Any]:
+    """Returns the device and what its driver says, without torch: the import may take a minute on a new machine."""
+    found = driver_facts() if device != "cpu" else {}
+    if device == "cuda" and not found:
+        raise ConfigError("device=cuda, but nvidia-smi shows no GPU: install the driver, or see CUDA_VISIBLE_DEVICES")
+    packages = {"dtrain": version(), "python": sys.version.split()[0]}
+    for name in _PACKAGES:
+        try:
+            packages[name] = package_version(name)
+        except PackageNotFoundError:
+            continue
+    return {"device": "cuda" if found else "cpu", **found, "packages": packages}
+
+
+class JobRunner:
+    """The jobs under way and those that have ended.
+
+    Args:
+        empty: facts of the acceptance.
+        plan: all jobs; those that ``folder`` has, of the same machine and versions, are not repeated.
+        folder: of the results.
+        deadline: of ``time.monotonic``; nothing runs after it.
+        archive: file that always has what ``folder`` has; None: none.
+        machine: what jobs adapt to.
+    """
+
+    def __init__(
+        self, empty: Acceptance, plan: Plan, folder: Path, deadline: float, archive: Path | None, machine: Machine
+    ) -> None:
+        self._empty, self._folder, self._deadline = empty, folder, deadline
+        self._archive, self._machine, self._least_s = archive, machine, _LEAST_S[machine.device]
+        self._fingerprint = {key: value for key, value in empty.machine.items() if "clock" not in key}
+        self._ended: dict[str, Ended] = {}
+        self._shown: set[str] = set()
+        self._waiting = {job.name: "not begun" for job in plan.jobs}
+        self._running: list[Running] = []
+        self._written = 0.0
+        self._changes: dict[Path, float] = {}
+        for path in sorted((folder / "jobs").glob("*.json")):
+            self._read(path)
+        self.write()
+
+    def _read(self, path: Path) -> None:
+        content = read_json(path)
+        if path.name.endswith(".partial.json") or content.get("status") != DONE:
+            return
+        if content.get("fingerprint") != self._fingerprint:
+            logger.warning("%s: measured on another machine or with other versions", content.get("name"))
+            return
+        try:
+            found = from_plain(Ended, content)
+        except (DtrainError, KeyError, TypeError):
+            return
+        self._ended[found.name] = found
+        if self._waiting.pop(found.name, None):
+            logger.info("%s: done before", found.name)
+
+    def together(self, jobs: Sequence[PartJob], deadline: float) -> None:
+        """Runs the jobs side by side until ``deadline``: engines and tests at once, compilers as places get free."""
+        queue = [job for job in jobs if job.name in self._waiting]
+        places = 2 if self._machine.device == "cpu" else max(1, sum(job.part != "compiled" for job in queue))
+        while queue or self._running:
+            left_s = min(deadline, self._deadline) - time.monotonic()
+            while queue and len(self._running) < places and left_s > self._least_s:
+                self._start(queue.pop(0)).send(left_s)
+            if queue and left_s <= self._least_s:
+                self._waiting |= {job.name: "no time left" for job in queue}
+                queue = []
+            for running in list(self._running):
+                if (ended := running.poll()) is not None:
+                    self._running.remove(running)
+                    again = self._end(running.job, ended)
+                    queue[:0] = [again] if again is not None else []
+            self._tick()
+
+    def alone(self, jobs: Sequence[PartJob]) -> None:
+        """Runs the jobs one after the other; the process of the next one imports and waits meanwhile."""
+        queue = [job for job in jobs if job.name in self._waiting]
+        ready: Running | None = None
+        while queue:
+            job = queue.pop(0)
+            left_s = self._deadline - time.monotonic()
+            if left_s < self._least_s:
+                self._waiting |= {found.name: "no time left" for found in (job, *queue)}
+                break
+            if ready is None or ready.job.name != job.name:
+                ready = self._start(job)
+            ready.send(left_s)
+            # what measures the host's time has the host for itself
+            current, ready = ready, self._start(queue[0]) if queue and job.part != "streams" else None
+            while (ended := current.poll()) is None:
+                self._tick()
+            self._running.remove(current)
+            again = self._end(current.job, ended)
+            queue[:0] = [again] if again is not None else []
+            if ended.status == FAILED and again is None:
+                queue = self._without_further_runs(ended.name, queue)
+            if ready is not None and (not queue or queue[0].name != ready.job.name or again is not None):
+                self._running.remove(ready)
+                ready.kill()
+                ready = None
+
+    def _without_further_runs(self, name: str, queue: Sequence[PartJob]) -> list[PartJob]:
+        """Returns ``queue`` without the further runs of a case that failed: they would fail again."""
+        case, is_run, _ = name.rpartition(", run ")
+        further = [job.name for job in queue if is_run and job.name.startswith(f"{case}, run ")]
+        self._waiting |= dict.fromkeys(further, f"{name} failed")
+        return [job for job in queue if job.name not in further]
+
+    def _start(self, job: PartJob) -> Running:
+        running = Running(job, self._folder, self._machine.device, small=self._machine.small)
+        self._running.append(running)
+        return running
+
+    def _end(self, job: PartJob, ended: Ended) -> PartJob | None:
+        """Keeps and prints what a job has found; returns the job that does what it has left."""
+        ended = replace(ended, fingerprint=self._fingerprint)
+        self._ended[ended.name] = ended
+        self._waiting.pop(ended.name, None)
+        write_json(self._folder / "jobs" / f"{job.file_name}.json", asdict(ended), indent=1)
+        logger.info(
+            "%s: %s, %.0f s%s", ended.name, ended.status, ended.seconds, f": {ended.error}" if ended.error else ""
+        )
+        (self._folder / "jobs" / f"{job.file_name}.partial.json").unlink(missing_ok=True)
+        acceptance = self.write()
+        # all jobs of the part, because a curve needs the reference and a step its baseline; only new lines are shown
+        own = replace(acceptance, ended=[found for found in self._ended.values() if found.part == ended.part])
+        for report in own.reports().values():
+            for line in [*report.conclusions, *(f"FAILED {line}" for line in report.failures)]:
+                if line not in self._shown:
+                    self._shown.add(line)
+                    logger.info("  %s", redact_text(line)[:_SHOWN])
+        return job.again(job, ended) if job.again is not None and ended.status in (FAILED, LATE) else None
+
+    def _tick(self) -> None:
+        time.sleep(_POLL_S)
+        if time.monotonic() - self._written > _WRITE_S and self._has_changed():
+            self.write()
+
+    def _has_changed(self) -> bool:
+        changes = {run.output: run.output.stat().st_mtime for run in self._running if run.output.exists()}
+        has_changed = changes != self._changes
+        self._changes = changes
+        return has_changed
+
+    def write(self) -> Acceptance:
+        """Writes results, page and archive, with what the jobs under way have found so far."""
+        under_way = [
+            Ended(run.job.name, run.job.part, "under way", 0.0, results)
+            for run in self._running
+            if run.has_begun and (results := run.results())
+        ]
+        known = {found.name for found in under_way}
+        not_run = {name: reason for name, reason in self._waiting.items() if name not in known}
+        acceptance = replace(self._empty, ended=[*self._ended.values(), *under_way], not_run=not_run)
+        write_json(self._folder / RESULTS_FILE, asdict(acceptance), indent=1)
+        write_atomically(self._folder / PAGE_FILE, redact_text(render(acceptance)))
+        if self._archive is not None:
+            # secrets are removed from a log when its job has ended
+            logs = {str(run.log.relative_to(self._folder)) for run in self._running}
+            write_archive(self._archive, self._folder, leave_out={CACHES, "scratch", "traces", *logs})
+        self._written = time.monotonic()
+        return acceptance
+
+    def stop(self) -> None:
+        """Ends every process."""
+        for running in self._running:
+            running.kill()
+        self._running = []

@@ -1,0 +1,95 @@
+"""Times the three products of a Linear in BF16 and FP8, separately and together with their casts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from dtrain.measure.bench.operations.timing import Operation, time_rounds
+from dtrain.measure.bench.records import LinearFormat, ProductTimes
+from dtrain.precision.float8.cast import E4M3, Quantized, quantize
+from dtrain.precision.float8.linear import convert
+from dtrain.precision.float8.matmul import ALIGNMENT, multiply
+from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.weights import Cache, QuantizedWeight
+
+ALL_THREE = "all three, with casts"
+_BF16 = "bf16"
+_REPEATS = {"cpu": 1, "cuda": 20}  # on a GPU one product is as short as its launch
+
+
+def product_shapes(linears: Iterable[LinearFormat]) -> list[tuple[int, int]]:
+    """Returns the distinct weight shapes that FP8 Tensor Cores accept without padding, in the order of the model."""
+    shapes = dict.fromkeys((linear.out_features, linear.in_features) for linear in linears)
+    return [shape for shape in shapes if not any(size % ALIGNMENT for size in shape)]
+
+
+def time_products(
+    rows: int, out_features: int, in_features: int, recipes: dict[str, Recipe], rounds: int, device: torch.device
+) -> list[ProductTimes]:
+    """Times the three products of a Linear separately, then together with their casts, in BF16 and in each recipe.
+
+    Separately, the operands are cast beforehand. Together, all casts are timed but the weight's, which a step
+    needs only once.
+    """
+    x, gradient, weight = (
+        torch.randn(shape, device=device, dtype=torch.bfloat16)
+        for shape in ((rows, in_features), (rows, out_features), (out_features, in_features))
+    )
+    operands = {
+        "output": (x, weight),
+        "input gradient": (gradient, weight.t()),
+        "weight gradient": (gradient.t(), x.t()),
+    }
+    workloads = {
+        product: {_BF16: lambda left=left, right=right: left @ right.t()}
+        | {name: _product(left, right, product, recipe) for name, recipe in recipes.items()}
+        for product, (left, right) in operands.items()
+    }
+    workloads[ALL_THREE] = {_BF16: _linear(weight, x, gradient, None)} | {
+        name: _linear(weight, x, gradient, recipe) for name, recipe in recipes.items()
+    }
+    return [
+        ProductTimes(product, rows, out_features, in_features, _times(cases, rounds, device))
+        for product, cases in workloads.items()
+    ]
+
+
+def _product(left: Tensor, right: Tensor, product: str, recipe: Recipe) -> Callable[[], object]:
+    """Returns the product of ``left`` [M, K] and ``right`` [N, K] transposed; both are cast beforehand, untimed."""
+    kind = E4M3 if product == "output" else recipe.grad_dtype
+    a, b = quantize(left, kind, rowwise=recipe.rowwise), quantize(right, E4M3, rowwise=recipe.rowwise)
+    a, b = (Quantized(operand.values.contiguous(), operand.scale) for operand in (a, b))
+    return lambda: multiply(a, b, recipe.out_dtype, emulate=recipe.emulate)
+
+
+def _linear(weight: Tensor, x: Tensor, gradient: Tensor, recipe: Recipe | None) -> Callable[[], object]:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight)
+    if recipe is not None:
+        convert(linear, recipe, QuantizedWeight(recipe, Cache.UNTIL_WRITTEN))
+    inputs = x.detach().requires_grad_()
+
+    def run() -> None:
+        linear(inputs).backward(gradient)
+        linear.zero_grad()
+        inputs.grad = None
+
+    return run
+
+
+def _times(cases: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    repeats = _REPEATS[device.type]
+
+    def repeated(run: Callable[[], object]) -> Callable[[], None]:
+        def run_all() -> None:
+            for _ in range(repeats):
+                run()
+
+        return run_all
+
+    operations = {name: Operation(repeated(run), 0) for name, run in cases.items()}
+    timings = time_rounds(operations, rounds, device)
+    return {timing.case: [value / repeats for value in timing.ms] for timing in timings}

@@ -1,0 +1,138 @@
+"""The suites engine, precision, vote, telemetry and blocks: their cases, measured on one configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from dtrain.config.tool_schema import (
+    BLOCK_CASES,
+    BlocksSuiteConfig,
+    EngineSuiteConfig,
+    PrecisionBenchConfig,
+    PrecisionSuiteConfig,
+    SuiteConfig,
+    TelemetryBenchConfig,
+    TelemetrySuiteConfig,
+    VoteBenchConfig,
+    VoteSuiteConfig,
+)
+from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.errors import ConfigError
+from dtrain.measure.bench.peers import PEERS
+from dtrain.measure.bench.records import BenchmarkCase, FailedCase, TrainingResults, run_header
+from dtrain.measure.bench.training.cases import engine_cases
+from dtrain.measure.bench.training.first_step import time_first_steps
+from dtrain.measure.bench.training.rounds import run_rounds
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.sharding.placement import STAGES
+
+
+def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data."""
+    stages = config.bench.stages
+    if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
+        known = ", ".join(map(str, STAGES))
+        raise ConfigError(f"bench.stages={list(stages)} must list some of {known}, each once")
+    installed, missing = [], []
+    for case in engine_cases(config.bench):
+        peer = None if case.is_dtrain else PEERS.get(case.engine)
+        if peer is None or peer.is_installed:
+            installed.append(case)
+            continue
+        reason = f"{case.name}: package {peer.package} is not installed; pip install 'dtrain[bench]'"
+        logger.warning("left out: %s", reason)
+        missing.append(FailedCase(case, reason))
+    results = _run("engine", installed, config, command)
+    starts = time_first_steps(config.bench.starts, config.bench.threads_per_rank)
+    return replace(results, train_starts_s=starts, failures=[*missing, *results.failures])
+
+
+def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's training loop in FP32 and in mixed precision."""
+    cases = precision_cases(config.bench, choose_device(config.bench.device, 0))
+    return _run("precision", cases, config, command)
+
+
+def run_vote_suite(config: VoteSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine with and without loss scaling, its vote timed inside each step."""
+    return _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
+
+
+def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine without sampled steps, and with nothing but sampled steps."""
+    return _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
+
+
+def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> TrainingResults:
+    """Measures dtrain's engine with recomputed and compiled blocks, and with blocks as they are."""
+    return _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
+
+
+def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns FP32, then ``bench.precisions`` or those that ``device`` computes faster than FP32."""
+    mixed = [name for name in bench.precisions or fast_precisions(device) if name != "fp32"]
+    return [BenchmarkCase(name, "native", bench.ranks, name, bench.zero_stage) for name in ("fp32", *mixed)]
+
+
+def vote_cases(bench: VoteBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns the fast precisions of 16 bits, each without and with a dynamic loss scale."""
+    return [
+        BenchmarkCase(
+            f"{name}, {mode}", "native", bench.ranks, name, bench.zero_stage, loss_scale=mode, times_vote=True
+        )
+        for name in _fast_sixteen_bits(device)
+        for mode in ("none", "dynamic")
+    ]
+
+
+def telemetry_cases(bench: TelemetryBenchConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns each precision without and with samples."""
+    return [
+        BenchmarkCase(
+            f"{name}, {'sampled' if samples else 'off'}", "native", bench.ranks, name, bench.zero_stage, samples=samples
+        )
+        for name in bench.precisions or _fast_sixteen_bits(device)
+        for samples in (False, True)
+    ]
+
+
+def blocks_cases(config: BlocksSuiteConfig, device: torch.device) -> list[BenchmarkCase]:
+    """Returns the cases of ``bench.cases`` in one precision."""
+    bench, options = config.bench, config.model.block_options
+    precision = PrecisionPolicy.named("auto").on(device).name if bench.precision == "auto" else bench.precision
+    return [
+        BenchmarkCase(
+            *(name, "native", bench.ranks, precision, bench.zero_stage), blocks=replace(options, **BLOCK_CASES[name])
+        )
+        for name in bench.cases
+    ]
+
+
+def _fast_sixteen_bits(device: torch.device) -> list[str]:
+    return [name for name in fast_precisions(device) if name != "tf32"] or ["bf16"]
+
+
+def fast_precisions(device: torch.device) -> list[str]:
+    """Returns the precisions in which ``device`` multiplies matrices faster than in FP32.
+
+    FP16 is not among them on a CPU; an Ampere GPU or later has all three.
+    """
+    best = PrecisionPolicy.named("auto").on(device).name
+    if device.type == "cuda":
+        return ["tf32", "bf16", "fp16"] if best == "bf16" else ["fp16"]
+    return [best] if best != "fp32" else []
+
+
+def _run(suite: str, cases: Sequence[BenchmarkCase], config: SuiteConfig, command: str) -> TrainingResults:
+    results, failures = run_rounds(cases, config)
+    return TrainingResults(
+        **run_header(suite, command, config),
+        tokens_per_rank=config.bench.micro_batch_size * config.model.max_seq_len,
+        cases=results,
+        train_starts_s=[],
+        failures=failures,
+    )

@@ -1,0 +1,102 @@
+"""``dtrain experiment [NAME] [--out FOLDER] [--from FILE.json]``."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dtrain.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from dtrain.measure.experiment.records import Experiment
+
+EXPERIMENTS = {
+    "master-weights": "what does training lose if updates go to FP16 or BF16 weights, without FP32 masters?",
+    "gradient-histogram": "how many activation gradients does FP16 flush to zero, and which scale recovers them?",
+    "loss-scaling": "does a network that stops learning in FP16 follow FP32 once its loss is scaled?",
+    "accumulation": "how far is a dot product of length n off if it is summed in FP16, BF16 or FP32?",
+    "formats": "can BF16, FP16 and FP8 be told from FP32's own noise on each kind of task?",
+}
+"""Name -> question. The module of that name holds ``EXPERIMENT``; it brings torch, so it is imported when it runs."""
+
+
+def main(argv: Sequence[str]) -> int:
+    try:
+        arguments = _parser().parse_args(argv)
+    except SystemExit as stop:  # argparse has printed the reason
+        return 2 if stop.code else 0
+    name: str | None = arguments.name
+    if name is None and arguments.file is not None:
+        raise ConfigError(f"--from needs the name of an experiment before it: {', '.join(EXPERIMENTS)}")
+    if name is None:
+        print(_listing())
+        return 0
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"unknown experiment '{name}'{nearest(name, EXPERIMENTS)}; valid: {', '.join(EXPERIMENTS)}")
+    _run(name, arguments.out, arguments.file)
+    return 0
+
+
+def load(name: str) -> Experiment[Any]:
+    """Returns the experiment of that name; imports torch."""
+    experiment: Experiment[Any] = import_module(f"dtrain.measure.experiment.{name.replace('-', '_')}").EXPERIMENT
+    return experiment
+
+
+def _run(name: str, out: Path | None, file: Path | None) -> None:
+    import torch
+
+    from dtrain.config.dump import config_to_dict, from_plain
+    from dtrain.measure.experiment.records import ExperimentRecord, read_record, write_record
+    from dtrain.telemetry.host import describe_host
+    from dtrain.tools.tables import show
+
+    experiment = load(name)
+    folder = out or Path(time.strftime(f"runs/experiment-{name}-%Y-%m-%d_%H-%M-%S"))
+    if file is not None:
+        record = read_record(file)
+        if record.experiment != name:
+            raise ConfigError(f"{file} is a result of '{record.experiment}'; give that name instead of '{name}'")
+        result = from_plain(experiment.result, record.result)
+    folder.mkdir(parents=True, exist_ok=True)
+    if file is None:
+        torch.set_num_threads(1)  # the networks are so small that threads would wait for each other
+        date, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
+        result = experiment.run()
+        wall_s = round(time.perf_counter() - start, 1)
+        values = config_to_dict(result)
+        record = ExperimentRecord(
+            name, f"dtrain experiment {name}", date, describe_host(), torch.get_num_threads(), wall_s, values
+        )
+        write_record(folder / f"experiment-{name}.json", record)
+    picture = folder / f"experiment-{name}.png"
+    experiment.draw(result).savefig(picture)
+    show(experiment.tables(result))
+    print(f"{experiment.finding(result)}.\nThe paper: {experiment.paper}.\nresults in {folder}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "dtrain experiment",
+        description="Repeats an experiment of Micikevicius et al., Mixed Precision Training (ICLR 2018), on a small "
+        "network. Prints a table, and writes a JSON file and a picture. Takes seconds to ten minutes on a CPU.",
+        epilog=_listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of the experiment; without it they are listed")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the files, by default runs/experiment-NAME-<date>"
+    )
+    parser.add_argument(
+        "--from", dest="file", type=Path, metavar="FILE.json", help="draw an earlier result, and train nothing"
+    )
+    return parser
+
+
+def _listing() -> str:
+    width = max(map(len, EXPERIMENTS))
+    return "experiments:\n" + "\n".join(f"  {name:{width}}  {question}" for name, question in EXPERIMENTS.items())

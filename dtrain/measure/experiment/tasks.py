@@ -1,0 +1,241 @@
+"""Small trainings of each kind of task, with the configurations, models, data and engine of ``dtrain train``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+
+import torch
+from torch import Generator, Tensor, nn
+
+from dtrain.cli.resolve import compose
+from dtrain.config.precision import Float8, PrecisionConfig
+from dtrain.config.schema import RunConfig
+from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
+from dtrain.distributed.startup.setup import choose_device, connect
+from dtrain.engine.interface import Engine
+from dtrain.measure.experiment.train import report
+from dtrain.models import build_model
+from dtrain.planning.calls import CallRecorder
+from dtrain.planning.products import CONVOLUTION, products
+from dtrain.precision.contract import resolve
+from dtrain.precision.fp16_products import FP16Products
+from dtrain.train.session import micro_batch_weight
+from dtrain.train.setup import make_engine, make_policy
+from dtrain.train.validation import to_device, validate
+
+Batches = Sequence[Sequence[dict[str, Tensor]]]
+"""Micro-batches by step."""
+
+
+@dataclass(frozen=True)
+class TaskCurve:
+    """One training.
+
+    Attributes:
+        losses: of the validation data, by validation.
+        metric: of the last validation; None if the task has none.
+        skipped: number of skipped steps.
+    """
+
+    losses: list[float]
+    metric: float | None
+    skipped: int
+
+
+@dataclass(frozen=True)
+class ProductShares:
+    """Shares of the FLOPs of matrix products, forward and backward.
+
+    Attributes:
+        float8: of the Linears that ``precision=fp8`` computes in FP8.
+        convolutions: of convolutions, which it computes in BF16.
+        num_float8: number of those Linears.
+        num_linears: number of all Linears.
+    """
+
+    float8: float
+    convolutions: float
+    num_float8: int
+    num_linears: int
+
+
+@dataclass(frozen=True)
+class SmallTask:
+    """A run of ``dtrain train`` that validates every ``train.eval_every`` steps.
+
+    Attributes:
+        name: for people.
+        metric: of the task, such as ``accuracy``; empty: it has none.
+        overrides: words of the command line.
+    """
+
+    name: str
+    metric: str
+    overrides: tuple[str, ...]
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return compose([*self.overrides, *_COMMON])
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        return load_dataset(self.config.data, self.config.model.max_seq_len)
+
+    @property
+    def validation_steps(self) -> list[int]:
+        train = self.config.train
+        return list(range(train.eval_every, train.steps + 1, train.eval_every))
+
+    def model(self, seed: int) -> nn.Module:
+        """Returns the model with the initial weights of ``seed``.
+
+        Raises:
+            ConfigError: a library that the model needs is missing.
+        """
+        return build_model(self.config.model, self.dataset.task, seed)
+
+    def batches(self, seed: int) -> Batches:
+        """Returns the micro-batches of all steps, in host memory."""
+        train = self.config.train
+        count = train.global_batch_size // train.micro_batch_size
+        return list(islice(BatchLoader(self.dataset.train, seed, train.micro_batch_size, count), train.steps))
+
+    @cached_property
+    def _validation(self) -> list[tuple[dict[str, Tensor], bool]]:
+        train = self.config.train
+        return list(validation_batches(self.dataset.validation, train.micro_batch_size, train.eval_batches or None))
+
+    def in_format(self, precision: str, seed: int) -> RunConfig:
+        """Returns the configuration with another seed, and a precision whose FP8 Linears no device chooses by speed."""
+        float8 = Float8(choice="all") if precision == "fp8" else Float8()
+        return replace(self.config, seed=seed, precision=PrecisionConfig(precision, float8=float8))
+
+    def train(self, precision: str, seed: int, batches: Batches, *, perturbation: int = 0) -> TaskCurve:
+        """Trains on ``batches``, the :meth:`batches` of ``seed``.
+
+        Args:
+            perturbation: if not 0, every initial weight is moved to the next FP32 number, up or down as this number
+                draws.
+        """
+        engine = self.engine(precision, seed, perturbation=perturbation)
+        found: dict[str, float] = {}
+        losses, skipped = [], 0
+        with fp16_products(engine):
+            for batch in batches:
+                skipped += not self.step(engine, batch)
+                if engine.attempted_steps % self.config.train.eval_every == 0:
+                    found = validate(engine, self.dataset.task, iter(self._validation))
+                    losses.append(found["loss"])
+        report(f"{self.name}, {precision}, seed {seed}: loss {losses[-1]:.4g}")
+        return TaskCurve(losses, found.get(self.metric), skipped)
+
+    def engine(self, precision: str, seed: int, *, perturbation: int = 0) -> Engine:
+        """Returns an engine before its first step."""
+        model = self.model(seed)
+        if perturbation:
+            _perturb(model, Generator().manual_seed(perturbation))
+        config = self.in_format(precision, seed)
+        return make_engine(config, model, connect(choose_device(config.launch.device, 0)))
+
+    def step(self, engine: Engine, batch: Sequence[dict[str, Tensor]]) -> bool:
+        """Takes a step; returns whether it was applied."""
+        num_targets = self.config.train.micro_batch_size * self.config.targets_per_sample
+        for micro in engine.accumulate(batch):
+            weight = micro_batch_weight(micro, num_targets)
+            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
+        return bool(engine.step().applied)
+
+    def product_shares(self) -> ProductShares:
+        """Counts the products of a micro-batch, in FP32 on the CPU, by the format that ``precision=fp8`` gives them."""
+        model = self.model(self.config.seed)
+        policy = make_policy(self.in_format("fp8", self.config.seed)).on(torch.device("cpu"))
+        float8 = set(resolve(policy, model).float8_modules)
+        batch, _ = self._validation[0]
+        with CallRecorder(model) as recorder:
+            model(**batch).loss.backward()
+        found = products(recorder.calls)
+        total = sum(product.flops for product in found)
+        return ProductShares(
+            sum(product.flops for product in found if product.module in float8) / total,
+            sum(product.flops for product in found if product.kind == CONVOLUTION) / total,
+            len(float8),
+            sum(isinstance(module, nn.Linear) for module in model.modules()),
+        )
+
+
+def _perturb(model: nn.Module, generator: Generator) -> None:
+    with torch.no_grad():
+        for weight in model.parameters():
+            sign = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
+            weight.copy_(torch.nextafter(weight, sign * torch.inf))
+
+
+def fp16_products(engine: Engine) -> AbstractContextManager[object]:
+    """Returns the context in which a CPU computes FP16 products as a GPU does, and many times as fast as in FP16."""
+    needed = engine.device.type == "cpu" and engine.policy.compute_dtype == torch.float16
+    return FP16Products() if needed else nullcontext()
+
+
+_COMMON = ("precision=fp32", "optim.compile=false")
+"""Overrides of all tasks; to compile the update takes longer than such a training."""
+
+_GLYPHS = ("data.characters=digits", "data.validation_percent=20", "train.global_batch_size=32")
+_VIT = "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 128}"
+
+
+def _regression(name: str, *more: str) -> SmallTask:
+    return SmallTask(
+        name,
+        "rmse",
+        (
+            *("experiment=regression", "data.validation_percent=10", "model.hidden_dim=64"),
+            *("train.global_batch_size=64", "train.steps=600", "train.eval_every=75", *more),
+        ),
+    )
+
+
+TASKS = (
+    SmallTask(
+        "language model",
+        "",
+        (
+            *("model.num_layers=2", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=32"),
+            *("train.global_batch_size=8", "optim.lr=3e-3"),
+            *("train.steps=240", "train.eval_every=30", "train.eval_batches=16"),
+        ),
+    ),
+    SmallTask(
+        "convnet",
+        "accuracy",
+        (
+            *("experiment=glyphs", *_GLYPHS, "data.size=16", "model.hidden_dim=8"),
+            *("train.steps=240", "train.eval_every=30"),
+        ),
+    ),
+    SmallTask(
+        "vision transformer",
+        "accuracy",
+        (
+            *("experiment=vit", *_GLYPHS, "data.size=16", f"model.args={_VIT}"),
+            *("train.steps=320", "train.eval_every=40"),
+        ),
+    ),
+    _regression("regression"),
+    _regression("regression, exact targets", "data.noise=0"),
+    SmallTask(
+        "diffusion",
+        "",
+        (
+            *("experiment=diffusion", *_GLYPHS, "data.size=12", "model.hidden_dim=8", "ema.decay=null"),
+            *("train.steps=240", "train.eval_every=30"),
+        ),
+    ),
+)
+"""The experiments of ``conf/experiment`` for other tasks than language, and a language model, all smaller.
+
+With exact targets the loss of the regression falls until the rounding of products is a large part of what is left.
+"""

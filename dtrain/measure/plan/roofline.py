@@ -1,0 +1,110 @@
+"""A lower bound of a step's time on a device that is not here: by its published rates and bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dtrain.errors import ConfigError
+from dtrain.measure.plan.amdahl import limit
+from dtrain.planning.calls import CallRecorder, RecordedCall
+from dtrain.planning.devices import Device
+from dtrain.planning.network import Network
+from dtrain.planning.products import is_product, products
+from dtrain.planning.timeline import Timeline, Transfer
+from dtrain.planning.virtual_clock import moved_bytes, update_bytes
+from dtrain.tools.tables import Table, plural, show
+from dtrain.train.planned import PlannedRun
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Least seconds of a step on one rank.
+
+    Attributes:
+        products: at the published rates, or at the bandwidth where that takes longer.
+        others: bytes of all other operations of forward and backward, at the bandwidth.
+        update: bytes of gradients, masters and states, each read and written, at the bandwidth.
+        transfers: of the step.
+    """
+
+    products: float
+    others: float
+    update: float
+    transfers: Sequence[Transfer]
+
+    @property
+    def busy(self) -> float:
+        return self.products + self.others + self.update
+
+
+def roofline(run: PlannedRun) -> Roofline:
+    """Returns the bound of ``run``.
+
+    Raises:
+        ConfigError: a rate or the bandwidth of the device is not published.
+    """
+    device = run.device
+    if device.bandwidth is None:
+        raise ConfigError(f"the bandwidth of {device.name} is not known, and it is not here to be measured")
+    train = run.config.train
+    count = train.global_batch_size // (train.micro_batch_size * run.num_ranks)
+    timeline = Timeline(torch.device("cpu"))
+    with run.engine(timeline=timeline) as (engine, batch):
+        timeline.restart()
+        with CallRecorder(engine.module) as recorder:
+            for micro_batch in engine.accumulate([batch]):
+                engine.backward(engine(**micro_batch))
+        transfers = count * list(timeline.trace().transfers.values())
+        timeline.restart()
+        engine.step()
+        transfers += timeline.trace().transfers.values()
+        states = engine.memory()
+    tf32 = run.config.precision.name == "tf32"
+    return Roofline(
+        count * _product_seconds(recorder.calls, device, tf32=tf32),
+        count * sum(moved_bytes(call) for call in recorder.calls if not is_product(call.signature)) / device.bandwidth,
+        update_bytes(states) / device.bandwidth,
+        transfers,
+    )
+
+
+def _product_seconds(calls: Sequence[RecordedCall], device: Device, *, tf32: bool) -> float:
+    assert device.bandwidth is not None
+    total = 0.0
+    for product in products(calls):
+        name = "tf32" if tf32 and product.format == "fp32" else product.format
+        rate = device.rate(name)
+        if rate is None:
+            raise ConfigError(f"no rate of {device.name} in {name} is published, and it is not here to be measured")
+        total += max(product.flops / rate, product.nbytes / device.bandwidth)
+    return total
+
+
+def show_roofline(run: PlannedRun, network: Path | None) -> None:
+    """Prints the bound."""
+    bound = roofline(run)
+    share = bound.products / bound.busy
+    parts = {"products": bound.products, "other operations": bound.others, "update": bound.update, "step": bound.busy}
+    rows = [(name, f"{1e3 * seconds:.4g}", f"{seconds / bound.busy:.0%}") for name, seconds in parts.items()]
+    show([Table(f"Least time of a step on {run.device.name}", ("part", "ms", "share"), rows)])
+    tokens = run.config.train.global_batch_size * run.config.targets_per_sample
+    print(
+        f"at most {tokens / bound.busy:,.0f} {run.unit}/s on {plural(run.num_ranks, 'rank')}: each operation alone, at "
+        "the published rate or bandwidth; nothing is measured, and no run reaches it"
+    )
+    if run.compiles_blocks:
+        print("the blocks are taken as uncompiled (model.compile): compiled ones read and write less between products")
+    print(f"Amdahl's limit: {limit(share):.3g} times as fast if products took no time")
+    if bound.transfers:
+        received = sum(transfer.nbytes for transfer in bound.transfers)
+        traffic = f"{len(bound.transfers)} collectives a step, of which a rank receives {received / 1e6:.4g} MB"
+        if network is None:
+            print(f"communication is not in these times: {traffic}")
+        else:
+            known = Network.read(network, run.transport)
+            taken = 1e3 * sum(known.seconds(transfer) for transfer in bound.transfers)
+            print(f"communication: {traffic} in {taken:.4g} ms, of which a run may hide a part; not in these times")

@@ -1,0 +1,187 @@
+"""``dtrain plan time``: how long a step takes, what it consists of, and what faster products would bring."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from statistics import quantiles
+
+from dtrain.config.dump import config_to_dict, from_plain
+from dtrain.distributed.startup.launch_env import num_cores
+from dtrain.measure.plan.amdahl import Item, expected, limit
+from dtrain.measure.plan.roofline import show_roofline
+from dtrain.measure.plan.time_rank import RankTime, TimedRank
+from dtrain.planning.network import Network
+from dtrain.planning.ranks import HOST, SOCKETS
+from dtrain.telemetry.throughput import mfu_text
+from dtrain.tools.processes import run_ranks
+from dtrain.tools.tables import Table, plural, show
+from dtrain.train.planned import PlannedRun
+
+_BUDGET_S = 10.0
+_NUM_ITEMS = 5
+_PHASES = {
+    "data_wait_ms": "wait for data",
+    "forward_ms": "forward",
+    "backward_ms": "backward",
+    "update_ms": "update",
+}
+
+
+def show_time(run: PlannedRun, network: Path | None) -> None:
+    """Prints the time of a step of ``run``: measured if its device is this machine's, else a lower bound.
+
+    Args:
+        network: results of ``dtrain bench collectives``; without them communication takes no time.
+
+    Raises:
+        ConfigError: ``network`` is no such file.
+        RankError: the steps failed.
+    """
+    if network is not None:
+        Network.read(network, run.transport)  # an error here is shown before the processes start
+    if not run.device.is_here:
+        show_roofline(run, network)
+        return
+    times = measure_time(run, network, _BUDGET_S)
+    show([phase_table(times)])
+    for line in summary(times, run, network):
+        print(line)
+    print()
+    show([item_table(times), format_table(times)] if times.speedups else [item_table(times)])
+    if not times.speedups:
+        faster = f"{limit(product_share(times)):.3g} times as fast"
+        print(f"Amdahl's limit: {faster} if products took no time; in no other format have they been timed")
+
+
+def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> RankTime:
+    """Returns the times of the slowest of the ranks that share this host, each in a process of its own.
+
+    The ranks of a CPU share its cores and memory, so as many run at the same time as the host has; a GPU runs one.
+
+    Args:
+        budget_s: seconds for the steps, and twice as many for the products.
+    """
+    config = run.config
+    is_cpu = run.device.type == "cpu"
+    processes = min(run.num_ranks, num_processes(run)) if is_cpu else 1
+    threads = config.launch.threads_per_rank or (
+        1 if config.engine.reproducible and is_cpu else max(1, num_cores() // processes)
+    )
+    # ranks of several hosts go through sockets
+    transport = SOCKETS if run.transport == HOST and processes < run.num_ranks else run.transport
+    with tempfile.TemporaryDirectory(prefix="dtrain-plan-") as folder:
+        jobs = [
+            TimedRank(
+                config_to_dict(config),
+                run.num_ranks,
+                transport,
+                None if network is None else str(network.resolve()),
+                process,
+                processes,
+                str(Path(folder, "store")),
+                threads,
+                budget_s,
+            )
+            for process in range(processes)
+        ]
+        texts = [json.dumps(asdict(job)) for job in jobs]
+        results = run_ranks("dtrain.measure.plan.time_rank", texts, threads=threads, folder=Path(folder, "ranks"))
+    return max((from_plain(RankTime, json.loads(result)) for result in results), key=lambda times: times.step.ms)
+
+
+def num_processes(run: PlannedRun) -> int:
+    """Returns the ranks that share this host's CPU."""
+    asked = run.config.launch.num_processes
+    return asked if isinstance(asked, int) else num_cores()
+
+
+def phase_table(times: RankTime) -> Table:
+    step = times.step
+    waited = sum(step.waited_ms) / len(step.waited_ms)
+    phases = {**{_PHASES[name]: ms for name, ms in step.phases_ms.items()}, "wait for ranks": waited}
+    known = {**phases, "other": max(0.0, step.ms - sum(phases.values())), "step": step.ms}
+    rows = [(name, f"{ms:.4g}", f"{ms / step.ms:.0%}") for name, ms in known.items()]
+    return Table("Time of a step", ("part", "ms", "share"), rows)
+
+
+def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]:
+    step, train = times.step, run.config.train
+    tokens = train.global_batch_size * run.config.targets_per_sample
+    totals = [busy + waited for busy, waited in zip(step.busy_ms, step.waited_ms, strict=True)]
+    low, _, high = quantiles(totals, n=4)
+    lines = [
+        f"{step.ms:.4g} ms a step (half of them between {low:.4g} and {high:.4g}), {tokens / step.ms * 1e3:,.0f} "
+        f"{run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} take "
+        f"{_duration(train.steps * step.ms / 1e3)}, without evaluation and checkpoints"
+    ]
+    if run.compiles_blocks:
+        lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
+    if times.mfu is not None:
+        lines.append(f"MFU {mfu_text(times.mfu)}")
+    if run.num_ranks > 1:
+        lines.append(_communication(times, run, network))
+    return lines
+
+
+def _communication(times: RankTime, run: PlannedRun, network: Path | None) -> str:
+    step = times.step
+    traffic = f"{step.num_transfers} collectives a step, of which a rank receives {step.received / 1e6:.4g} MB"
+    if network is None:
+        return (
+            f"communication is not in these times: {traffic}; measure the network by dtrain bench collectives "
+            "bench.out=network.json, and give network=network.json"
+        )
+    hidden = sum(step.hidden_ms) / len(step.hidden_ms)
+    return f"communication: {traffic}; {hidden:.4g} ms of it happen while the rank computes"
+
+
+def item_table(times: RankTime) -> Table:
+    step_ms = _work_ms(times)
+    others = [item for item in times.items if not item.is_product]
+    rows = [_item_row(item, step_ms) for item in others[:_NUM_ITEMS]]
+    rest = others[_NUM_ITEMS:]
+    rows.append((f"{len(rest)} other operations", "", *_time_cells(sum(item.ms for item in rest), step_ms), ""))
+    left = step_ms - sum(item.ms for item in times.items)
+    rows.append(("no operation: Python, launches", "", *_time_cells(left, step_ms), ""))
+    title = f"Largest items beside products, which are {product_share(times):.0%} of the work"
+    return Table(title, ("operation", "calls", "ms", "share", "compile"), rows)
+
+
+def _item_row(item: Item, step_ms: float) -> tuple[str, ...]:
+    note = "would fuse it" if item.is_elementwise else ""
+    return item.name, str(item.calls), *_time_cells(item.ms, step_ms), note
+
+
+def _time_cells(ms: float, step_ms: float) -> tuple[str, str]:
+    return f"{ms:.4g}", f"{ms / step_ms:.1%}"
+
+
+def product_share(times: RankTime) -> float:
+    """Returns the share of products in a rank's own work."""
+    return sum(item.ms for item in times.items if item.is_product) / _work_ms(times)
+
+
+def _work_ms(times: RankTime) -> float:
+    """Returns the milliseconds of a rank's own work: of the steps without the profiler, or of those in it if slower."""
+    busy = times.step.busy_ms
+    return max(sum(busy) / len(busy), sum(item.ms for item in times.items))
+
+
+def format_table(times: RankTime) -> Table:
+    share = product_share(times)
+    rows = [
+        (name, f"{speedup:.3g} x", f"{expected(share, speedup):.3g} x", f"{limit(share):.3g} x")
+        for name, speedup in times.speedups.items()
+    ]
+    title = f"Amdahl's law: products in another format than {times.precision}'s, as measured at their sizes"
+    return Table(title, ("format", "faster products", "faster step", "limit of the step"), rows)
+
+
+def _duration(seconds: float) -> str:
+    minutes, hours = seconds / 60, seconds / 3600
+    if hours >= 48:
+        return f"{hours / 24:.1f} days"
+    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.1f} min" if minutes >= 2 else f"{seconds:.0f} s"

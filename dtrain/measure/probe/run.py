@@ -1,0 +1,266 @@
+"""Runs the probe: trials, noise, analysis of the modules, its check, and the advice."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from dtrain.config.dump import config_to_dict, to_yaml
+from dtrain.config.precision import LossScale
+from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
+from dtrain.config.schema import RunConfig
+from dtrain.data import Dataset, load_dataset
+from dtrain.distributed.logging import logger
+from dtrain.distributed.startup.setup import choose_device, connect
+from dtrain.errors import ConfigError, ProbeError
+from dtrain.measure.probe.advice import advise
+from dtrain.measure.probe.flips import flip
+from dtrain.measure.probe.noise import MicroBatches, final_loss, load_steps, noise_of, with_last_quarter_of
+from dtrain.measure.probe.records import Analysis, Flip, Trial
+from dtrain.measure.probe.report import NoiseRun, ProbeReport
+from dtrain.measure.probe.sensitivity import ProbeSettings, analyze
+from dtrain.measure.probe.trials import FormatTraining, failed_trial, interleave, train
+from dtrain.models import build_model
+from dtrain.precision.fp16_products import FP16Products
+from dtrain.precision.histogram import Histogram
+from dtrain.redaction.redact import redact
+from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically
+from dtrain.tools.report_dir import make_run_dir
+from dtrain.tools.tables import plural
+from dtrain.train.setup import check_inputs, check_patterns, check_precision, set_threads, torch_settings_restored
+from dtrain.train.validation import to_device
+
+
+@dataclass
+class Stages:
+    """Times of the stages, which are announced as they begin."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def __call__(self, name: str, announcement: str) -> Iterator[None]:
+        logger.info("%s: %s", name, announcement)
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+
+
+def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
+    """Probes the model of ``config``; returns the report, and the run directory.
+
+    Raises:
+        ConfigError: a format or rule that this machine or model excludes.
+        ProbeError: FP32 cannot train this model.
+    """
+    device = choose_device(config.launch.device, 0)
+    formats, left_out = choose_formats(config, device)
+    with torch_settings_restored():
+        probe = _Probe(config, formats, device)
+        run_dir = make_run_dir(config.run_dir, "probe")
+        write_atomically(run_dir / CONFIG_FILE, to_yaml(redact(config_to_dict(config))))
+        logger.info("run %s", run_dir)
+        for name, reason in left_out.items():
+            logger.info("%s left out: %s", name, reason)
+        if config.model.compile != "none":
+            logger.info("model.compile=%s: the trials run the blocks uncompiled", config.model.compile)
+        return probe.run(command, left_out), run_dir
+
+
+def choose_formats(config: ProbeConfig, device: torch.device) -> tuple[list[str], dict[str, str]]:
+    """Returns the formats to try, FP32 first, and why others are left out if the user has not chosen.
+
+    Raises:
+        ConfigError: ``device`` cannot compute in a format that the user has chosen.
+    """
+    chosen, left_out = [REFERENCE], {}
+    for name in config.formats or PROBED_FORMATS:
+        if name == REFERENCE:
+            continue
+        try:
+            check_precision(config.training(name), device)
+        except ConfigError as error:
+            if config.formats is not None:
+                raise ConfigError(f"formats has {name}: {error}") from None
+            left_out[name] = str(error)
+            continue
+        chosen.append(name)
+    return chosen, left_out
+
+
+class _Probe:
+    def __init__(self, config: ProbeConfig, formats: Sequence[str], device: torch.device) -> None:
+        # with full logits: the output layer must be called as a module, because modules are what is compared
+        config = replace(config, model=replace(config.model, loss_chunk="none"))
+        self.config, self.formats, self.device = config, formats, device
+        self.base = config.training(REFERENCE)
+        set_threads(self.base, connect(device))
+        self.dataset: Dataset = load_dataset(config.data, config.model.max_seq_len)
+        self.steps = load_steps(self.base, self.dataset)
+        model = build_model(config.model, self.dataset.task, config.seed)
+        check_inputs(model, self.dataset)
+        for name in formats:
+            check_patterns(config.training(name), model)
+        self.num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        self.stages = Stages()
+        self.retrained: list[Trial] = []
+        self.first_gradients: Mapping[str, Tensor] = {}
+        self.reference_loss = 0.0
+
+    @property
+    def batch(self) -> str:
+        """The steps in words."""
+        train, config = self.config.train, self.config
+        num = train.global_batch_size // train.micro_batch_size
+        return (
+            f"{config.steps} steps of {plural(num, 'micro-batch') if num == 1 else f'{num} micro-batches'} of "
+            f"{train.micro_batch_size} x {self.base.targets_per_sample} {self.dataset.task.unit}"
+        )
+
+    def run(self, command: str, left_out: dict[str, str]) -> ProbeReport:
+        with self.stages("trials", f"{', '.join(self.formats)}, interleaved; {self.batch}"):
+            reference, trials = self._trials()
+        with self.stages("noise", f"FP32 with weights an ulp away, and with {self.config.seeds} other seeds"):
+            noise_runs = list(self._noise_runs())
+        perturbed, *seeds = (final_loss(run.losses) for run in noise_runs)
+        noise = noise_of(self.reference_loss, [perturbed], seeds)
+        with self.stages(
+            "analysis", "every module and product, at the FP32 weights after the trial; gradients, also before"
+        ):
+            analysis, flips = self._analyze(reference)
+        report = ProbeReport(
+            command=command,
+            date=time.strftime("%Y-%m-%dT%H:%M:%S"),
+            device=device_name(self.device),
+            num_parameters=self.num_parameters,
+            config=redact(config_to_dict(self.config)),
+            batch=self.batch,
+            trials=trials,
+            noise=noise,
+            noise_runs=noise_runs,
+            analysis=analysis,
+            flips=flips,
+            retrained=self.retrained,
+            advice=None,  # type: ignore[arg-type]  # follows from the rest
+            left_out=left_out,
+            seconds=self.stages.seconds,
+        )
+        with self.stages("advice", "trials with rules, if a format needs any"):
+            return replace(report, advice=advise(report.evidence, self._retrain))
+
+    def _trials(self) -> tuple[FormatTraining, list[Trial]]:
+        trainings: list[FormatTraining] = []
+        failed: dict[str, Trial] = {}
+        for name in self.formats:
+            config = self.config.training(name)
+            try:
+                trainings.append(self._training(config))
+            except Exception as error:  # of a library or the user's model; the other formats are still tried
+                if name == REFERENCE:
+                    raise
+                failed[name] = failed_trial(config, error)
+        self.first_gradients, cosines = interleave(trainings, self.steps)
+        reference = trainings[0]
+        _require_finished(reference, "FP32, the reference,")
+        self.reference_loss = reference.final_loss
+        done = {
+            training.name: training.trial(self.reference_loss, found)
+            for training, found in zip(trainings, cosines, strict=True)
+        }
+        return reference, [(done | failed)[name] for name in self.formats]
+
+    def _training(self, config: RunConfig, *, perturbed: bool = False) -> FormatTraining:
+        return FormatTraining(config, self.dataset.task, self.device, perturbed=perturbed)
+
+    def _noise_runs(self) -> Iterator[NoiseRun]:
+        yield self._noise_run("weights an ulp away", self.base, self.steps, perturbed=True)
+        for offset in range(1, self.config.seeds + 1):
+            seed = self.base.seed + offset
+            config = replace(self.base, seed=seed)
+            steps = with_last_quarter_of(load_steps(config, self.dataset), self.steps)
+            yield self._noise_run(f"seed {seed}", config, steps)
+
+    def _noise_run(
+        self, change: str, config: RunConfig, steps: Sequence[MicroBatches], *, perturbed: bool = False
+    ) -> NoiseRun:
+        training = self._training(config, perturbed=perturbed)
+        for micro_batches in steps:
+            training.step(micro_batches)
+        _require_finished(training, f"FP32 with {change}")
+        logger.info("  %s: final loss %.4f (reference %.4f)", change, training.final_loss, self.reference_loss)
+        return NoiseRun(change, training.losses)
+
+    def _analyze(self, reference: FormatTraining) -> tuple[Analysis, list[Flip]]:
+        config = self.config
+        settings = ProbeSettings(
+            seed=config.seed, lr=config.optim.lr, float8=config.precision.float8, fp16=FP16Products
+        )
+        # gradients are largest at the start, and a constant loss scale must hold there too
+        start = build_model(config.model, self.dataset.task, config.seed).float().to(self.device)
+        first = analyze(start, self._on_device(self.steps[0]), self._formats_of_gradients(), settings)
+        if first.loss_scale is not None:
+            settings = replace(settings, max_scale=first.loss_scale)
+        model, micro_batches = reference.plain_model(), self._on_device(self.steps[-1])
+        analysis = analyze(model, micro_batches, self.formats, settings)
+        flips: list[Flip] = []
+        for name in self.formats[1:]:
+            flips += flip(model, micro_batches, analysis, name, settings=settings)
+        merged = replace(
+            analysis,
+            gradients=_merge(first.gradients, analysis.gradients),
+            activation_gradients=_merge(first.activation_gradients, analysis.activation_gradients),
+        )
+        return merged, flips
+
+    def _formats_of_gradients(self) -> list[str]:
+        return [name for name in self.formats if name == "fp16"]
+
+    def _on_device(self, micro_batches: MicroBatches) -> MicroBatches:
+        return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
+
+    def _retrain(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
+        config = self.config.training(format_name, {**self.config.precision.rules, **rules})
+        if loss_scale is not None:
+            scale = LossScale("static", init=loss_scale)
+            config = replace(config, precision=replace(config.precision, loss_scale=scale))
+        try:
+            training = self._training(config)
+            found = train(training, self.steps, self.first_gradients)
+            trial = training.trial(self.reference_loss, found)
+        except Exception as error:  # a rule that does not fit the model
+            trial = failed_trial(config, error)
+        self.retrained.append(trial)
+        outcome = f"fails: {trial.failure}" if trial.failure is not None else f"gap {trial.gap:+.4f}"
+        scale_note = f" at the loss scale {loss_scale:g}" if loss_scale is not None else ""
+        logger.info("  %s with %s%s: %s", format_name, plural(len(rules), "rule"), scale_note, outcome)
+        return trial
+
+
+def _merge(first: Mapping[str, Histogram], second: Mapping[str, Histogram]) -> dict[str, Histogram]:
+    """Returns the histograms of both together, by name."""
+    merged = dict(first)
+    for name, histogram in second.items():
+        merged[name] = merged[name] + histogram if name in merged else histogram
+    return merged
+
+
+def _require_finished(training: FormatTraining, what: str) -> None:
+    """Raises ``ProbeError`` unless every step of an FP32 training was applied."""
+    if training.failure is None and not training.skipped:
+        return
+    why = (
+        training.failure or f"{training.skipped} of {plural(len(training.losses), 'step')} have gradients that overflow"
+    )
+    raise ProbeError(
+        f"{what} fails: {why}; without it no format can be compared: lower optim.lr, or check the model and the data"
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the name of a GPU, or ``this CPU``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "this CPU"

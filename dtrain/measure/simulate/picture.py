@@ -1,0 +1,77 @@
+"""Draws weak and strong scaling of a simulated run."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dtrain.measure.simulate.points import Assumptions, ScalingPoint
+from dtrain.measure.simulate.report import PURPOSES, accumulation, assumptions, exposed
+from dtrain.tools.tables import plural
+from dtrain.train.planned import PlannedRun
+
+_COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#999999")  # Okabe and Ito's
+
+
+def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoint]], assumed: Assumptions) -> None:
+    """Writes a picture of both scalings, ``by_kind`` of whether the global batch stays, with what they assume."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5.2))
+    for axis, is_strong in zip(axes, (False, True), strict=True):
+        points = by_kind[is_strong]
+        whole = points[-1].traced.run.config.train.global_batch_size
+        kept = f"global batch {whole}" if is_strong else plural(whole // points[-1].ranks, "sample") + " a rank"
+        axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}, {accumulation(points)}", fontsize=10)
+        _bars(axis, points)
+    legend = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(
+        legend.values(),
+        legend.keys(),
+        loc="lower center",
+        bbox_to_anchor=(0.5, 0.12),
+        ncols=len(legend),
+        fontsize=8,
+        frameon=False,
+    )
+    config = points[0].traced.run.config
+    size = getattr(config.engine, "shard_size", None)
+    sharded = f", replicas of {size} ranks" if size else ""
+    stage = f"ZeRO stage {config.engine.zero_stage}{sharded}"
+    lines = [f"Simulated: {config.model.name}, {run.device.name}, {stage}"]
+    lines += [line[0].upper() + line[1:] for line in assumptions(run, [*by_kind[False], *by_kind[True]], assumed)]
+    text = ". ".join(lines) + "."
+    figure.text(0.02, 0.01, textwrap.fill(text, 165), fontsize=7.5, va="bottom")
+    figure.tight_layout(rect=(0, 0.16, 1, 1))
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
+    """Draws each step as a bar of its parts, in percent, and the efficiency above it."""
+    names = [str(point.ranks) for point in points]
+    parts = {
+        "compute": [point.step.compute for point in points],
+        "slowed by transfers": [point.step.slowed for point in points],
+        **{f"wait: {purpose}": [exposed(point, purpose) for point in points] for purpose in PURPOSES},
+    }
+    bottom = [0.0] * len(points)
+    for (name, seconds), color in zip(parts.items(), _COLORS, strict=True):
+        if not any(seconds):
+            continue
+        shares = [100 * s / point.step.seconds for s, point in zip(seconds, points, strict=True)]
+        axis.bar(names, shares, bottom=bottom, label=name, color=color, width=0.65)
+        bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
+    for number, point in enumerate(points):
+        step_s = point.step.seconds
+        taken = f"{step_s:,.4g} s" if step_s > 2 else f"{1e3 * step_s:,.4g} ms"
+        text = f"{taken}\n{point.efficiency:.1%}"
+        axis.text(number, 101, text, ha="center", va="bottom", fontsize=8)
+    axis.set_ylim(0, 118)
+    axis.set_xlabel("ranks")
+    axis.set_ylabel("share of a step, %")

@@ -1,0 +1,218 @@
+"""Prints what ``dtrain simulate`` has found, and the limits that bind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from dtrain.config.engines import Native
+from dtrain.measure.simulate.points import Assumptions, ScalingPoint
+from dtrain.planning.fabric import FABRICS
+from dtrain.planning.replay import GRADIENTS, OTHER, REPLICAS, VOTE, WEIGHTS
+from dtrain.tools.tables import Column, Table, plural, show
+from dtrain.train.memory.plan import FITS
+from dtrain.train.memory.receipt import bytes_range, bytes_text
+from dtrain.train.planned import PlannedRun
+
+PURPOSES = (WEIGHTS, GRADIENTS, REPLICAS, VOTE, OTHER)
+_BINDS = 0.01
+"""Part of a step, or of the elements, from which a limit is named."""
+
+
+def exposed(point: ScalingPoint, purpose: str) -> float:
+    """Returns the seconds for which a rank waits for transfers of ``purpose``."""
+    return sum(share.exposed for (name, _), share in point.step.shares.items() if name == purpose)
+
+
+def received(point: ScalingPoint, purpose: str) -> int:
+    """Returns the bytes of ``purpose`` that a rank receives in a step."""
+    return sum(share.nbytes for (name, _), share in point.step.shares.items() if name == purpose)
+
+
+def in_flight(point: ScalingPoint, purpose: str) -> float:
+    """Returns the seconds of the transfers of ``purpose``."""
+    return sum(share.seconds for (name, _), share in point.step.shares.items() if name == purpose)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.4g}"
+
+
+def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool) -> None:
+    """Prints the tables, the assumptions, and the limits that bind."""
+    purposes = [purpose for purpose in PURPOSES if any(received(point, purpose) for point in points)]
+    steps: list[Column[ScalingPoint]] = [
+        ("ranks", lambda point: f"{point.ranks:,}"),
+        ("step ms", lambda point: _ms(point.step.seconds)),
+        ("compute", lambda point: _ms(point.step.compute)),
+        ("slowed by transfers", lambda point: _ms(point.step.slowed)),
+        *((f"wait: {purpose}", lambda point, purpose=purpose: _ms(exposed(point, purpose))) for purpose in purposes),
+        ("efficiency", lambda point: f"{point.efficiency:.1%}"),
+        (f"{run.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
+    ]
+    others: list[Column[ScalingPoint]] = [
+        ("ranks", lambda point: f"{point.ranks:,}"),
+        ("memory of a rank", lambda point: bytes_range(point.memory.low, point.memory.high)),
+        ("checkpoint", lambda point: bytes_text(point.traced.saved[1])),
+        ("checkpoint of a rank", lambda point: bytes_text(point.traced.saved[0])),
+        ("written in s", lambda point: f"{point.write_s:.3g}"),
+        ("start: transfers s", lambda point: f"{point.startup_s:.3g}"),
+        ("vote received", lambda point: f"{received(point, VOTE) / 1e3:,.1f} kB"),
+        ("vote ms", lambda point: _ms(in_flight(point, VOTE))),
+        ("vote, % of the step", lambda point: f"{in_flight(point, VOTE) / point.step.seconds:.2%}"),
+    ]
+    kind = "the same global batch" if is_strong else "the same batch of each rank"
+    show(
+        [
+            Table.of(f"A step on {run.device.name}, {kind}", steps, points),
+            Table.of("Beside the step", others, points),
+        ]
+    )
+    for line in assumptions(run, points, assumed):
+        print(line)
+    for point in points:
+        for line in remarks(run, point):
+            print(f"{plural(point.ranks, 'rank')}: {line}")
+
+
+def assumptions(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions) -> Iterator[str]:
+    """Yields what the figures rest on, a sentence each."""
+    fabric = FABRICS.get(assumed.network)
+    text = f"network {assumed.network}" + ("" if fabric is None else f": {fabric.line}")
+    yield f"nothing is measured; {text}; {accumulation(points)}"
+    rates = (
+        f"products at {assumed.efficiency:.0%} of the published rate, all else at the memory's bandwidth"
+        if assumed.step_ms is None
+        else f"a rank computes {assumed.step_ms:g} ms"
+    )
+    yield (
+        f"{rates}; {assumed.overlap_slowdown:g} times as long while a transfer runs; the speeds of ranks deviate by "
+        f"{assumed.spread:.1%}"
+    )
+    engine = run.config.engine
+    if not isinstance(engine, Native):
+        scatters = "; for its reduce-scatters: gradients=ring-fp32" if engine.zero_stage else ""
+        yield f"engine={engine.name} is simulated as native at the same stage{scatters}"
+    if run.compiles_blocks:
+        yield "the blocks are taken as uncompiled (model.compile)"
+    yield (
+        "not in these times: congestion, failures, reading data; of the start: processes, the creation of groups and "
+        "connections, and compilation"
+    )
+
+
+def accumulation(points: Sequence[ScalingPoint]) -> str:
+    """Returns the micro-batches of a step of a rank, for people."""
+    counts = sorted({point.traced.count for point in points})
+    if len(counts) == 1:
+        return f"{counts[0]} micro-batch{'es' if counts[0] > 1 else ''} a step"
+    return f"{counts[0]} to {counts[-1]} micro-batches a step"
+
+
+def remarks(run: PlannedRun, point: ScalingPoint) -> Iterator[str]:
+    """Yields a sentence if ``point`` does not fit, or is not ``run`` as it is configured, and for each limit."""
+    size = getattr(run.config.engine, "shard_size", None)
+    if size is not None and size > point.ranks:
+        yield f"one replica, because engine.shard_size={size} is more; dtrain train would refuse it"
+    memory = point.memory
+    if memory.fit != FITS:
+        fit = "does not fit" if memory.low > memory.device.memory else "may not fit"
+        yield (
+            f"{fit} on {memory.device.name} ({bytes_text(memory.device.memory)} for a rank): "
+            f"{bytes_range(memory.low, memory.high)}; dtrain plan memory proposes changes"
+        )
+    yield from limits(point)
+
+
+def limits(point: ScalingPoint) -> Iterator[str]:
+    """Yields a sentence for each limit that takes 1 % of the step, or of the elements."""
+    step, ring = point.step, point.ring
+    if ring is not None and step.seconds - ring.seconds > _BINDS * step.seconds:
+        taken = sum(share.seconds for (name, _), share in ring.shares.items() if name == GRADIENTS)
+        yield (
+            f"unreduced gradients go by all-to-all, each through a rank's own NIC: {_ms(in_flight(point, GRADIENTS))} "
+            f"ms in flight; a ring reduce-scatter of them in FP32 would take {_ms(taken)} ms, and the step "
+            f"{_ms(ring.seconds)} instead of {_ms(step.seconds)} ms"
+        )
+    numel, used = (sum(getattr(buffer, name) for buffer in point.traced.buffers) for name in ("numel", "used"))
+    if numel - used > _BINDS * used:
+        yield (
+            f"shards are whole chunks: {numel - used:,} of {numel:,} elements ({1 - used / numel:.1%}) are padding, "
+            "which is sent and stored like the others"
+        )
+    root = sum(seconds for label, seconds in step.waits.items() if label.startswith("root/"))
+    if root > _BINDS * step.seconds:
+        yield (
+            "the root group (embedding, head, norms) is gathered before the first block and reduced last: a rank "
+            f"waits {_ms(root)} ms for it"
+        )
+    waited = exposed(point, REPLICAS)
+    if waited > _BINDS * step.seconds:
+        yield (
+            f"the sum over {point.ranks // point.traced.shard_ranks} replicas (FP32, once a step) is waited for "
+            f"{_ms(waited)} ms; more micro-batches a step or a larger engine.shard_size make it weigh less"
+        )
+    vote = in_flight(point, VOTE)
+    if vote > _BINDS * step.seconds:
+        share = vote / step.seconds
+        yield f"the vote's gather takes {_ms(vote)} ms, {share:.1%} of the step, and overlaps with nothing"
+    weights = in_flight(point, WEIGHTS)
+    busy = sum(share.seconds for share in step.shares.values())
+    if busy > step.compute:
+        yield (
+            f"transfers take {_ms(busy)} ms ({_ms(weights)} of weights), longer than the computation, "
+            f"{_ms(step.compute)} ms; {_remedies(point)} reduce this"
+        )
+
+
+def _remedies(point: ScalingPoint) -> str:
+    """Returns what makes transfers a smaller part of the step.
+
+    More micro-batches do not at stage 3, where each gathers the weights and reduces the gradients.
+    """
+    engine = point.traced.run.config.engine
+    found = ["larger micro-batches", *(["more of them a step"] if engine.zero_stage < 3 else [])]
+    if isinstance(engine, Native) and engine.zero_stage and point.nodes > 1 and engine.shard_size is None:
+        found.append("engine.shard_size")
+    return " or ".join(found) if len(found) < 3 else ", ".join(found[:-1]) + f", or {found[-1]}"
+
+
+def to_json(
+    run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool
+) -> dict[str, Any]:
+    """Returns all as plain JSON; times are in seconds."""
+    return {
+        "assumptions": asdict(assumed),
+        "device": run.device.name,
+        "scaling": "strong" if is_strong else "weak",
+        "unit": run.unit,
+        "points": [_point_json(run, point) for point in points],
+    }
+
+
+def _point_json(run: PlannedRun, point: ScalingPoint) -> dict[str, Any]:
+    config, step = point.traced.run.config, point.step
+    return {
+        "ranks": point.ranks,
+        "nodes": point.nodes,
+        "shard_ranks": point.traced.shard_ranks,
+        "micro_batch_size": config.train.micro_batch_size,
+        "micro_batches": point.traced.count,
+        "step_s": step.seconds,
+        "compute_s": step.compute,
+        "slowed_s": step.slowed,
+        "targets_per_s": point.targets_per_s,
+        "efficiency": point.efficiency,
+        "transfers": [
+            {"purpose": purpose, "axis": axis, **asdict(share)} for (purpose, axis), share in step.shares.items()
+        ],
+        "ring_step_s": None if point.ring is None else point.ring.seconds,
+        "memory_bytes": [point.memory.low, point.memory.high],
+        "checkpoint_bytes": point.traced.saved[1],
+        "checkpoint_rank_bytes": point.traced.saved[0],
+        "write_s": point.write_s,
+        "startup_s": point.startup_s,
+        "elements": {buffer.name: [buffer.used, buffer.numel] for buffer in point.traced.buffers},
+        "limits": list(remarks(run, point)),
+    }

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtrain.__main__ import main
+from dtrain.config.dump import from_plain
+from dtrain.measure.experiment import cli
+from dtrain.measure.experiment.accumulation import run
+from dtrain.measure.experiment.records import Experiment, read_record
+
+exhaustive = pytest.mark.exhaustive
+
+
+@pytest.fixture
+def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Experiment[object] = cli.load("accumulation")
+    short = replace(whole, run=partial(run, longest=64, trials=4))
+    monkeypatch.setattr(cli, "load", lambda name: short)
+
+
+@pytest.mark.usefixtures("short_accumulation")
+def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "new" / "folder"
+    assert main(["experiment", "accumulation", "--out", str(out)]) == 0
+    shown = capsys.readouterr().out
+    assert "| worst case   | fp16" in shown
+    assert "The paper: " in shown
+    assert (out / "experiment-accumulation.png").read_bytes().startswith(b"\x89PNG")
+    file = out / "experiment-accumulation.json"
+    record = json.loads(file.read_text(encoding="utf-8"))
+    assert record["command"] == "dtrain experiment accumulation"
+    assert record["host"]["torch"]
+    assert record["result"]["lengths"] == [2, 4, 8, 16, 32, 64]
+    assert main(["experiment", "formats", "--from", str(file), "--out", str(out)]) == 2
+    assert "is a result of 'accumulation'" in capsys.readouterr().err
+
+
+DOCS = Path(__file__).parents[4] / "docs"
+RESULTS = DOCS / "results" / "experiments"
+PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", cli.EXPERIMENTS)
+def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str) -> None:
+    assert f"```bash\ndtrain experiment {name}\n```" in PAGE
+    assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
+    assert f"](pictures/experiment-{name}.png)" in PAGE
+    assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
+    record = read_record(RESULTS / f"experiment-{name}.json")
+    assert record.experiment == name
+    experiment: Experiment[Any] = cli.load(name)
+    assert all(table.markdown() in PAGE for table in experiment.tables(from_plain(experiment.result, record.result)))
+
+
+@pytest.mark.parametrize(
+    "name", ["loss-scaling", *(pytest.param(n, marks=exhaustive) for n in cli.EXPERIMENTS if n != "loss-scaling")]
+)
+def test_stored_results_are_shown_and_drawn(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = RESULTS / f"experiment-{name}.json"
+    assert main(["experiment", name, "--from", str(file), "--out", str(tmp_path)]) == 0
+    (picture,) = tmp_path.iterdir()
+    assert (picture.name, picture.stat().st_size > 20_000) == (f"experiment-{name}.png", True)
+    shown = capsys.readouterr().out
+    experiment: Experiment[Any] = cli.load(name)
+    tables = experiment.tables(from_plain(experiment.result, read_record(file).result))
+    assert all(table.markdown() in shown for table in tables)
