@@ -16,7 +16,7 @@ from dtrain.telemetry.metrics import write_json
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RecordHead:
     """The head of a result.
 
     Attributes:
@@ -36,7 +36,7 @@ Found = TypeVar("Found")
 
 
 def head(command: str, config: Any) -> dict[str, Any]:
-    """Returns the fields of :class:`Record` for a measurement of this process, by name."""
+    """Returns the fields of :class:`RecordHead` for a measurement of this process, by name."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),

@@ -85,7 +85,7 @@ def connected(rank: Rank) -> Iterator[None]:
         disconnect(failed=failed)
 
 
-class _Requests:
+class _RequestQueue:
     """Lines of standard input, read by a thread, so that the end of the input is seen while the rank is at work."""
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class _Requests:
 
 def main(name: str) -> int:
     """Serves the job; returns the exit code."""
-    results, requests = open_result(), _Requests()
+    results, requests = open_result(), _RequestQueue()
     module, _, function = name.partition(":")
     try:
         serve = getattr(import_module(module), function)  # before the line, so that a rank is ready when it comes
@@ -135,7 +135,7 @@ def main(name: str) -> int:
     return 0
 
 
-def _serve(found: Any, requests: _Requests, results: IO[str]) -> None:
+def _serve(found: Any, requests: _RequestQueue, results: IO[str]) -> None:
     if not isgenerator(found):
         _write(results, {"result": found})
         requests.finish()
