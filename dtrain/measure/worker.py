@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     import torch
 
 
+_GRACE_S = 1.0  # after the end of the input, for a rank that is about to wait
+
+
 @dataclass(frozen=True)
 class Rank:
     """What a rank is told.
@@ -95,20 +98,21 @@ class _RequestQueue:
 
     def _read(self) -> None:
         while line := sys.stdin.readline():
-            self._is_waiting.clear()
             self._lines.put(line)
-        if self._is_waiting.is_set():
+        if self._is_waiting.wait(_GRACE_S):
             self._lines.put("")
             return
         if os.getpgrp() == os.getpid():
             os.killpg(os.getpid(), signal.SIGKILL)
         os._exit(1)
 
-    def next(self) -> Any:
-        """Waits for the next request; returns None at the end of the input."""
+    def next(self) -> str:
+        """Waits for the next line; returns an empty one at the end of the input."""
         self.finish()
         line = self._lines.get()
-        return json.loads(line) if line else None
+        if line:
+            self._is_waiting.clear()
+        return line
 
     def finish(self) -> None:
         """Says that the rank is not at work, so that it may end by itself when the input ends."""
@@ -121,10 +125,10 @@ def main(name: str) -> int:
     module, _, function = name.partition(":")
     try:
         serve = getattr(import_module(module), function)  # before the line, so that a rank is ready when it comes
-        values = requests.next()
-        if values is None:
+        line = requests.next()
+        if not line:
             return 1
-        rank = Rank(**values)
+        rank = Rank(**json.loads(line))
         configure_logging(rank.rank)
         with connected(rank):
             _serve(serve(rank), requests, results)
@@ -143,11 +147,11 @@ def _serve(found: Any, requests: _RequestQueue, results: IO[str]) -> None:
     result = next(found)
     while True:
         _write(results, {"result": result})
-        request = requests.next()
-        if request is None:
+        line = requests.next()
+        if not line:
             found.close()
             return
-        result = found.send(request)
+        result = found.send(json.loads(line))
 
 
 def _write(results: IO[str], values: dict[str, Any]) -> None:
