@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from dtrain.optim.torch_schedule import TorchSchedule
     from dtrain.precision.policy import PrecisionPolicy
     from dtrain.precision.regions import full_precision
+    from dtrain.train.session import Session
 
     __version__: str
 
@@ -51,6 +52,7 @@ __all__ = [
     "Native",
     "PrecisionPolicy",
     "Schedule",
+    "Session",
     "StepOutcome",
     "TorchOptimizer",
     "TorchSchedule",
@@ -83,6 +85,7 @@ _HOMES = {
     "dtrain.models.linear_cross_entropy": ("linear_cross_entropy",),
     "dtrain.precision.policy": ("PrecisionPolicy",),
     "dtrain.precision.regions": ("full_precision",),
+    "dtrain.train.session": ("Session",),
 }
 
 

@@ -24,7 +24,8 @@ _RANK_0_PRINTS_FIRST_S = 5.0
 
 
 def _train(argv: list[str]) -> int:
-    from dtrain.cli.resolve import read_jobs, run_jobs
+    from dtrain.cli.resolve import read_jobs
+    from dtrain.train.jobs import run_jobs
 
     follow_launcher()
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -11,16 +11,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset, validation_batches
 from dtrain.data.growing import GrowingBatches
 from dtrain.data.loader import Batch
 from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.models import build_model, vocabulary
 from dtrain.tasks import num_targets
-from dtrain.train.setup import check_inputs, check_patterns, check_same, check_tokenizer, make_engine, make_loader
+from dtrain.train.setup import (
+    check_inputs,
+    check_launcher,
+    check_patterns,
+    check_precision,
+    check_same,
+    check_tokenizer,
+    make_engine,
+    make_loader,
+    set_threads,
+)
 from dtrain.train.validation import to_device, validate
 
 MicroBatch = Mapping[str, Tensor]
@@ -76,9 +89,10 @@ class Session:
     @classmethod
     def open(
         cls,
-        config: RunConfig,
-        comm: Communicator,
+        config: RunConfig | None = None,
+        comm: Communicator | None = None,
         *,
+        overrides: Sequence[str] = (),
         model: nn.Module | None = None,
         dataset: Dataset | None = None,
         contract: Mapping[str, Any] | None = None,
@@ -86,15 +100,21 @@ class Session:
         """Loads the data, builds the model and the engine, and checks that they fit together.
 
         Args:
-            config: resolved and checked.
-            comm: of the ranks, each of which calls this.
+            config: resolved and checked; None: that of ``dtrain train`` with ``overrides``.
+            comm: of the ranks, each of which calls this; None: of the process group, or of the launcher's environment.
+            overrides: keys as on the command line, such as ``["model=tiny", "precision=bf16"]``.
             model: instead of the one that ``config`` names.
             dataset: instead of the one that ``config`` names.
             contract: precision contract of an earlier part of the run, whose decisions stay.
 
         Raises:
-            ConfigError: the ranks differ in ``config`` or data; or data, model and keys do not fit together.
+            ConfigError: an override is wrong; the ranks differ in ``config`` or data; or data, model, device and keys
+                do not fit together.
         """
+        if config is None:
+            config = compose(overrides)
+        if comm is None:
+            comm = _connect(config)
         if dataset is None:
             dataset = open_data(config, comm)
         config = with_model_facts(config, dataset)
@@ -163,6 +183,16 @@ class Session:
         train, engine = self.config.train, self.engine
         num = train.eval_batches or None
         return validation_batches(self.dataset.validation, train.micro_batch_size, num, engine.rank, engine.world_size)
+
+
+def _connect(config: RunConfig) -> Communicator:
+    launch = config.launch
+    check_launcher(launch)
+    device = choose_device(launch.device, LaunchEnv.read().local_rank)
+    check_precision(config, device)
+    comm = connect(device, timeout_s=launch.timeout_s, shared_memory=launch.shared_memory)
+    set_threads(config, comm)
+    return comm
 
 
 def open_data(config: RunConfig, comm: Communicator) -> Dataset:
