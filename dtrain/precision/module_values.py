@@ -1,21 +1,17 @@
-"""Records the ranges of what the modules of a model take and return, and of the gradients that reach those tensors.
-
-Hooks read the tensors and change none, so the numbers of a forward and its backward stay the same bit for bit. A hook
-never raises: a forward that communicates must continue on every rank.
-"""
+"""Records the ranges of what the modules of a model take and return, and of the gradients that reach those tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from dtrain.precision.module_calls import ModuleCall, watch_calls
 from dtrain.precision.rules import is_compiled
 
 _CHUNK = 1 << 20  # elements at a time, so that the copies that are needed stay small
@@ -125,6 +121,11 @@ class TensorRecord:
     forward: Measured
     gradient: Measured | None = None
 
+    @property
+    def side(self) -> str:
+        """Returns ``input`` or ``output``."""
+        return "output" if self.is_output else "input"
+
     def set_gradient(self, grad: Tensor | None) -> None:
         """Measures the gradient of this tensor; called by autograd."""
         if grad is not None and grad.numel():
@@ -135,7 +136,8 @@ class TensorRecord:
 class ModuleRecorder:
     """Records the floating tensors at the boundaries of all modules, in the order of time.
 
-    A module compiled by ``torch.compile`` is recorded as a whole: no hook runs inside of it.
+    A compiled module is recorded as a whole. A hook never raises: a forward that communicates must continue on every
+    rank.
 
     Attributes:
         records: of all forwards inside :meth:`recording`.
@@ -148,79 +150,55 @@ class ModuleRecorder:
         self.records: list[TensorRecord] = []
         self.weights: dict[str, list[tuple[str, Measured]]] = {}
         self.failures: list[str] = []
-        self._callers: list[str] = []
         self._edges: dict[GradientEdge, None] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Context of forwards that are recorded; gradients are recorded after it too."""
-        undo: list[Callable[[], None]] = []
+    def recording(self) -> AbstractContextManager[object]:
+        """Returns the context of forwards that are recorded; gradients are recorded after it too."""
         compiled = [module for module in self._model.modules() if is_compiled(module)]
-        inside = {id(part) for module in compiled for part in list(module.modules())[1:]}
-        for name, module in self._model.named_modules():
-            if id(module) not in inside:
-                undo += self._install(name, module)
-        try:
-            yield
-        finally:
-            for function in undo:
-                function()
-            self._callers.clear()
+        inside = {part for module in compiled for part in list(module.modules())[1:]}
+        modules = {name: module for name, module in self._model.named_modules() if module not in inside}
+        return watch_calls(modules, self._begin, self._end, before_hooks=True)
 
-    def _install(self, name: str, module: nn.Module) -> list[Callable[[], None]]:
-        call = module._compiled_call_impl
-        if call is not None:  # it would compile hooks, so it is wrapped instead
+    def _begin(self, call: ModuleCall) -> None:
+        with self._guarded(call):
+            if call.name not in self.weights:
+                self.weights[call.name] = [(key, Measured.of(value)) for key, value in _weights(call.module)]
+            for key, value in (*enumerate(call.args), *call.kwargs.items()):
+                self._record(call, str(key), value)
 
-            def recorded(*args: Any, **kwargs: Any) -> Any:
-                self._enter(name, module, args, kwargs)
-                output = call(*args, **kwargs)
-                self._leave(name, module, args, kwargs, output)
-                return output
+    def _end(self, call: ModuleCall) -> None:
+        with self._guarded(call):
+            self._record(call, "output", call.output, is_output=True)
 
-            module._compiled_call_impl = recorded
-            return [lambda: setattr(module, "_compiled_call_impl", call)]
-        return [
-            # after the hook with which a library unshards the parameters
-            module.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True).remove,
-            # before the hook that reshards them
-            module.register_forward_hook(partial(self._leave, name), with_kwargs=True, prepend=True).remove,
-        ]
-
-    def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if in_backward():
-            return
-        with self._guarded(name):
-            if name not in self.weights:
-                self.weights[name] = [(key, Measured.of(value)) for key, value in _weights(module)]
-            for index, value in enumerate(args):
-                self._record(name, module, str(index), value)
-            for key, value in kwargs.items():
-                self._record(name, module, key, value)
-        self._callers.append(name)
-
-    def _leave(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if in_backward():
-            return
-        if self._callers:
-            self._callers.pop()
-        with self._guarded(name):
-            self._record(name, module, "output", output, is_output=True)
-
-    def _record(self, name: str, module: nn.Module, label: str, value: Any, *, is_output: bool = False) -> None:
-        caller = self._callers[-1] if self._callers else None
+    def _record(self, call: ModuleCall, label: str, value: Any, *, is_output: bool = False) -> None:
         for key, tensor in named_tensors(label, value):
-            record = TensorRecord(name, type(module).__name__, caller, is_output, key, Measured.of(tensor))
+            kind = type(call.module).__name__
+            record = TensorRecord(call.name, kind, call.caller, is_output, key, Measured.of(tensor))
             self.records.append(record)
             if tensor.requires_grad and tensor.grad_fn is not None:
                 tensor.register_hook(record.set_gradient)
                 self._edges[get_gradient_edge(tensor)] = None
 
     @contextmanager
-    def _guarded(self, name: str) -> Iterator[None]:
+    def _guarded(self, call: ModuleCall) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # of a tensor subclass, or out of memory
-            self.failures.append(f"'{name}': {type(error).__name__}: {error}")
+            self.failures.append(f"'{call.name}': {type(error).__name__}: {error}")
+
+    def first_nonfinite(self) -> tuple[TensorRecord | None, TensorRecord | None]:
+        """Returns the first tensor of the forward that is not finite, and the first output before that may be a mask.
+
+        What may be a mask is not the first tensor.
+        """
+        mask = None
+        for record in self.records:
+            values = record.forward.read(record.name)
+            if not (values.is_finite or values.may_be_mask):
+                return record, mask
+            if mask is None and record.is_output and values.may_be_mask:
+                mask = record
+        return None, mask
 
     def run_backward(self, loss: Tensor) -> None:
         """Runs the backward of ``loss`` down to the first recorded tensors; no gradient reaches a parameter."""
@@ -232,11 +210,6 @@ class ModuleRecorder:
     def drop_graph(self) -> None:
         """Releases the graph of the recorded forwards."""
         self._edges.clear()
-
-
-def in_backward() -> bool:
-    """Whether autograd runs in this thread, so that a forward is one that activation checkpointing repeats."""
-    return bool(torch._C._current_graph_task_id() != -1)  # private, but torch.utils.checkpoint depends on it
 
 
 def named_tensors(name: str, value: Any) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import (
 
 from dtrain.engine.parts.forward_calls import kept_buffers
 from dtrain.precision.float8.linear import products_as_operators
-from dtrain.precision.module_values import in_backward
+from dtrain.precision.module_calls import in_backward
 
 Forward = Callable[..., Any]
 """A forward that takes its module as the first argument."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -22,16 +22,16 @@ class ActivationMeasurement:
 
     def __init__(self, modules: Mapping[str, nn.Module], device: torch.device) -> None:
         self._modules = modules
+        self._numbers = {name: number for number, name in enumerate(modules)}
         self._outputs = MagnitudeCounts(len(modules), device)
         self._gradients = MagnitudeCounts(len(modules), device)
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for number, module in enumerate(self._modules.values()):
-                forward, gradient = partial(_add, self._outputs, number), partial(_add, self._gradients, number)
-                stack.enter_context(on_outputs(module, forward=forward, gradient=gradient))
-            yield
+    def hooks(self) -> AbstractContextManager[object]:
+        return on_outputs(self._modules, partial(self._add, self._gradients), partial(self._add, self._outputs))
+
+    def _add(self, magnitudes: MagnitudeCounts, name: str, values: Tensor) -> None:
+        if values.numel():
+            magnitudes.add(self._numbers[name], values)
 
     def totals(self, comm: Communicator, better: float) -> tuple[ActivationPrecision, ...]:
         """Returns the records; all ranks call. ``better``: see :meth:`GradientShares.of`."""
@@ -49,8 +49,3 @@ class ActivationMeasurement:
             )
             for number, name in enumerate(self._modules)
         )
-
-
-def _add(magnitudes: MagnitudeCounts, number: int, values: Tensor) -> None:
-    if values.numel():
-        magnitudes.add(number, values)

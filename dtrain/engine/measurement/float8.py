@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from dtrain.engine.measurement.hooks import on_outputs
 from dtrain.engine.measurement.totals import sum_over_ranks
 from dtrain.precision.float8.cast import E4M3, Quantized, decode, dequantize, quantize
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.module_values import in_backward
+from dtrain.precision.module_calls import ModuleCall, watch_calls
 from dtrain.precision.report import Float8ProductPrecision, OperandPrecision
 from dtrain.precision.rounding import loss_of_sums, loss_sums
 
@@ -44,29 +43,24 @@ class Float8Measurement:
         self, modules: Mapping[str, Float8Linear], masters: Mapping[str, TensorShard], device: torch.device
     ) -> None:
         self._modules = modules
+        self._numbers = {name: number for number, name in enumerate(modules)}
         self._masters = masters
         self._sums = torch.zeros(len(modules), len(_CASTS), 5, dtype=torch.float64, device=device)
         self._has_weight: set[int] = set()
 
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for number, (name, module) in enumerate(self._modules.items()):
-                before = module.register_forward_pre_hook(partial(self._on_input, number, name), with_kwargs=True)
-                stack.callback(before.remove)
-                gradient = partial(self._on_gradient, number, module)
-                stack.enter_context(on_outputs(module, forward=lambda _: None, gradient=gradient))
-            yield
+    def hooks(self) -> AbstractContextManager[object]:
+        stack = on_outputs(self._modules, self._on_gradient)
+        stack.enter_context(watch_calls(self._modules, begin=self._on_input))
+        return stack
 
     @torch.no_grad()
-    def _on_input(
-        self, number: int, name: str, module: Float8Linear, inputs: Sequence[Tensor], by_name: Mapping[str, Tensor]
-    ) -> None:
-        x, *_ = (*inputs, *by_name.values())
-        if in_backward() or module.computes_in_fp32(x.device.type):
+    def _on_input(self, call: ModuleCall) -> None:
+        x, *_ = (*call.args, *call.kwargs.values())
+        module, number = self._modules[call.name], self._numbers[call.name]
+        if module.computes_in_fp32(x.device.type):
             return
         self._add_cast(number, module, "input", x, E4M3)
-        master = self._masters.get(f"{name}.weight")
+        master = self._masters.get(f"{call.name}.weight")
         if number not in self._has_weight and master is not None:
             self._has_weight.add(number)
             copies = module.quantized_weight.copies(module.weight_parameter)
@@ -74,12 +68,13 @@ class Float8Measurement:
                 self._add_weight(number, by, copy, master)
 
     @torch.no_grad()
-    def _on_gradient(self, number: int, module: Float8Linear, gradient: Tensor) -> None:
+    def _on_gradient(self, name: str, gradient: Tensor) -> None:
+        module = self._modules[name]
         # a module that computed in FP32 has returned FP32
         if gradient.dtype == module.recipe.out_dtype:
             factor = module.quantized_weight.gradient_factor
             cast = gradient if factor is None else gradient * factor
-            self._add_cast(number, module, "gradient", cast, module.recipe.grad_dtype)
+            self._add_cast(self._numbers[name], module, "gradient", cast, module.recipe.grad_dtype)
 
     def _add_cast(self, number: int, module: Float8Linear, operand: str, x: Tensor, dtype: torch.dtype) -> None:
         rows = x.reshape(-1, x.shape[-1])

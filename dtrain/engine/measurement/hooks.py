@@ -1,44 +1,42 @@
-"""Hooks on modules for one step: their inputs and outputs in the forward, and the gradients of their outputs."""
+"""What the modules of a model return in one step, and the gradients of that."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from typing import Any
+from functools import partial
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from dtrain.errors import ConfigError, nearest
-from dtrain.precision.module_values import in_backward
+from dtrain.precision.module_calls import ModuleCall, watch_calls
 from dtrain.precision.policy import TRAINABLE_DTYPES
 from dtrain.precision.rules import modules_without_hooks
 
-OnTensor = Callable[[Tensor], None]
+OnTensor = Callable[[str, Tensor], None]
+"""Called with the name of a module, and a tensor."""
 
 
-@contextmanager
-def on_outputs(module: nn.Module, *, forward: OnTensor, gradient: OnTensor) -> Iterator[None]:
-    """Calls ``forward`` with each floating tensor that ``module`` returns, and ``gradient`` with its gradient.
+def on_outputs(
+    modules: Mapping[str, nn.Module], gradient: OnTensor, forward: OnTensor = lambda name, x: None
+) -> ExitStack:
+    """Calls ``forward`` with each floating tensor that one of ``modules`` returns, and ``gradient`` with its gradient.
 
     A forward that activation checkpointing repeats in backward gives its outputs once.
     """
 
-    def on_forward(_: nn.Module, __: Any, output: Any) -> None:
-        for value in pytree.tree_leaves(output):
+    def end(call: ModuleCall) -> None:
+        for value in pytree.tree_leaves(call.output):
             if not isinstance(value, Tensor) or value.dtype not in TRAINABLE_DTYPES:
                 continue
-            if not in_backward():
-                forward(value.detach())
+            if not call.is_repeated:
+                forward(call.name, value.detach())
             if value.requires_grad:
-                value.register_hook(gradient)
+                value.register_hook(partial(gradient, call.name))
 
-    handle = module.register_forward_hook(on_forward)
-    try:
-        yield
-    finally:
-        handle.remove()
+    return watch_calls(modules, end=end, repeats=True)
 
 
 def hookable_modules(model: nn.Module) -> dict[str, nn.Module]:

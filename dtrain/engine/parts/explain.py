@@ -107,15 +107,9 @@ class _Search:
         return self._first_in_forward()
 
     def _first_in_forward(self) -> Origin | None:
-        mask = None
-        for record in self._recorder.records:
-            values = record.forward.read(record.name)
-            if values.is_finite:
-                continue
-            if not values.may_be_mask:
-                return self._origin(record, mask)
-            if mask is None and record.is_output:
-                mask = record
+        record, mask = self._recorder.first_nonfinite()
+        if record is not None:
+            return self._origin(record, mask)
         if mask is not None and self._loss is not None and not bool(self._loss.isfinite()):
             return self._origin(mask, None)
         return None
@@ -146,7 +140,6 @@ class _Search:
         gradient: Measured | None = None,
         place: str | None = None,
     ) -> Origin:
-        side = "output" if record.is_output else "input"
         last = self._recorder.records.index(record)
         # of this call of the module, if it is called several times: the nearest before and after
         records = self._recorder.records
@@ -163,7 +156,7 @@ class _Search:
         label = record.name if record.is_output else f"input {record.name}"
         values = record.forward.read(label) if gradient is None else gradient.read(f"gradient of {label}")
         return Origin(
-            place or (side if gradient is None else f"{side} gradient"),
+            place or (record.side if gradient is None else f"{record.side} gradient"),
             record.module,
             record.class_name,
             record.caller,

@@ -13,6 +13,7 @@ from matplotlib.ticker import StrMethodFormatter
 from torch import Tensor, nn
 
 from dtrain.engine.interface import Engine
+from dtrain.engine.measurement.hooks import on_outputs
 from dtrain.measure.experiment.networks import SmallNetwork, convnet, detector, language_model
 from dtrain.measure.experiment.records import Experiment
 from dtrain.measure.experiment.train import Observer, Variant, train
@@ -65,18 +66,14 @@ class ActivationGradients(Observer):
         self._counts = torch.zeros(NUM_BINS, dtype=torch.int64)
 
     def start(self, engine: Engine) -> None:
-        for module in engine.module.modules():
-            if isinstance(module, (nn.Conv2d, nn.Linear)):
-                module.register_forward_hook(self._watch)
+        modules = engine.module.named_modules()
+        products = {name: module for name, module in modules if isinstance(module, (nn.Conv2d, nn.Linear))}
+        self._hooks = on_outputs(products, self._count)
 
     def histogram(self) -> Histogram:
         return Histogram(tuple(self._counts.tolist()))
 
-    def _watch(self, module: nn.Module, args: object, output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(self._count)
-
-    def _count(self, gradient: Tensor) -> None:
+    def _count(self, name: str, gradient: Tensor) -> None:
         self._counts += count_magnitudes(gradient).cpu()
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from dtrain.config.precision import Float8
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast
+from dtrain.precision.module_calls import ModuleCall, watch_calls
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import DTYPES
 
@@ -44,19 +45,16 @@ Handovers = Mapping[str, Handover]
 def observe_handovers(model: nn.Module, forward: Callable[[], object], device: torch.device) -> Handovers:
     """Runs ``forward`` of ``model`` in BF16, as an engine would, and returns what the modules hand each other."""
     found: dict[str, Handover] = {}
-    names = {module: name for name, module in model.named_modules()}
 
-    def observe(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        found.setdefault(names[module], Handover(_reduced((args, kwargs)), _reduced(output)))
+    def observe(call: ModuleCall) -> None:
+        found.setdefault(call.name, Handover(_reduced((call.args, call.kwargs)), _reduced(call.output)))
 
     with ExitStack() as stack:
         contract = resolve(PrecisionPolicy.named("bf16"), model)
         autocast = stack.enter_context(installed(model, contract, device))
         for name, parameter in model.named_parameters():
             stack.enter_context(_data_in(parameter, contract.replica_dtypes[name]))
-        for module in names:
-            handle = module.register_forward_hook(observe, with_kwargs=True)
-            stack.callback(handle.remove)
+        stack.enter_context(watch_calls(dict(model.named_modules()), end=observe))
         stack.enter_context(torch.no_grad())
         stack.enter_context(autocast())
         forward()

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dtrain.engine.rng import keyed_rng, rng_key
 from dtrain.precision.forward import find_loss
+from dtrain.precision.module_calls import ModuleCall, watch_calls
 
 
 @dataclass
@@ -47,7 +48,6 @@ class Recording:
 
     calls: list[Call] = field(default_factory=list)
     gradients: dict[str, Tensor] = field(default_factory=dict)
-    loss: float = 0.0
 
 
 def record(
@@ -61,44 +61,29 @@ def record(
     """
     recording = Recording()
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+    def begin(call: ModuleCall) -> tuple[list[Tensor], Any]:
+        # such as nn.ReLU(inplace=True)
+        is_inplace = getattr(call.module, "inplace", False)
+        return random_state(device), pytree.tree_map(_clone, (call.args, call.kwargs)) if is_inplace else None
+
+    def end(watched: ModuleCall) -> None:
+        needs_dx = any(isinstance(a, Tensor) and a.requires_grad for a in watched.args[:1])
+        state, copies = watched.begun
+        args, kwargs = copies or pytree.tree_map(_detach, (watched.args, watched.kwargs))
+        call = Call(watched.name, args, kwargs, _versions((args, kwargs)), state, [], needs_dx)
+        for index, tensor in enumerate(floats_of(watched.output)):
+            call.gradients.append(None)
+            if tensor.requires_grad:
+                tensor.register_hook(_keep(call.gradients, index))
+        recording.calls.append(call)
+
     with keyed_rng(device, key), torch.enable_grad():
-        with _recorded(modules, recording.calls, device):
+        with watch_calls(modules, begin, end):
             loss = loss_of()
         gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    recording.loss = float(loss)
     recording.gradients = {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
     return recording
-
-
-@contextmanager
-def _recorded(modules: dict[str, nn.Module], calls: list[Call], device: torch.device) -> Iterator[None]:
-    handles = []
-    for name, module in modules.items():
-        began: list[tuple[list[Tensor], Any]] = []  # a stack: a module may call itself
-
-        def enter(module: nn.Module, args: Any, kwargs: Any, began: Any = began) -> None:
-            # such as nn.ReLU(inplace=True)
-            copies = pytree.tree_map(_clone, (args, kwargs)) if getattr(module, "inplace", False) else None
-            began.append((random_state(device), copies))
-
-        def leave(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name, began: Any = began) -> None:
-            state, copies = began.pop()
-            needs_dx = any(isinstance(a, Tensor) and a.requires_grad for a in args[:1])
-            args, kwargs = copies or pytree.tree_map(_detach, (args, kwargs))
-            call = Call(name, args, kwargs, _versions((args, kwargs)), state, [], needs_dx)
-            for index, tensor in enumerate(floats_of(output)):
-                call.gradients.append(None)
-                if tensor.requires_grad:
-                    tensor.register_hook(_keep(call.gradients, index))
-            calls.append(call)
-
-        handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-        handles.append(module.register_forward_hook(leave, with_kwargs=True))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _keep(gradients: list[Tensor | None], index: int) -> Callable[[Tensor], None]:
