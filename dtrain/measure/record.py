@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,7 +63,8 @@ def read_record(path: Path, kind: type[Found], verb: str) -> Found:
         ConfigError: the file cannot be read, or holds something else.
     """
     try:
-        return from_plain(kind, json.loads(path.read_text(encoding="utf-8")))
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return from_plain(kind, {item.name: values[item.name] for item in fields(kind) if item.name in values})  # type: ignore[arg-type]
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is no results file of this version of dtrain {verb}: {reason}") from error
