@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from dtrain.config.blocks import Blocks
+from dtrain.config.capabilities import SETTINGS
 from dtrain.config.data import DataConfig
 from dtrain.config.fields import in_keys
 from dtrain.config.model import DENOISER_FACTORY, LANGUAGE_FACTORIES, MLP_FACTORY, USED_KEYS, ModelConfig
@@ -113,10 +114,18 @@ def check_suite(config: Any) -> None:
 
 
 def _check_parity(config: ParitySuiteConfig) -> None:
-    engines = config.parity.engines
-    if engines == []:
-        raise ConfigError("parity.engines is empty; list some, or leave it null for all that can run here")
-    _check_list("parity.engines", engines or [], tuple(GROUP_OPTIONS["engine"]))
+    parity, engines = config.parity, config.parity.engines
+    for key, choices, default in (
+        ("engines", tuple(GROUP_OPTIONS["engine"]), "all that can run here"),
+        ("precisions", SETTINGS["precision"][1:], "the run's"),
+        ("stages", SETTINGS["zero_stage"], "each engine's own"),
+    ):
+        if (values := getattr(parity, key)) == []:
+            raise ConfigError(f"parity.{key} is empty; list some, or leave it null for {default}")
+        _check_list(f"parity.{key}", values or [], choices)
+    for key, reference in (("precisions", "cpu"), ("stages", "cpu"), ("weight_bound", "oracle")):
+        if getattr(parity, key) is not None and parity.reference != reference:
+            raise ConfigError(f"parity.{key} has no effect without parity.reference={reference}; remove it")
     for engine in engines or ["native"]:  # the others may not run here
         check_parity_engine(config, engine)
 

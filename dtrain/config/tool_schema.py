@@ -263,12 +263,24 @@ class DataSuiteConfig(CheckedRecord):
 
 @dataclass(frozen=True)
 class ParityConfig(CheckedRecord):
-    """Engines to compare with the FP32 oracle, over how many steps, and the permitted deviation."""
+    """Engines to compare, with what and over how many steps, and the permitted deviation."""
 
+    reference: str = one_of(
+        "oracle",
+        "cpu",
+        doc="oracle: plain PyTorch in FP32, all weights of every step; cpu: losses of the native engine in FP32 on the "
+        "CPU, for the kernels of a new GPU.",
+    )
     engines: list[str] | None = setting(
         None, "Some of native, fsdp2, deepspeed, ddp; null: all that can train this run here."
     )
-    ranks: int = at_least(2, 1, "Ranks of each engine; the oracle is one process.")
+    precisions: list[str] | None = setting(
+        None, "With reference=cpu: precisions of each engine, in this order; null: that of the run."
+    )
+    stages: list[int] | None = setting(
+        None, "With reference=cpu: ZeRO stages of each engine that has them, in this order; null: its own."
+    )
+    ranks: int = at_least(2, 1, "Ranks of each engine; the reference is one process.")
     steps: int = at_least(20, 2, "Steps to attempt.")
     micro_batch_size: int = at_least(2, 1, "Sequences in one forward on one rank.")
     global_batch_size: int = at_least(8, 1, "Sequences in one step over all ranks.")
@@ -280,7 +292,9 @@ class ParityConfig(CheckedRecord):
     )
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     threads_per_rank: int = at_least(1, 1, _THREADS)
-    timeout_s: float = at_least(600.0, 1.0, "Seconds after which an unfinished collective ends the engine.")
+    timeout_s: float = at_least(
+        600.0, 1.0, "Seconds after which an unfinished collective, or a case of reference=cpu, ends the engine."
+    )
 
 
 @dataclass(frozen=True)

@@ -86,13 +86,14 @@ def measure(run: Trajectory, oracle: Trajectory) -> Deviations:
     """Returns the deviations of ``run``, which has the same steps and tensor names as the oracle."""
     ours, theirs = run.curve(), oracle.curve()
     return Deviations(
-        loss=[_relative(a.loss, b.loss) for a, b in zip(ours, theirs, strict=True)],
-        grad_norm=[_relative(a.grad_norm, b.grad_norm) for a, b in zip(ours, theirs, strict=True)],
+        loss=[relative(a.loss, b.loss) for a, b in zip(ours, theirs, strict=True)],
+        grad_norm=[relative(a.grad_norm, b.grad_norm) for a, b in zip(ours, theirs, strict=True)],
         weights={name: _tensor_deviations(name, run, oracle, len(theirs)) for name in oracle.names()},
     )
 
 
-def _relative(value: float, reference: float) -> float:
+def relative(value: float, reference: float) -> float:
+    """Returns ``|value - reference| / |reference|``."""
     return _ratio(abs(value - reference), abs(reference))
 
 

@@ -10,6 +10,8 @@ from dtrain.measure.parity.compare import Deviations, Limits, Mismatch, limit_sh
 from dtrain.measure.parity.trajectory import Point
 from dtrain.telemetry.metrics import write_json
 
+REPORT_FILE = "report.json"
+
 
 @dataclass(frozen=True)
 class WorstDeviation:

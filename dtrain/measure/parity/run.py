@@ -22,8 +22,9 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
 from dtrain.measure.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
+from dtrain.measure.parity.curves import CurvesReport, run_curves
 from dtrain.measure.parity.picture import draw
-from dtrain.measure.parity.records import EngineResult, ParityReport, write_report
+from dtrain.measure.parity.records import REPORT_FILE, EngineResult, ParityReport, write_report
 from dtrain.measure.parity.trajectory import Point, Trajectory
 from dtrain.measure.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
 from dtrain.redaction.redact import redact
@@ -33,7 +34,6 @@ from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.setup import check_precision, make_policy
 
-REPORT_FILE = "report.json"
 PICTURE_FILE = "parity.png"
 _WORKER = "dtrain.measure.parity.worker"
 
@@ -90,11 +90,13 @@ class ReferenceRuns:
         return Reference(oracle, points, deviations, None)
 
 
-def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport, Path]:
+def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport | CurvesReport, Path]:
     """Compares the engines; returns the report, and the folder with report, picture and logs."""
     parity = config.parity
     device = choose_device(parity.device, parity.ranks - 1)
     precision = make_policy(config.training("native")).on(device).name
+    if config.parity.reference == "cpu":
+        return run_curves(replace(config, precision=replace(config.precision, name=precision)), device, command)
     engines, left_out = _choose_engines(config, precision, device)
     config = replace(config, precision=replace(config.precision, name=precision))
     run_dir = make_run_dir(config.run_dir, "parity")

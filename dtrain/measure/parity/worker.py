@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import traceback
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -17,18 +19,37 @@ from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.optim import OptimConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, Dataset, load_dataset
+from dtrain.device import synchronize
+from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import configure_logging
 from dtrain.distributed.startup.launch_env import LaunchEnv
-from dtrain.distributed.startup.setup import choose_device, connect, connect_by_file, disconnect
+from dtrain.distributed.startup.setup import (
+    choose_device,
+    connect,
+    connect_by_file,
+    disconnect,
+    ensure_process_group,
+)
 from dtrain.engine.rng import rng_key
+from dtrain.errors import ConfigError
 from dtrain.measure.parity.oracle import PlainTraining
 from dtrain.measure.parity.trajectory import Point, Trajectory
+from dtrain.measure.worker import Rank
 from dtrain.models import build_model
 from dtrain.precision.contract import resolve
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.tools.processes import failure_reason, open_result, read_job
-from dtrain.train.setup import check_inputs, check_patterns, make_engine, make_loader, make_policy, set_threads
+from dtrain.train.session import Session
+from dtrain.train.setup import (
+    check_inputs,
+    check_patterns,
+    make_engine,
+    make_loader,
+    make_policy,
+    set_threads,
+    torch_settings_restored,
+)
 from dtrain.train.validation import to_device
 
 ORACLE, NOISE_BASELINE = "oracle", "noise_baseline"
@@ -77,6 +98,47 @@ def run_job(job: ParityJob) -> dict[str, str]:
         return _train_plainly(job, config)
     _train_with_engine(job, config)
     return {}
+
+
+def train_cases(rank: Rank) -> Generator[dict[str, Any], Mapping[str, Any], None]:
+    """Trains each run that it is asked for; yields its losses, or the reason why there are none."""
+    device = rank.torch_device()
+    if device.type == "cuda":
+        ensure_process_group(device)  # so that NCCL is at work on a single rank too
+    datasets: list[Dataset] = []  # all runs have the same
+    request = yield {}
+    while True:
+        try:
+            with torch_settings_restored():
+                found = _losses(config_from_dict(request), connect(device, timeout_s=rank.timeout_s), datasets)
+        except ConfigError as error:
+            found = {"status": "left out", "reason": failure_reason(error)}
+        except Exception as error:  # any error of a library is a result, and the other runs still train
+            if rank.ranks > 1:  # the others may wait for this one
+                raise
+            traceback.print_exc()
+            found = {"status": "failed", "reason": failure_reason(error)}
+        gc.collect()  # an engine has cycles through its hooks
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        request = yield {**found, "works": _works(device)}
+
+
+def _losses(config: RunConfig, comm: Communicator, datasets: list[Dataset]) -> dict[str, Any]:
+    session = Session.open(config, comm, dataset=datasets[0] if datasets else None)
+    datasets[:] = [session.dataset]
+    outcomes = [session.step() for _ in range(config.train.steps)]
+    skipped = [f"skipped step {step}: {outcome.reason}" for step, outcome in enumerate(outcomes, 1) if outcome.reason]
+    return {"losses": [outcome.loss for outcome in outcomes], "skipped": skipped[0] if skipped else ""}
+
+
+def _works(device: torch.device) -> bool:
+    """Whether the device answers: an illegal access fails every later call of its process."""
+    try:
+        synchronize(device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _train_with_engine(job: ParityJob, config: RunConfig) -> None:
