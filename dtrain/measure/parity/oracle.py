@@ -7,6 +7,7 @@ other scales than the engines'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from dtrain.config.optim import OptimConfig
 
 _FIRST_SCALE = 2.0**16
+_IGNORED = -100  # a target that does not count in its model's mean
 _SMALLEST = 1e-30  # smallest maximum that a scale is computed from: all zeros have none
 
 
@@ -74,7 +76,7 @@ class PlainTraining:
     def step(
         self, micro_batches: Sequence[Mapping[str, Tensor]], lr: float, *, skip: bool = False
     ) -> tuple[float, float]:
-        """Trains one step on the mean loss of all micro-batches; returns loss and gradient norm before clipping.
+        """Trains one step on the mean loss of all targets that count; returns loss and gradient norm before clipping.
 
         Args:
             micro_batches: keyword arguments of the model, on its device, in their global order.
@@ -98,7 +100,7 @@ class PlainTraining:
 
     def _compute_gradients(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
         """Writes the scaled gradient of the mean loss to ``.grad``; returns that loss."""
-        total = 0.0
+        total, counts = 0.0, [_num_targets(micro_batch) for micro_batch in micro_batches]
         for p in self._trained():
             p.grad = None
         with self._perturbed_weights():
@@ -108,8 +110,9 @@ class PlainTraining:
                     self.device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None
                 ):
                     loss = _extract_loss(self._model(**micro_batch))
-                (loss.float() * self._scale / len(micro_batches)).backward()
-                total += loss.item() / len(micro_batches)
+                share = counts[index] / sum(counts) if any(counts) else math.nan
+                (loss.float() * self._scale * share).backward()
+                total += loss.item() * share
         return total
 
     def _gradients(self) -> list[Tensor]:
@@ -128,6 +131,14 @@ class PlainTraining:
         yield
         for p, value in zip(self._trained(), originals, strict=True):
             p.data.copy_(value)
+
+
+def _num_targets(micro_batch: Mapping[str, Tensor]) -> int:
+    """Returns how many targets the model's loss is the mean of; 1 if the micro-batch has none."""
+    targets = micro_batch.get("targets")
+    if targets is None:
+        return 1
+    return len(targets) if targets.is_floating_point() else int((targets != _IGNORED).sum())
 
 
 def _extract_loss(output: Any) -> Tensor:

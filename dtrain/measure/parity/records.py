@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field
 
 from dtrain.measure.parity.compare import Deviations, Limits, Mismatch, limit_shares
 from dtrain.measure.parity.trajectory import Point
-from dtrain.telemetry.metrics import write_json
+from dtrain.measure.record import RecordHead
 
 REPORT_FILE = "report.json"
 
@@ -71,23 +69,19 @@ class EngineResult:
         return found
 
 
-@dataclass(frozen=True)
-class ParityReport:
+@dataclass(frozen=True, kw_only=True)
+class ParityReport(RecordHead):
     """Result of one run of ``dtrain parity``.
 
     Attributes:
-        date: local time, ISO 8601.
         precision: resolved precision of the engines.
         num_parameters: trained parameters.
         noise_baseline: curve of plain PyTorch in that precision; empty if it cannot run the model.
         left_out: engines that were not requested and cannot run here, with the reason.
     """
 
-    command: str
-    date: str
     precision: str
     num_parameters: int
-    config: dict[str, Any]
     oracle: list[Point]
     noise_baseline: list[Point]
     noise_deviations: Deviations | None
@@ -98,12 +92,3 @@ class ParityReport:
     @property
     def agrees(self) -> bool:
         return all(result.agrees for result in self.engines)
-
-
-def write_report(path: Path, report: ParityReport) -> None:
-    """Writes ``report`` atomically as JSON; numbers that are not finite become null."""
-    values = asdict(report)
-    for entry, result in zip(values["engines"], report.engines, strict=True):
-        entry["summary"] = result.summary
-    values["agrees"] = report.agrees
-    write_json(path, values, indent=1)

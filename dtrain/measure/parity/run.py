@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import tempfile
@@ -24,12 +23,14 @@ from dtrain.errors import ConfigError, ParityError, RankError
 from dtrain.measure.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
 from dtrain.measure.parity.curves import CurvesReport, run_curves
 from dtrain.measure.parity.picture import draw
-from dtrain.measure.parity.records import REPORT_FILE, EngineResult, ParityReport, write_report
+from dtrain.measure.parity.records import REPORT_FILE, EngineResult, ParityReport
 from dtrain.measure.parity.trajectory import Point, Trajectory
-from dtrain.measure.parity.worker import NOISE_BASELINE, ORACLE, ParityJob
+from dtrain.measure.parity.worker import NOISE_BASELINE, ORACLE
+from dtrain.measure.ranks import run_ranks
+from dtrain.measure.record import head, write_record
+from dtrain.measure.worker import Rank
 from dtrain.redaction.redact import redact
 from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically
-from dtrain.tools.processes import run_ranks
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
 from dtrain.train.setup import check_precision, make_policy
@@ -69,20 +70,19 @@ class ReferenceRuns:
 
     def _train(self, steps: tuple[int, ...]) -> Reference:
         name = f"{ORACLE}-{len(self._cache)}"
-        folder = self._folder / name
-        job = ParityJob(str(folder), config_to_dict(self._config), skipped=steps)
-        begin = time.perf_counter()
-        threads = self._config.launch.threads_per_rank or 1
+        folder, config = self._folder / name, self._config
+        job = {"folder": str(folder), "config": config_to_dict(config), "skipped": steps}
+        launch, begin = config.launch, time.perf_counter()
+        rank = Rank(job, device=launch.device, threads=launch.threads_per_rank, timeout_s=launch.timeout_s)
         try:
-            (result,) = run_ranks(_WORKER, [json.dumps(asdict(job))], threads=threads, folder=self._logs / name)
+            (failure,) = run_ranks(f"{_WORKER}:train_plainly", rank, folder=self._logs / name)
         except RankError as error:
             raise ParityError(f"the oracle, plain PyTorch in FP32, cannot train this model: {error}") from error
         oracle, noise_baseline = Trajectory(folder / ORACLE), Trajectory(folder / NOISE_BASELINE)
         curve = oracle.curve()
         check_oracle(curve)
         logger.info("oracle: %d steps in FP32, %.1f s", len(curve), time.perf_counter() - begin)
-        failure = json.loads(result).get(NOISE_BASELINE)
-        if failure is not None:
+        if failure:
             logger.warning("no noise baseline, the bounds alone decide: plain PyTorch cannot run this: %s", failure)
             return Reference(oracle, [], None, failure)
         deviations, points = measure(noise_baseline, oracle), noise_baseline.curve()
@@ -100,8 +100,7 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport | 
     engines, left_out = _choose_engines(config, precision, device)
     config = replace(config, precision=replace(config.precision, name=precision))
     run_dir = make_run_dir(config.run_dir, "parity")
-    settings = redact(config_to_dict(config))
-    write_atomically(run_dir / CONFIG_FILE, to_yaml(settings))
+    write_atomically(run_dir / CONFIG_FILE, to_yaml(redact(config_to_dict(config))))
     logger.info("run %s", run_dir)
     for name, reason in left_out.items():
         logger.warning("left out: %s: %s", name, reason)
@@ -111,11 +110,9 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport | 
         results = [run_engine(config, name, references, Path(folder), run_dir / "logs") for name in engines]
         num_parameters = sum(reference.oracle.weight(name, 0).numel() for name in reference.oracle.names())
         report = ParityReport(
-            command=command,
-            date=time.strftime("%Y-%m-%dT%H:%M:%S"),
+            **head(command, config),
             precision=precision,
             num_parameters=num_parameters,
-            config=settings,
             oracle=reference.oracle.curve(),
             noise_baseline=reference.noise_baseline,
             noise_deviations=reference.noise_deviations,
@@ -123,7 +120,8 @@ def run_parity(config: ParitySuiteConfig, command: str) -> tuple[ParityReport | 
             engines=results,
             left_out=left_out,
         )
-    write_report(run_dir / REPORT_FILE, report)
+    entries = [{**asdict(result), "summary": result.summary} for result in results]
+    write_record(run_dir / REPORT_FILE, report, engines=entries, agrees=report.agrees)
     draw(report, run_dir / PICTURE_FILE)
     return report, run_dir
 
@@ -168,14 +166,12 @@ def run_engine(
     """
     parity, training = config.parity, config.training(name)
     weights = folder / name
-    job = ParityJob(
-        str(weights), config_to_dict(training), name, ranks=parity.ranks, store=str(folder / f"{name}-store")
-    )
-    jobs = [json.dumps(asdict(replace(job, rank=rank))) for rank in range(parity.ranks)]
+    job = {"folder": str(weights), "config": config_to_dict(training)}
+    rank = Rank(job, 0, parity.ranks, "", parity.device, parity.threads_per_rank, parity.timeout_s)
     result = EngineResult(name, training.engine.zero_stage, 0.0)
     begin = time.perf_counter()
     try:
-        run_ranks(_WORKER, jobs, threads=parity.threads_per_rank, folder=logs / name)
+        run_ranks(f"{_WORKER}:train_engine", rank, folder=logs / name)
     except RankError as error:
         logger.error("%s failed: %s", name, error)
         return replace(result, seconds=time.perf_counter() - begin, failure=str(error))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.__main__ import main
-from dtrain.config.dump import from_plain
 from dtrain.config.model import ModelConfig
 from dtrain.config.schema import OptimConfig
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
-from dtrain.measure.parity import run as parity_run
 from dtrain.measure.parity.compare import BOUNDS, NOISE_FACTOR, Bounds, Mismatch, first_mismatch, make_limits, measure
 from dtrain.measure.parity.oracle import PlainTraining
 from dtrain.measure.parity.run import check_oracle
 from dtrain.measure.parity.trajectory import Point, Trajectory
-from dtrain.measure.parity.worker import ParityJob, run_job
 from dtrain.models import transformer
-from dtrain.tools.processes import run_ranks
+from tests.helpers.chat import masked_data
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
 from tests.helpers.zoo import Micro, make
 
@@ -231,23 +228,8 @@ def report_of(run_dir: Path) -> dict[str, Any]:
     return values
 
 
-@pytest.fixture
-def single_ranks_in_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs jobs of one rank in this process, without the seconds of a process start."""
-
-    def run(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -> list[str]:
-        if len(jobs) > 1:
-            return run_ranks(module, jobs, threads=threads, folder=folder)
-        return [json.dumps(run_job(from_plain(ParityJob, json.loads(jobs[0]))))]
-
-    threads = torch.get_num_threads()
-    monkeypatch.setattr(parity_run, "run_ranks", run)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.processes
-@pytest.mark.usefixtures("single_ranks_in_process")
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_engines_agree_with_the_oracle(ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parity.engines=[native,ddp]", "precision=fp32", "model.dropout=0.1", "engines.native.zero_stage=3"]
@@ -267,7 +249,7 @@ def test_engines_agree_with_the_oracle(ranks: int, tmp_path: Path, capsys: pytes
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.usefixtures("single_ranks_in_process")
+@pytest.mark.usefixtures("warm_ranks")
 def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["parity.engines=[native]", "precision=fp8", "parity.ranks=1", f"run_dir={tmp_path}"]
     assert main(["parity", *TINY, *words]) == 0
@@ -281,6 +263,13 @@ def test_engine_agrees_in_fp8_with_a_noise_baseline_in_fp8(tmp_path: Path, capsy
     assert max(max(series) for series in report["noise_deviations"]["weights"].values()) > BOUNDS["bf16"].weights
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
+def test_engines_and_oracle_weigh_micro_batches_by_their_targets_that_count(tmp_path: Path) -> None:
+    words = [*masked_data(tmp_path / "data"), "parity.engines=[native]", "parity.ranks=1", "precision=fp32"]
+    assert main(["parity", *TINY, *words, "model.max_seq_len=32", f"run_dir={tmp_path / 'run'}"]) == 0
+
+
 def build(config: ModelConfig, vocab_size: int) -> nn.Module:
     """The default model; on rank 1 the gradient of ``model.args.flip`` has the wrong sign, not so in the oracle."""
     model = transformer.build(replace(config, args={}), vocab_size)
@@ -290,7 +279,7 @@ def build(config: ModelConfig, vocab_size: int) -> nn.Module:
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("single_ranks_in_process")
+@pytest.mark.usefixtures("warm_ranks")
 def test_wrong_gradient_on_one_rank_is_found_at_its_step_and_tensor(tmp_path: Path, capsys: Any) -> None:
     name = "blocks.0.ffn.down.weight"
     model = [f"model.factory={__name__}:build", f"model.args.flip={name}"]
@@ -304,7 +293,8 @@ def test_wrong_gradient_on_one_rank_is_found_at_its_step_and_tensor(tmp_path: Pa
     assert found["limit"] == pytest.approx(BOUNDS["fp32"].weights, rel=10)
 
 
-@pytest.mark.usefixtures("single_ranks_in_process")
+@pytest.mark.processes
+@pytest.mark.usefixtures("warm_ranks")
 def test_oracle_skips_the_overflows_of_a_dynamic_loss_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With ``weight_bound=1e-12`` the first applied step is the first above its limit."""
     words = ["parity.engines=[native]", "parity.ranks=1", "precision=fp16", "precision.loss_scale.init=524288"]
