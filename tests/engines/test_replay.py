@@ -19,6 +19,8 @@ from dtrain.data.sampling import sample_id
 from dtrain.models import ModelOutput
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.precision.histogram import Histogram
+from dtrain.tasks import IGNORE_INDEX
+from tests.helpers.chat import masked_data
 from tests.helpers.damage import R0, flip
 from tests.helpers.launch import train
 from tests.helpers.planted_faults import Root, Square
@@ -177,6 +179,24 @@ def check_dump(dump: Path) -> None:
         gradient = gradients[item["name"]]
         assert item["num_nan"] == int(gradient.isnan().sum())
         assert Histogram.from_dict(item["histogram"]) == Histogram.of(gradient)
+
+
+def test_micro_batches_weigh_by_their_targets_that_count(tmp_path: Path) -> None:
+    small = "model.num_layers=1 model.hidden_dim=16 model.num_heads=2 model.max_seq_len=32 schedule.warmup_steps=0"
+    sizes = "train.steps=2 train.log_every=1 train.eval_every=0 train.sample_tokens=0 train.micro_batch_size=1"
+    words = [*small.split(), *sizes.split(), "train.global_batch_size=4", "precision=fp32", "launch.threads_per_rank=1"]
+    assert train(tmp_path / "run", *masked_data(tmp_path / "data"), *words, "engine.reproducible=true") == [0]
+    asked = [str(tmp_path / "run"), "step=2", f"out={tmp_path / 'out'}"]
+    ((code, output),) = run_ranks(1, _replay, asked, str(tmp_path))
+    assert code == 0, output
+    report = json.loads((tmp_path / "out/replay.json").read_text())["result"]
+    weights = [record["weight"] for record in report["micro_batches"]]
+    for index, weight in enumerate(weights):
+        targets = load_file(tmp_path / f"out/micro-batch-{index:03d}.safetensors")["targets"]
+        assert weight == int((targets != IGNORE_INDEX).sum()) / targets.numel()
+    assert len(set(weights)) > 1
+    total = sum(record["weight"] * record["loss"] for record in report["micro_batches"])
+    assert report["steps"][-1]["loss"] == pytest.approx(total / sum(weights))
 
 
 def test_a_gradient_of_two_ranks_is_reproduced_on_two_processes(run_dir: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Records of ``dtrain replay``: the job of its ranks, and what they found."""
+"""Records of ``dtrain replay``: what its ranks found."""
 
 from __future__ import annotations
 
@@ -11,33 +11,6 @@ from dtrain.engine.outcome import Culprit, Origin
 
 FOUND_FIELDS = ("phase", "rank", "micro_batch", "tensor", "start", "stop", "num_inf", "num_nan", "num_bad_losses")
 """Fields of a culprit that the replay must find again."""
-
-
-@dataclass(frozen=True)
-class ReplayJob:
-    """The job of one rank.
-
-    Attributes:
-        folder: of the dump.
-        config: configuration of the run, as plain values.
-        step: counted from 1.
-        checkpoints: to try, in this order.
-        world_size: of the run; None: unknown.
-        data_fingerprint: of the run's data; None: unknown.
-        contract: the run's precision contract.
-        store: file at which several ranks meet.
-    """
-
-    folder: str
-    config: dict[str, Any]
-    step: int
-    checkpoints: tuple[str, ...]
-    world_size: int | None
-    data_fingerprint: str | None
-    contract: dict[str, Any]
-    store: str = ""
-    rank: int = 0
-    ranks: int = 1
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,10 @@ import torch
 from dtrain.cli.checks import check_config
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.logging import logger
+from dtrain.measure.ranks import run_ranks
 from dtrain.measure.replay.records import (
     NumberDifference,
     ReplayedStep,
-    ReplayJob,
     ReplayReport,
     ReplayResult,
     culprit_from_dict,
@@ -25,13 +23,12 @@ from dtrain.measure.replay.records import (
     on_other_ranks,
 )
 from dtrain.measure.replay.source import RecordedRun
-from dtrain.measure.replay.worker import run_job
+from dtrain.measure.replay.worker import replay_steps
+from dtrain.measure.worker import Rank, connected
 from dtrain.telemetry.metrics import write_json
-from dtrain.tools.processes import run_ranks
 from dtrain.tools.report_dir import make_empty_dir
 
 REPORT_FILE = "replay.json"
-_WORKER = "dtrain.measure.replay.worker"
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr")
 
 
@@ -48,19 +45,24 @@ def replay(source: RecordedRun, ranks: int = 1, out: Path | None = None) -> tupl
     """
     check_config(source.config, ranks)
     folder = _make_folder(source, out)
-    job = ReplayJob(
-        str(folder),
-        config_to_dict(source.config),
-        source.step,
-        tuple(map(str, source.checkpoints)),
-        source.world_size,
-        source.data_fingerprint,
-        dict(source.contract),
-        ranks=ranks,
-    )
+    job = {
+        "folder": str(folder),
+        "config": config_to_dict(source.config),
+        "step": source.step,
+        "checkpoints": [str(path) for path in source.checkpoints],
+        "data_fingerprint": source.data_fingerprint,
+        "contract": dict(source.contract),
+    }
+    launch = source.config.launch
+    rank = Rank(job, ranks=ranks, device=launch.device, threads=None, timeout_s=launch.timeout_s)
     begin = source.checkpoints[0].name if source.checkpoints else "the seed"
     logger.info("replaying %s from %s to step %d", source.path, begin, source.step)
-    result = run_job(job) if ranks == 1 else _run_on_ranks(job, folder)
+    if ranks == 1:
+        with connected(rank):
+            result = replay_steps(rank)
+    else:
+        results = run_ranks("dtrain.measure.replay.worker:replay_steps", rank, folder=folder / "logs")
+        result = from_plain(ReplayResult, results[0])
     report = compare(source, result, ranks)
     write_json(folder / REPORT_FILE, {"agrees": report.agrees, **asdict(report)}, indent=1)
     return report, folder
@@ -74,14 +76,6 @@ def _make_folder(source: RecordedRun, out: Path | None) -> Path:
         path = path.with_name(f"replay-{name}-step-{source.step}-{number}")
         number += 1
     return make_empty_dir(path, "out")
-
-
-def _run_on_ranks(job: ReplayJob, folder: Path) -> ReplayResult:
-    with tempfile.TemporaryDirectory() as meeting:
-        store = f"{meeting}/store"
-        jobs = [json.dumps(asdict(replace(job, rank=rank, store=store))) for rank in range(job.ranks)]
-        results = run_ranks(_WORKER, jobs, threads=1, folder=folder / "logs")
-    return from_plain(ReplayResult, json.loads(results[0]))
 
 
 def compare(source: RecordedRun, result: ReplayResult, ranks: int) -> ReplayReport:

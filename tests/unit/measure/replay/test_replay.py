@@ -18,7 +18,6 @@ from dtrain.measure.replay.records import ReplayedStep, ReplayResult, differing_
 from dtrain.measure.replay.report import summary_lines
 from dtrain.measure.replay.run import compare
 from dtrain.measure.replay.source import RecordedRun, read_run, require_named
-from dtrain.measure.replay.worker import run_job  # noqa: F401 - imports what a rank needs
 
 
 def line(step: int, **values: Any) -> dict[str, Any]:
