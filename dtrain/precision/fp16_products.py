@@ -7,6 +7,8 @@ of the sums. Everything else stays in real FP16.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
+
+
+def fp16_products(device: torch.device, formats: Collection[str]) -> AbstractContextManager[object]:
+    """Returns the context in which a CPU computes the products of modules in ``formats``; else one without effect."""
+    return FP16Products() if device.type == "cpu" and "fp16" in formats else nullcontext()
 
 
 class FP16Products(TorchDispatchMode):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import hypot
-from statistics import fmean, stdev
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from dtrain.measure.experiment.records import Experiment
 from dtrain.measure.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve
+from dtrain.measure.noise import DETECTION_LIMIT, Noise
 from dtrain.tools.format_styles import GREY, PRECISION_COLORS
 from dtrain.tools.tables import Table, plural
 
 PRECISIONS = ("bf16", "fp16", "fp8")
-DETECTION_LIMIT = 2.0
-"""A smaller gap, in units of noise, cannot be told from noise."""
 
 _LINES = {"bf16": ("-", 3.6), "fp16": ("--", 1.8), "fp8": ("-", 1.4)}
 """Dash and width: BF16 stays visible behind FP8, which equals it in a model without FP8 Linears."""
@@ -46,18 +44,6 @@ class FormatCurves:
 
 
 @dataclass(frozen=True)
-class LossNoise:
-    """Standard deviations of FP32's loss, over seeds, and over trainings that begin an ulp apart."""
-
-    seeds: float
-    rounding: float
-
-    @property
-    def unit(self) -> float:
-        return hypot(self.seeds, self.rounding)
-
-
-@dataclass(frozen=True)
 class TaskComparison:
     """A task in all formats.
 
@@ -78,9 +64,9 @@ class TaskComparison:
     def of(self, precision: str) -> FormatCurves:
         return next(found for found in self.formats if found.precision == precision)
 
-    def noise(self, index: int = -1) -> LossNoise:
-        losses = self.fp32.losses(index)
-        return LossNoise(stdev(losses), stdev([losses[0], *(curve.losses[index] for curve in self.perturbed)]))
+    def noise(self, index: int = -1) -> Noise:
+        reference, *seeds = self.fp32.losses(index)
+        return Noise.of(reference, [curve.losses[index] for curve in self.perturbed], seeds)
 
     def gaps(self, precision: str, index: int = -1) -> list[float]:
         """Returns the loss minus FP32's with the same seed, in units of noise, at the validation ``index``."""
@@ -110,13 +96,10 @@ def run(tasks: Sequence[SmallTask] = TASKS, seeds: Sequence[int] = (0, 1, 2, 3))
 
 def compare(task: SmallTask, shares: ProductShares, seeds: Sequence[int]) -> TaskComparison:
     """Trains one task in every format with every seed."""
-    batches = {seed: task.batches(seed) for seed in seeds}
-    first = seeds[0]
     fp32, *formats = (
-        FormatCurves(precision, [task.train(precision, seed, batches[seed]) for seed in seeds])
-        for precision in ("fp32", *PRECISIONS)
+        FormatCurves(precision, [task.train(precision, seed) for seed in seeds]) for precision in ("fp32", *PRECISIONS)
     )
-    perturbed = [task.train("fp32", first, batches[first], perturbation=number) for number in range(1, len(seeds))]
+    perturbed = [task.train("fp32", seeds[0], perturbation=number) for number in range(1, len(seeds))]
     return TaskComparison(task.name, task.metric, task.validation_steps, shares, fp32, perturbed, formats)
 
 
@@ -140,7 +123,7 @@ def tables(result: FormatsResult) -> list[Table]:
     for item in result.tasks:
         noise = item.noise()
         unit = [f"unit {item.noise(index).unit:.2g}" for index in _quarters(item)]
-        note = f"noise of seeds {noise.seeds:.2g}, of rounding {noise.rounding:.2g}"
+        note = f"noise of seeds {noise.seed:.2g}, of rounding {noise.rounding:.2g}"
         loss, metric = f"{fmean(item.fp32.losses()):.4g}", _metric(item, item.fp32)
         rows.append((item.task, "fp32", f"{plural(item.steps[-1], 'step')}", loss, metric, *unit, note, ""))
         for found in item.formats:

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import nn
 
 from dtrain.cli.resolve import compose
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import BatchLoader, Dataset, load_dataset, validation_batches
+from dtrain.data import Dataset, load_dataset, validation_batches
 from dtrain.distributed.startup.setup import choose_device, connect
-from dtrain.engine.interface import Engine
 from dtrain.measure.experiment.train import report
+from dtrain.measure.noise import perturb_by_an_ulp
 from dtrain.models import build_model
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.products import CONVOLUTION, products
 from dtrain.precision.contract import resolve
-from dtrain.precision.fp16_products import FP16Products
-from dtrain.train.session import micro_batch_weight
-from dtrain.train.setup import make_engine, make_policy
-from dtrain.train.validation import to_device, validate
-
-Batches = Sequence[Sequence[dict[str, Tensor]]]
-"""Micro-batches by step."""
+from dtrain.precision.fp16_products import fp16_products
+from dtrain.train.session import Session
+from dtrain.train.setup import make_policy
 
 
 @dataclass(frozen=True)
@@ -98,63 +91,44 @@ class SmallTask:
         """
         return build_model(self.config.model, self.dataset.task, seed)
 
-    def batches(self, seed: int) -> Batches:
-        """Returns the micro-batches of all steps, in host memory."""
-        train = self.config.train
-        count = train.global_batch_size // train.micro_batch_size
-        return list(islice(BatchLoader(self.dataset.train, seed, train.micro_batch_size, count), train.steps))
-
-    @cached_property
-    def _validation(self) -> list[tuple[dict[str, Tensor], bool]]:
-        train = self.config.train
-        return list(validation_batches(self.dataset.validation, train.micro_batch_size, train.eval_batches or None))
-
     def in_format(self, precision: str, seed: int) -> RunConfig:
         """Returns the configuration with another seed, and a precision whose FP8 Linears no device chooses by speed."""
         float8 = Float8(choice="all") if precision == "fp8" else Float8()
         return replace(self.config, seed=seed, precision=PrecisionConfig(precision, float8=float8))
 
-    def train(self, precision: str, seed: int, batches: Batches, *, perturbation: int = 0) -> TaskCurve:
-        """Trains on ``batches``, the :meth:`batches` of ``seed``.
+    def train(self, precision: str, seed: int, *, perturbation: int = 0) -> TaskCurve:
+        """Trains from the weights and on the batches of ``seed``.
 
         Args:
-            perturbation: if not 0, every initial weight is moved to the next FP32 number, up or down as this number
-                draws.
+            perturbation: if not 0, the weights start an ulp away, up or down as this number draws.
         """
-        engine = self.engine(precision, seed, perturbation=perturbation)
+        session = self.session(precision, seed, perturbation=perturbation)
         found: dict[str, float] = {}
         losses, skipped = [], 0
-        with fp16_products(engine):
-            for batch in batches:
-                skipped += not self.step(engine, batch)
-                if engine.attempted_steps % self.config.train.eval_every == 0:
-                    found = validate(engine, self.dataset.task, iter(self._validation))
+        with fp16_products(session.engine.device, [precision]):
+            for step in range(1, self.config.train.steps + 1):
+                skipped += not session.step().applied
+                if step % self.config.train.eval_every == 0:
+                    found = session.validate()
                     losses.append(found["loss"])
         report(f"{self.name}, {precision}, seed {seed}: loss {losses[-1]:.4g}")
         return TaskCurve(losses, found.get(self.metric), skipped)
 
-    def engine(self, precision: str, seed: int, *, perturbation: int = 0) -> Engine:
-        """Returns an engine before its first step."""
+    def session(self, precision: str, seed: int, *, perturbation: int = 0) -> Session:
+        """Returns a training before its first step; see :meth:`train`."""
         model = self.model(seed)
         if perturbation:
-            _perturb(model, Generator().manual_seed(perturbation))
+            perturb_by_an_ulp(model, perturbation)
         config = self.in_format(precision, seed)
-        return make_engine(config, model, connect(choose_device(config.launch.device, 0)))
-
-    def step(self, engine: Engine, batch: Sequence[dict[str, Tensor]]) -> bool:
-        """Takes a step; returns whether it was applied."""
-        num_targets = self.config.train.micro_batch_size * self.config.targets_per_sample
-        for micro in engine.accumulate(batch):
-            weight = micro_batch_weight(micro, num_targets)
-            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
-        return bool(engine.step().applied)
+        comm = connect(choose_device(config.launch.device, 0))
+        return Session.open(config, comm, model=model, dataset=self.dataset)
 
     def product_shares(self) -> ProductShares:
         """Counts the products of a micro-batch, in FP32 on the CPU, by the format that ``precision=fp8`` gives them."""
         model = self.model(self.config.seed)
         policy = make_policy(self.in_format("fp8", self.config.seed)).on(torch.device("cpu"))
         float8 = set(resolve(policy, model).float8_modules)
-        batch, _ = self._validation[0]
+        batch, _ = next(validation_batches(self.dataset.validation, self.config.train.micro_batch_size, 1))
         with CallRecorder(model) as recorder:
             model(**batch).loss.backward()
         found = products(recorder.calls)
@@ -165,19 +139,6 @@ class SmallTask:
             len(float8),
             sum(isinstance(module, nn.Linear) for module in model.modules()),
         )
-
-
-def _perturb(model: nn.Module, generator: Generator) -> None:
-    with torch.no_grad():
-        for weight in model.parameters():
-            sign = 2.0 * torch.randint(2, weight.shape, generator=generator) - 1
-            weight.copy_(torch.nextafter(weight, sign * torch.inf))
-
-
-def fp16_products(engine: Engine) -> AbstractContextManager[object]:
-    """Returns the context in which a CPU computes FP16 products as a GPU does, and many times as fast as in FP16."""
-    needed = engine.device.type == "cpu" and engine.policy.compute_dtype == torch.float16
-    return FP16Products() if needed else nullcontext()
 
 
 _COMMON = ("precision=fp32", "optim.compile=false")

@@ -96,7 +96,7 @@ class _Adviser:
         if fp8 is None:
             return None
         if fp8.ms_per_step is None:
-            emulated = f"is emulated on {self.evidence.device_name}: it brings no speed here"
+            emulated = f"is emulated on {self.evidence.device}: it brings no speed here"
             failed = f"{self.evidence.describe(fp8)} before its speed can be measured"
             self.reasons.append(f"fp8 {emulated if fp8.failure is None else failed}")
             return None

@@ -7,35 +7,49 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dtrain.measure.probe.records import Analysis, Flip, Noise, ProductResult, Trial
+from dtrain.measure.noise import DETECTION_LIMIT, Noise
+from dtrain.measure.probe.records import Analysis, Flip, ProductResult, Trial
 from dtrain.precision.rules import rules_override
 from dtrain.tools.tables import plural
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Measurements that advice is based on: a trial of each format, FP32 included, and the analysis of the modules."""
+    """Measurements that advice is based on.
+
+    Attributes:
+        trials: FP32's first, then the other formats', without rules of the advice.
+        noise: defines the unit of gaps.
+        analysis: of the modules.
+        flips: modules that were run alone in a format.
+        device: its name.
+    """
 
     trials: Sequence[Trial]
     noise: Noise
     analysis: Analysis
     flips: Sequence[Flip] = ()
-    device_name: str = "this device"
+    device: str = "this device"
 
     def trial(self, format_name: str) -> Trial | None:
         """Returns the trial of a format with the user's own rules, or None if it was not tried."""
         return next((trial for trial in self.trials if trial.format == format_name), None)
 
     @property
-    def limit(self) -> float:
-        """Smallest gap that counts: the detection limit, but at least FP32's rounding of the loss."""
+    def unit(self) -> float:
+        """Returns the unit of gaps: FP32's noise, but at least its rounding of the loss."""
         fp32 = self.trial("fp32")
         loss = abs(fp32.losses[-1]) if fp32 and fp32.losses else 1.0
-        return max(self.noise.detection_limit, 2.0**-20 * loss)
+        return max(self.noise.unit, 2.0**-21 * loss)
+
+    @property
+    def limit(self) -> float:
+        """Returns the smallest gap that counts."""
+        return DETECTION_LIMIT * self.unit
 
     def units(self, gap: float) -> float:
         """Returns a gap in units of noise."""
-        return gap / (self.limit / 2)
+        return gap / self.unit
 
     def is_off(self, trial: Trial) -> bool:
         """Whether a trial failed, skipped more than it trained, or ended at least two units of noise above FP32."""
@@ -126,11 +140,11 @@ def untested(evidence: Evidence, scale: float | None) -> tuple[str, ...]:
     """Returns what no part of the probe has tried."""
     steps = max((len(trial.losses) for trial in evidence.trials), default=0)
     items = [
-        f"more than {steps} steps: gaps below {evidence.limit:.2g} in the loss ({evidence.limit / 2:.2g} is one noise "
+        f"more than {steps} steps: gaps below {evidence.limit:.2g} in the loss ({evidence.unit:.2g} is one noise "
         f"unit), and those that grow later",
         "other learning rates, schedules, batch sizes and data",
         "several ranks, and reduction of gradients in 16 bits",
-        f"other devices and kernels than those of {evidence.device_name}",
+        f"other devices and kernels than those of {evidence.device}",
     ]
     if scale is not None:
         items.append(

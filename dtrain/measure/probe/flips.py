@@ -44,11 +44,7 @@ def flip(
     settings = settings or ProbeSettings()
     if format_name == "tf32":
         return ()
-    ranked = sorted(
-        (r for r in analysis.products if r.format == format_name and r.product in _FORWARD),
-        key=lambda r: (not math.isnan(r.predicted), r.predicted),
-        reverse=True,
-    )
+    ranked = [r for r in analysis.worst(format_name) if r.product in _FORWARD]
     chosen = ranked if num is None or len(ranked) <= 2 * num else [*ranked[:num], *ranked[-num:]]
     if not chosen:
         return ()

@@ -46,10 +46,10 @@ def _title(report: ProbeReport) -> str:
     bf16 = next((trial for trial in report.trials if trial.format == "bf16"), None)
     if bf16 is None:
         return f"Advice: {advised}{rules}"
-    if not report.evidence.is_off(bf16):
+    if not report.is_off(bf16):
         answer = f"yes, within FP32's noise after {len(bf16.losses)} steps"
     elif math.isfinite(bf16.gap):
-        answer = f"no, {report.evidence.units(bf16.gap):+.1f} noise units after {len(bf16.losses)} steps"
+        answer = f"no, {report.units(bf16.gap):+.1f} noise units after {len(bf16.losses)} steps"
     else:
         answer = "no, it fails"
     return f"Is BF16 safe for this model? {answer[0].upper()}{answer[1:]}. Advice: {advised}{rules}"
@@ -60,7 +60,7 @@ def _title(report: ProbeReport) -> str:
 
 def _draw_gaps(axes: Axes, report: ProbeReport) -> None:
     trials = [*report.trials[1:], *report.retrained]
-    units = report.evidence.units
+    units = report.units
     finite = [abs(units(trial.gap)) for trial in trials if math.isfinite(trial.gap)]
     limit = min(max([3.0, *(1.3 * value for value in finite)]), _MAX_UNITS)
     axes.axvspan(-2, 2, color="#d9d9d9", label="within FP32's noise (2 units)")
@@ -70,7 +70,7 @@ def _draw_gaps(axes: Axes, report: ProbeReport) -> None:
     axes.set_yticks(range(len(trials)), [trial_name(report, trial).replace(" ", "\n", 1) for trial in trials])
     axes.set_ylim(len(trials) - 0.4, -0.6)
     axes.set_xlim(-limit, limit)
-    axes.set_xlabel(f"loss less FP32's, in units of its noise ({report.evidence.limit / 2:.2g})")
+    axes.set_xlabel(f"loss less FP32's, in units of its noise ({report.unit:.2g})")
     axes.set_title("Loss gap after the trial", fontsize=11)
     axes.legend(loc="lower left", fontsize=8, frameon=False)
 
@@ -145,19 +145,17 @@ def _worst_modules(report: ProbeReport) -> list[str]:
     """Returns the modules with the largest predicted change in any format, in the order of the model."""
     largest: dict[str, float] = {}
     for result in report.analysis.products:
-        predicted = math.inf if math.isnan(result.predicted) else result.predicted
-        largest[result.module] = max(largest.get(result.module, 0.0), predicted)
+        largest[result.module] = max(largest.get(result.module, 0.0), result.size)
     worst = set(sorted(largest, key=lambda name: largest[name], reverse=True)[:_NUM_MODULES])
     return [name for name in largest if name in worst]
 
 
 def _draw_modules(figure: Any, report: ProbeReport, modules: Sequence[str]) -> None:
-    formats = [trial.format for trial in report.trials if report.worst(trial.format)]
+    formats = [trial.format for trial in report.trials if report.analysis.worst(trial.format)]
     if not formats:
         figure.text(0.5, 0.5, "no module was examined", ha="center")
         return
     sqnr, change = figure.subplots(1, 2, sharey=True)
-    unit = report.evidence.limit / 2
 
     def figures(value: Callable[[ProductResult], float], worse: Callable[[float, float], float]) -> list[list[float]]:
         cells: dict[tuple[str, str, int], float] = {}
@@ -174,7 +172,7 @@ def _draw_modules(figure: Any, report: ProbeReport, modules: Sequence[str]) -> N
             sqnr.text(x, modules.index(module), letter, ha="center", va="center", fontsize=7)
     decibels = figures(lambda result: max(-10.0, min(result.sqnr_db, 100.0)), min)
     _heat_map(figure, sqnr, decibels, formats, Normalize(0, 80), "RdYlBu", "SQNR of the result, dB")
-    changes = figures(lambda result: min(max(result.predicted / unit, 1e-9), 1e9), max)
+    changes = figures(lambda result: min(max(result.predicted / report.unit, 1e-9), 1e9), max)
     _heat_map(figure, change, changes, formats, LogNorm(1e-4, 10), "YlOrRd", "predicted change of the loss, in units")
     names = [module_name(name) for name in modules]
     short = [name if len(name) <= _LONGEST_NAME else f"...{name[-_LONGEST_NAME:]}" for name in names]

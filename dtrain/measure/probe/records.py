@@ -1,12 +1,15 @@
-"""Records of the probe: products, flips, trials, noise and advice."""
+"""Records of the probe: products, flips, trials and advice."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from dtrain.precision.histogram import Histogram
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class ProductResult:
     saturation: float
     cause: str
     predicted: float
+
+    @property
+    def size(self) -> float:
+        """Returns the predicted change, infinite if it is no number."""
+        return math.inf if math.isnan(self.predicted) else self.predicted
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,11 @@ class Analysis:
     children: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     kinds: Mapping[str, str] = field(default_factory=dict)
 
+    def worst(self, format_name: str) -> list[ProductResult]:
+        """Returns the products of a format, those with the largest predicted change of the loss first."""
+        found = [result for result in self.products if result.format == format_name]
+        return sorted(found, key=lambda result: result.size, reverse=True)
+
 
 @dataclass(frozen=True)
 class Flip:
@@ -77,24 +90,6 @@ class AdvisedRule:
 
 
 @dataclass(frozen=True)
-class Noise:
-    """The standard deviation of an FP32 run's final loss, from rounding and from the seed."""
-
-    rounding: float
-    seed: float
-
-    @property
-    def unit(self) -> float:
-        """Returns both noises together, the unit in which gaps are told."""
-        return math.hypot(self.rounding, self.seed)
-
-    @property
-    def detection_limit(self) -> float:
-        """Returns the gap below which a difference cannot be told from noise."""
-        return 2 * self.unit
-
-
-@dataclass(frozen=True)
 class Trial:
     """One short training in one format, beside FP32's.
 
@@ -113,6 +108,21 @@ class Trial:
     loss_scale: float
     gap: float
     failure: str | None
+
+    @property
+    def final_loss(self) -> float:
+        """Returns the number that formats are compared by; see :func:`final_loss`."""
+        return final_loss(self.losses)
+
+
+def last_quarter(steps: Sequence[Item]) -> Sequence[Item]:
+    """Returns the part of a trial's steps that is compared."""
+    return steps[-max(1, len(steps) // 4) :]
+
+
+def final_loss(losses: Sequence[float]) -> float:
+    """Returns the mean loss over the last quarter."""
+    return math.fsum(last_quarter(losses)) / len(last_quarter(losses))
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from dtrain.measure.probe.evidence import Evidence
-from dtrain.measure.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
+from dtrain.measure.probe.records import Advice, Analysis, Trial
+from dtrain.measure.record import RecordHead, write_record
 from dtrain.precision.formats import FP16
 from dtrain.precision.histogram import Histogram, share
 from dtrain.telemetry.envelope import KEY, Envelope
-from dtrain.telemetry.metrics import write_json
 
 VERSION = 1
 """Version of the JSON file, for its readers."""
@@ -26,50 +25,26 @@ class NoiseRun:
     losses: list[float]
 
 
-@dataclass(frozen=True)
-class ProbeReport:
+@dataclass(frozen=True, kw_only=True)
+class ProbeReport(RecordHead, Evidence):
     """Result of one run of ``dtrain probe``.
 
     Attributes:
-        command: the command line, without secrets.
-        date: local time, ISO 8601.
-        device: name of the device.
         num_parameters: trained parameters.
-        config: the resolved configuration, without secrets.
         batch: what a step consists of, in words.
-        trials: FP32's first, then the other formats', without rules of the advice.
         noise_runs: the trainings behind ``noise``.
-        flips: modules that were run alone in a format.
         retrained: trials that the search for the advice added.
         left_out: formats that this machine cannot try, with the reason.
         seconds: time of each stage.
     """
 
-    command: str
-    date: str
-    device: str
     num_parameters: int
-    config: dict[str, Any]
     batch: str
-    trials: list[Trial]
-    noise: Noise
     noise_runs: list[NoiseRun]
-    analysis: Analysis
-    flips: list[Flip]
     retrained: list[Trial]
     advice: Advice
     left_out: dict[str, str]
     seconds: dict[str, float]
-
-    @property
-    def evidence(self) -> Evidence:
-        """Measurements that the advice is based on; they define the unit of gaps."""
-        return Evidence(self.trials, self.noise, self.analysis, self.flips, self.device)
-
-    def worst(self, format_name: str) -> list[ProductResult]:
-        """Returns the products of a format, those with the largest predicted change of the loss first."""
-        found = [result for result in self.analysis.products if result.format == format_name]
-        return sorted(found, key=lambda result: (not math.isnan(result.predicted), result.predicted), reverse=True)
 
 
 @dataclass(frozen=True)
@@ -126,27 +101,18 @@ def all_gradients(analysis: Analysis) -> Histogram | None:
 
 
 def write_report(path: Path, report: ProbeReport) -> None:
-    """Writes ``report`` atomically as JSON; numbers that are not finite become null."""
-    values = {"version": VERSION, **to_plain(report)}
-    write_json(path, values, indent=1)
-
-
-def to_plain(report: ProbeReport) -> dict[str, Any]:
-    """Returns ``report`` as plain values, with histograms by exponent and the envelope of the gradients."""
+    """Writes ``report`` atomically as JSON, with histograms by exponent and the envelope of the gradients."""
     analysis = report.analysis
     histograms = {
         name: {key: histogram.to_dict() for key, histogram in getattr(analysis, name).items()}
         for name in ("gradients", "activation_gradients")
     }
     scale = ConstantScale.of(analysis)
-    values = {key: value for key, value in asdict(report).items() if key != "analysis"}
-    plain = {key: value for key, value in vars(analysis).items() if key not in histograms}
-    plain["products"] = [asdict(result) for result in analysis.products]
-    plain["unscaled"] = [asdict(result) for result in analysis.unscaled]
-    return {
-        **values,
-        "unit": report.evidence.limit / 2,
-        "analysis": {**plain, **histograms},
+    more = {
+        "version": VERSION,
+        "unit": report.unit,
+        "analysis": {**asdict(analysis), **histograms},
         "constant_loss_scale": None if scale is None else asdict(scale),
         KEY: Envelope.of(analysis.gradients).to_dict(),
     }
+    write_record(path, report, **more)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -15,17 +16,19 @@ from dtrain.config.dump import config_to_dict, to_yaml
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import PROBED_FORMATS, REFERENCE, ProbeConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import Dataset, load_dataset
+from dtrain.data import BatchLoader, Dataset
+from dtrain.data.loader import Batch
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.errors import ConfigError, ProbeError
+from dtrain.measure.noise import Noise
 from dtrain.measure.probe.advice import advise
 from dtrain.measure.probe.flips import flip
-from dtrain.measure.probe.noise import MicroBatches, final_loss, load_steps, noise_of, with_last_quarter_of
-from dtrain.measure.probe.records import Analysis, Flip, Trial
+from dtrain.measure.probe.records import Analysis, Flip, Trial, final_loss, last_quarter
 from dtrain.measure.probe.report import NoiseRun, ProbeReport
 from dtrain.measure.probe.sensitivity import ProbeSettings, analyze
-from dtrain.measure.probe.trials import FormatTraining, failed_trial, interleave, train
+from dtrain.measure.probe.trials import FormatTraining, failed_trial, interleave
+from dtrain.measure.record import head
 from dtrain.models import build_model
 from dtrain.precision.fp16_products import FP16Products
 from dtrain.precision.histogram import Histogram
@@ -33,7 +36,8 @@ from dtrain.redaction.redact import redact
 from dtrain.telemetry.metrics import CONFIG_FILE, write_atomically
 from dtrain.tools.report_dir import make_run_dir
 from dtrain.tools.tables import plural
-from dtrain.train.setup import check_inputs, check_patterns, check_precision, set_threads, torch_settings_restored
+from dtrain.train.session import check_model_fits, open_data
+from dtrain.train.setup import check_precision, set_threads, torch_settings_restored
 from dtrain.train.validation import to_device
 
 
@@ -99,18 +103,27 @@ class _Probe:
         config = replace(config, model=replace(config.model, loss_chunk="none"))
         self.config, self.formats, self.device = config, formats, device
         self.base = config.training(REFERENCE)
-        set_threads(self.base, connect(device))
-        self.dataset: Dataset = load_dataset(config.data, config.model.max_seq_len)
-        self.steps = load_steps(self.base, self.dataset)
+        comm = connect(device)
+        set_threads(self.base, comm)
+        self.dataset: Dataset = open_data(self.base, comm)
+        self.steps = self._load_steps(config.seed)
         model = build_model(config.model, self.dataset.task, config.seed)
-        check_inputs(model, self.dataset)
-        for name in formats:
-            check_patterns(config.training(name), model)
+        for name in formats:  # before the run has a folder
+            check_model_fits(config.training(name), model, self.dataset)
         self.num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
         self.stages = Stages()
         self.retrained: list[Trial] = []
-        self.first_gradients: Mapping[str, Tensor] = {}
+        self.first_gradients: dict[str, Tensor] = {}
         self.reference_loss = 0.0
+
+    def _load_steps(self, seed: int) -> list[Batch]:
+        """Returns the batches of all steps, in host memory."""
+        if not self.dataset.train.num_samples:
+            raise ConfigError("the training data has no sample")
+        train = self.base.train
+        num_micro_batches = train.global_batch_size // train.micro_batch_size
+        loader = BatchLoader(self.dataset.train, seed, train.micro_batch_size, num_micro_batches)
+        return list(islice(loader, train.steps))
 
     @property
     def batch(self) -> str:
@@ -128,17 +141,15 @@ class _Probe:
         with self.stages("noise", f"FP32 with weights an ulp away, and with {self.config.seeds} other seeds"):
             noise_runs = list(self._noise_runs())
         perturbed, *seeds = (final_loss(run.losses) for run in noise_runs)
-        noise = noise_of(self.reference_loss, [perturbed], seeds)
+        noise = Noise.of(self.reference_loss, [perturbed], seeds)
         with self.stages(
             "analysis", "every module and product, at the FP32 weights after the trial; gradients, also before"
         ):
             analysis, flips = self._analyze(reference)
         report = ProbeReport(
-            command=command,
-            date=time.strftime("%Y-%m-%dT%H:%M:%S"),
+            **head(command, self.config),
             device=device_name(self.device),
             num_parameters=self.num_parameters,
-            config=redact(config_to_dict(self.config)),
             batch=self.batch,
             trials=trials,
             noise=noise,
@@ -151,7 +162,7 @@ class _Probe:
             seconds=self.stages.seconds,
         )
         with self.stages("advice", "trials with rules, if a format needs any"):
-            return replace(report, advice=advise(report.evidence, self._retrain))
+            return replace(report, advice=advise(report, self._retrain))
 
     def _trials(self) -> tuple[FormatTraining, list[Trial]]:
         trainings: list[FormatTraining] = []
@@ -164,35 +175,29 @@ class _Probe:
                 if name == REFERENCE:
                     raise
                 failed[name] = failed_trial(config, error)
-        self.first_gradients, cosines = interleave(trainings, self.steps)
+        interleave(trainings, self.steps)
         reference = trainings[0]
         _require_finished(reference, "FP32, the reference,")
-        self.reference_loss = reference.final_loss
-        done = {
-            training.name: training.trial(self.reference_loss, found)
-            for training, found in zip(trainings, cosines, strict=True)
-        }
+        self.reference_loss = final_loss(reference.losses)
+        done = {training.name: training.trial(self.reference_loss) for training in trainings}
         return reference, [(done | failed)[name] for name in self.formats]
 
     def _training(self, config: RunConfig, *, perturbed: bool = False) -> FormatTraining:
-        return FormatTraining(config, self.dataset.task, self.device, perturbed=perturbed)
+        return FormatTraining(config, self.dataset, self.device, self.first_gradients, perturbed=perturbed)
 
     def _noise_runs(self) -> Iterator[NoiseRun]:
-        yield self._noise_run("weights an ulp away", self.base, self.steps, perturbed=True)
-        for offset in range(1, self.config.seeds + 1):
-            seed = self.base.seed + offset
-            config = replace(self.base, seed=seed)
-            steps = with_last_quarter_of(load_steps(config, self.dataset), self.steps)
-            yield self._noise_run(f"seed {seed}", config, steps)
+        yield self._noise_run("weights an ulp away", self._training(self.base, perturbed=True), self.steps)
+        measured = last_quarter(self.steps)
+        for seed in range(self.base.seed + 1, self.base.seed + self.config.seeds + 1):
+            steps = [*self._load_steps(seed)[: -len(measured)], *measured]
+            yield self._noise_run(f"seed {seed}", self._training(replace(self.base, seed=seed)), steps)
 
-    def _noise_run(
-        self, change: str, config: RunConfig, steps: Sequence[MicroBatches], *, perturbed: bool = False
-    ) -> NoiseRun:
-        training = self._training(config, perturbed=perturbed)
-        for micro_batches in steps:
-            training.step(micro_batches)
+    def _noise_run(self, change: str, training: FormatTraining, steps: Sequence[Batch]) -> NoiseRun:
+        for batch in steps:
+            training.step(batch)
         _require_finished(training, f"FP32 with {change}")
-        logger.info("  %s: final loss %.4f (reference %.4f)", change, training.final_loss, self.reference_loss)
+        loss = final_loss(training.losses)
+        logger.info("  %s: final loss %.4f (reference %.4f)", change, loss, self.reference_loss)
         return NoiseRun(change, training.losses)
 
     def _analyze(self, reference: FormatTraining) -> tuple[Analysis, list[Flip]]:
@@ -220,8 +225,8 @@ class _Probe:
     def _formats_of_gradients(self) -> list[str]:
         return [name for name in self.formats if name == "fp16"]
 
-    def _on_device(self, micro_batches: MicroBatches) -> MicroBatches:
-        return [to_device(micro_batch, self.device) for micro_batch in micro_batches]
+    def _on_device(self, batch: Batch) -> Batch:
+        return [to_device(micro_batch, self.device) for micro_batch in batch]
 
     def _retrain(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
         config = self.config.training(format_name, {**self.config.precision.rules, **rules})
@@ -230,8 +235,9 @@ class _Probe:
             config = replace(config, precision=replace(config.precision, loss_scale=scale))
         try:
             training = self._training(config)
-            found = train(training, self.steps, self.first_gradients)
-            trial = training.trial(self.reference_loss, found)
+            for batch in self.steps:
+                training.step(batch)
+            trial = training.trial(self.reference_loss)
         except Exception as error:  # a rule that does not fit the model
             trial = failed_trial(config, error)
         self.retrained.append(trial)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dtrain.measure.probe.noise import final_loss
 from dtrain.measure.probe.records import Flip, Trial
 from dtrain.measure.probe.report import ConstantScale, ProbeReport
 from dtrain.tools.tables import Table, plural
@@ -25,9 +24,9 @@ def _trial_row(report: ProbeReport, trial: Trial) -> tuple[str, ...]:
         trial_name(report, trial),
         "" if trial.ms_per_step is None else f"{trial.ms_per_step:.1f}",
         f"{trial.memory / 1e6:,.1f} MB" if trial.memory else "",
-        f"{final_loss(trial.losses):.4f}" if has_gap else "-",
+        f"{trial.final_loss:.4f}" if has_gap else "-",
         f"{trial.gap:+.4f}" if has_gap and not is_reference else "-",
-        f"{report.evidence.units(trial.gap):+.2f}" if has_gap and not is_reference else "-",
+        f"{report.units(trial.gap):+.2f}" if has_gap and not is_reference else "-",
         f"{trial.cosine:.6f}" if math.isfinite(trial.cosine) else "-",
         str(trial.skipped),
         f"{trial.loss_scale:g}",
@@ -47,20 +46,20 @@ def outcome(report: ProbeReport, trial: Trial) -> str:
     """Returns how a trial ended, in a few words."""
     if trial.failure is not None:
         return f"fails: {trial.failure}"
-    if not report.evidence.is_off(trial):
+    if not report.is_off(trial):
         return "within noise"
-    return "skips too much" if trial.gap < report.evidence.limit else "worse than noise"
+    return "skips too much" if trial.gap < report.limit else "worse than noise"
 
 
 def trial_notes(report: ProbeReport) -> list[str]:
     """Returns what one unit of noise is, what cannot be detected, and what the table leaves empty."""
-    noise, limit = report.noise, report.evidence.limit
+    noise = report.noise
     num_seeds = len(report.noise_runs) - 1
     notes = [
         "The loss is the mean over the last quarter of the steps, on the same samples in every trial.",
-        f"One unit of noise is {limit / 2:.2g} in the loss: FP32 with {num_seeds} other seeds varies by "
+        f"One unit of noise is {report.unit:.2g} in the loss: FP32 with {num_seeds} other seeds varies by "
         f"{noise.seed:.2g}, with weights an ulp away by {noise.rounding:.2g} (standard deviations).",
-        f"Detection limit: a gap below {limit:.2g} (2 units) cannot be told from noise.",
+        f"Detection limit: a gap below {report.limit:.2g} (2 units) cannot be told from noise.",
     ]
     emulated = [trial.format for trial in report.trials if trial.ms_per_step is None and trial.losses]
     if emulated:
@@ -69,7 +68,7 @@ def trial_notes(report: ProbeReport) -> list[str]:
         notes.append(
             "The last rows are trials that the advice added. They ran alone, so their times compare less well."
         )
-    if any(trial.format == "fp8" for trial in report.trials) and not report.worst("fp8"):
+    if any(trial.format == "fp8" for trial in report.trials) and not report.analysis.worst("fp8"):
         notes.append("In the fp8 trial no product was FP8: every Linear stays in BF16, as it would in training.")
     notes += [f"{name} was left out: {reason}." for name, reason in report.left_out.items()]
     return notes
@@ -90,7 +89,7 @@ def product_table(report: ProbeReport, num: int) -> Table:
             f"{result.predicted:.1e}",
         )
         for trial in report.trials
-        for result in report.worst(trial.format)[:num]
+        for result in report.analysis.worst(trial.format)[:num]
     ]
     return Table(f"Modules: the {num} worst products of each format", columns, rows)
 

@@ -5,40 +5,39 @@ from __future__ import annotations
 import logging
 import math
 import statistics
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8
 from dtrain.config.schema import RunConfig
+from dtrain.data import Dataset
+from dtrain.data.loader import Batch
+from dtrain.device import PeakMemory, elapsed_ms
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.outcome import StepOutcome
-from dtrain.measure.probe.noise import MicroBatches, cosine, final_loss, perturb_by_an_ulp
-from dtrain.measure.probe.records import Trial
+from dtrain.measure.noise import perturb_by_an_ulp
+from dtrain.measure.probe.records import Trial, final_loss
 from dtrain.models import build_model
 from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.float8.options import resolve_float8
 from dtrain.precision.forward import set_matmul_precision
-from dtrain.precision.fp16_products import FP16Products
+from dtrain.precision.fp16_products import fp16_products
 from dtrain.precision.hardware import has_bf16_products
-from dtrain.tasks import Task
 from dtrain.tools.processes import failure_reason
-from dtrain.train.session import micro_batch_weight
-from dtrain.train.setup import make_engine
-from dtrain.train.validation import to_device
+from dtrain.train.session import Session
 
 _UNTIMED_STEPS = 3  # of a trial: kernels are chosen and memory is allocated
 
 
 def is_emulated(config: RunConfig, device: torch.device) -> bool:
     """Whether ``device`` has no instructions for a format of the training, so that its time says nothing."""
-    precision = config.precision
-    return any(_is_emulated(name, precision.float8, device) for name in {precision.name, *precision.rules.values()})
+    return any(_is_emulated(name, config.precision.float8, device) for name in _formats(config))
 
 
 def _is_emulated(name: str, float8: Float8, device: torch.device) -> bool:
@@ -68,49 +67,58 @@ class FormatTraining:
 
     Args:
         config: the run; its precision is the format.
-        task: of the data.
+        dataset: of the run.
         device: device to train on.
+        first_gradients: FP32's first gradients on the host, by parameter; if it is empty, this training adds its own.
         perturbed: start an ulp away from the weights of ``config.seed``.
 
     Attributes:
         losses: loss of each step.
         skipped: steps that were skipped, repeated ones included.
         failure: why the training cannot go on.
+        cosine: of the first gradients with ``first_gradients``; NaN after a failure.
     """
 
-    def __init__(self, config: RunConfig, task: Task | int, device: torch.device, *, perturbed: bool = False) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        dataset: Dataset,
+        device: torch.device,
+        first_gradients: dict[str, Tensor],
+        *,
+        perturbed: bool = False,
+    ) -> None:
         self.name = config.precision.name
         self.losses: list[float] = []
         self.skipped = 0
         self.failure: str | None = None
+        self.cosine = math.nan
         self._config = config
-        self._task = task
-        self._num_targets = config.train.micro_batch_size * config.targets_per_sample
         self._device = device
-        self._is_emulated = is_emulated(config, device)
-        self._uses_fp16 = "fp16" in (self.name, *config.precision.rules.values())
-        self._seconds: list[float] = []
+        self._first_gradients = first_gradients
+        self._ms: list[float] = []
         self._memory = 0
-        model = build_model(config.model, task, config.seed)
+        model = None
         if perturbed:
+            model = build_model(config.model, dataset.task, config.seed)
             perturb_by_an_ulp(model, config.seed)
         with quiet():
-            engine = make_engine(config, model, connect(device))
-        assert isinstance(engine, NativeEngine)
-        self.engine = engine
+            self._session = Session.open(config, connect(device), model=model, dataset=dataset)
+        assert isinstance(self._session.engine, NativeEngine)
+        self.engine = self._session.engine
 
-    def step(self, micro_batches: MicroBatches) -> None:
+    def step(self, batch: Batch) -> None:
         """Takes the next step, unless the training has failed."""
         if self.failure is not None:
             return
         number = len(self.losses) + 1
         try:
             with quiet():
-                outcome = self._attempt(micro_batches)
+                outcome = self._attempt(batch)
                 while outcome.reason == "overflow" and self._can_lower_scale():
                     self.skipped += 1
                     self.engine.attempted_steps -= 1  # the key of its dropout
-                    outcome = self._attempt(micro_batches)
+                    outcome = self._attempt(batch)
         except Exception as error:  # of the user's model, of a library, or too many skips
             self.failure = f"step {number}: {failure_reason(error)}"
             return
@@ -121,27 +129,21 @@ class FormatTraining:
             self.failure = f"step {number}: gradients overflow at any loss scale: {outcome.culprit}"
         else:
             self.losses.append(outcome.loss)
+            if number == 1:
+                self.cosine = self._compare_gradients()
 
-    def _attempt(self, micro_batches: MicroBatches) -> StepOutcome:
-        engine = self.engine
-        set_matmul_precision(engine.policy)  # a mode of the process, in which other formats train too
-        emulated: AbstractContextManager[object] = nullcontext()
-        if self._uses_fp16 and self._device.type == "cpu":
-            emulated = FP16Products()
-        before = self._begin_memory()
-        self._wait()
-        begin = time.perf_counter()
-        with emulated:
-            for micro in engine.accumulate(micro_batches):
-                weight = micro_batch_weight(micro, self._num_targets)
-                engine.backward(engine(**to_device(micro, self._device)), weight=weight)
-        outcome = engine.step()
-        self._wait()
-        seconds = time.perf_counter() - begin
-        self._end_memory(before)
-        if outcome.applied:
-            self._seconds.append(seconds)
-        return outcome
+    def _attempt(self, batch: Batch) -> StepOutcome:
+        set_matmul_precision(self.engine.policy)  # a mode of the process, in which other formats train too
+        # other formats' trainings lie on the device too; a CPU does not say, and would take time
+        peak = PeakMemory(self._device) if self._device.type == "cuda" else None
+        outcomes: list[StepOutcome] = []
+        around = fp16_products(self._device, _formats(self._config))
+        ms = elapsed_ms(lambda: outcomes.append(self._session.step(batch, around)), self._device)
+        own = sum(self.engine.memory().values()) + (peak.tensors() if peak else 0)
+        self._memory = max(self._memory, own)
+        if outcomes[0].applied:
+            self._ms.append(ms)
+        return outcomes[0]
 
     @property
     def _scale_is_dynamic(self) -> bool:
@@ -151,34 +153,17 @@ class FormatTraining:
         scale = self.engine.loss_scale
         return self._scale_is_dynamic and scale.scale > scale.rule.min
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
-    def _begin_memory(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return torch.cuda.memory_allocated(self._device)
-
-    def _end_memory(self, before: int) -> None:
-        own = sum(self.engine.memory().values())
-        if self._device.type == "cuda":  # other formats' trainings lie there too
-            own += torch.cuda.max_memory_allocated(self._device) - before
-        self._memory = max(self._memory, own)
-
-    def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradient of the last step by parameter, before clipping, times the loss scale."""
-        return dict(self.engine.states.full_state(MAIN_GRAD))
-
-    def first_cosine(self, reference: Mapping[str, Tensor]) -> float:
-        """Returns the cosine of the gradients of the step just taken with ``reference``; NaN after a failure."""
-        return math.nan if self.failure is not None else cosine(self.gradients(), reference)
+    def _compare_gradients(self) -> float:
+        """Compares those of the last step, before clipping; the loss scale does not change a cosine."""
+        gradients = dict(self.engine.states.full_state(MAIN_GRAD))
+        if not self._first_gradients:
+            self._first_gradients.update({name: gradient.cpu() for name, gradient in gradients.items()})
+        return cosine(gradients, self._first_gradients)
 
     def plain_model(self) -> nn.Module:
         """Returns a new module of the user's own, in FP32 on the device, with this training's masters and buffers."""
         config = self._config
-        model = build_model(config.model, self._task, config.seed).float().to(self._device)
+        model = build_model(config.model, self._session.dataset.task, config.seed).float().to(self._device)
         weights = self.engine.master_state()
         buffers = dict(self.engine.module.named_buffers())
         with torch.no_grad():
@@ -189,67 +174,57 @@ class FormatTraining:
                 buffer.copy_(buffers[name])
         return model
 
-    def trial(self, reference: float, first_cosine: float) -> Trial:
-        """Returns the record of this training.
-
-        Args:
-            reference: final loss of FP32.
-            first_cosine: cosine of its first gradient with FP32's.
-        """
-        timed = self._seconds[_UNTIMED_STEPS:]
+    def trial(self, reference: float) -> Trial:
+        """Returns the record of this training; ``reference`` is the final loss of FP32."""
+        timed = self._ms[_UNTIMED_STEPS:]
         return Trial(
             format=self.name,
-            rules={str(pattern): name for pattern, name in self._config.precision.rules.items()},
+            rules=_rules(self._config),
             losses=self.losses,
-            ms_per_step=None if self._is_emulated or not timed else 1000 * statistics.median(timed),
+            ms_per_step=None if is_emulated(self._config, self._device) or not timed else statistics.median(timed),
             memory=self._memory,
-            cosine=first_cosine,
+            cosine=self.cosine,
             skipped=self.skipped,
             loss_scale=self.engine.loss_scale.scale,
-            gap=math.inf if self.failure is not None else self.final_loss - reference,
+            gap=math.inf if self.failure is not None else final_loss(self.losses) - reference,
             failure=self.failure,
         )
-
-    @property
-    def final_loss(self) -> float:
-        """Mean loss over the last quarter of the steps."""
-        return final_loss(self.losses)
 
 
 def failed_trial(config: RunConfig, error: Exception) -> Trial:
     """Returns the record of a training that could not be built."""
-    rules = {str(pattern): name for pattern, name in config.precision.rules.items()}
-    return Trial(config.precision.name, rules, [], None, 0, math.nan, 0, 1.0, math.inf, failure_reason(error))
+    precision = config.precision.name
+    return Trial(precision, _rules(config), [], None, 0, math.nan, 0, 1.0, math.inf, failure_reason(error))
 
 
-def train(training: FormatTraining, steps: Sequence[MicroBatches], first_gradients: Mapping[str, Tensor]) -> float:
-    """Takes all ``steps``; returns the cosine of the first gradient with ``first_gradients``."""
-    training.step(steps[0])
-    found = training.first_cosine(first_gradients)
-    for micro_batches in steps[1:]:
-        training.step(micro_batches)
-    return found
+def _rules(config: RunConfig) -> dict[str, str]:
+    return {str(pattern): name for pattern, name in config.precision.rules.items()}
 
 
-def interleave(
-    trainings: Sequence[FormatTraining], steps: Sequence[MicroBatches]
-) -> tuple[dict[str, Tensor], list[float]]:
-    """Trains all formats on ``steps``, one step of each in turn, so that a busy machine slows all alike.
+def _formats(config: RunConfig) -> set[str]:
+    return {config.precision.name, *config.precision.rules.values()}
 
-    Returns:
-        The first gradient of the first training, on the host, and each training's cosine with it.
-    """
-    first_gradients: dict[str, Tensor] = {}
-    cosines: list[float] = []
-    for number, micro_batches in enumerate(steps, start=1):
+
+def cosine(gradients: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Returns the cosine of two gradients, each of all tensors by name; NaN if one is zero or not finite."""
+    dot = squares = reference_squares = 0.0
+    for name, expected in reference.items():
+        ours: Any = gradients[name].to(expected.device).double().flatten()
+        theirs: Any = expected.double().flatten()
+        dot += float(ours @ theirs)
+        squares += float(ours @ ours)
+        reference_squares += float(theirs @ theirs)
+    norms = math.sqrt(squares) * math.sqrt(reference_squares)
+    return dot / norms if norms and math.isfinite(norms) else math.nan
+
+
+def interleave(trainings: Sequence[FormatTraining], steps: Sequence[Batch]) -> None:
+    """Trains all formats on ``steps``, one step of each in turn, so that a busy machine slows all alike."""
+    for number, batch in enumerate(steps, start=1):
         for training in trainings:
-            training.step(micro_batches)
-        if number == 1:
-            first_gradients = {name: gradient.cpu() for name, gradient in trainings[0].gradients().items()}
-            cosines = [training.first_cosine(first_gradients) for training in trainings]
+            training.step(batch)
         if number % max(1, len(steps) // 4) == 0:
             logger.info("  step %d of %d: %s", number, len(steps), ", ".join(map(_progress, trainings)))
-    return first_gradients, cosines
 
 
 def _progress(training: FormatTraining) -> str:
