@@ -1,7 +1,8 @@
 """Composes YAML and overrides to a typed configuration, with Hydra.
 
 dtrain runs the jobs itself, so no rank creates Hydra's folders or logs. The schema classes are
-registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them and overrides values.
+registered with Hydra's ConfigStore; the YAML under ``conf/`` picks among them and overrides values, as a suite's row of
+``dtrain bench`` does.
 """
 
 from __future__ import annotations
@@ -79,10 +80,24 @@ def register_schema() -> None:
         for group in GROUP_OPTIONS.keys() & root.keys():
             root._set_item_impl(group, DictConfig(MISSING, ref_type=Any))
         store.store(name=f"{primary.name}_schema", node=root, provider="dtrain")
+        if primary.defaults is not None:
+            store.store(name=primary.name, node=_composition(primary), provider="dtrain")
     for group, options in GROUP_OPTIONS.items():
         for option, schema in options.items():
             node = _writable(OmegaConf.structured(schema))
             store.store(name=f"{group}_{option}_schema", node=node, provider="dtrain")
+
+
+def _composition(primary: Primary[Any]) -> DictConfig:
+    """Returns what a file of a command in ``conf/`` would say: its defaults list, and values of keys."""
+    defaults = primary.defaults or {}
+    groups = [{key: value} for key, value in defaults.items() if "." not in key]
+    values = OmegaConf.create({"defaults": [f"{primary.name}_schema", *groups, "_self_"]})
+    OmegaConf.update(values, "hydra.job.name", primary.command.split()[0])
+    for key, value in defaults.items():
+        if "." in key:
+            OmegaConf.update(values, key, value)
+    return values
 
 
 def _writable(node: DictConfig) -> DictConfig:

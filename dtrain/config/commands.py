@@ -1,8 +1,9 @@
-"""The commands that take ``key=value``, each with the schema of its keys."""
+"""The commands that take ``key=value``, each with the schema of its keys; a suite of ``dtrain bench`` is one row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from dtrain.config.precision import PrecisionConfig
@@ -29,10 +30,15 @@ Root = TypeVar("Root")
 
 @dataclass(frozen=True)
 class Primary(Generic[Root]):
-    """A command's configuration: ``conf/<name>.yaml`` builds on ``schema``, which Hydra knows as ``<name>_schema``."""
+    """A command's configuration, which builds on ``schema``; Hydra knows that as ``<name>_schema``.
+
+    Attributes:
+        defaults: options of groups, and values of other keys; None: ``conf/<name>.yaml`` has them.
+    """
 
     name: str
     schema: type[Root]
+    defaults: Mapping[str, Any] | None = None
 
     @property
     def command(self) -> str:
@@ -44,35 +50,117 @@ class Primary(Generic[Root]):
         return get_type_hints(self.schema).get("precision") is PrecisionConfig
 
 
+_TRAINING = {"model": "gpt-11m", "data": "stdlib", "optim": "adamw", "optim.lr": 3e-4}
+"""Defaults of a suite that trains; there is no warm-up of the learning rate."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A suite of ``dtrain bench``: all that there is of it beside the function that measures.
+
+    Attributes:
+        name: of the command, ``dtrain bench NAME``.
+        measures: what its tables say, for the usage and for docs/benchmarks.md.
+        config: the schema of its keys.
+        run: ``module:function`` below ``dtrain.measure.bench``. The module brings torch, so it is imported only when it
+            runs. The function takes the configuration and the command line; it yields the results, or first parts of
+            them that grow, each of which replaces the one before in the file.
+        defaults: as in :class:`Primary`.
+    """
+
+    name: str
+    measures: str
+    config: type[Any]
+    run: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def primary(self) -> Primary[Any]:
+        return Primary(f"bench-{self.name}", self.config, self.defaults)
+
+
+SUITES: dict[str, Suite] = {
+    suite.name: suite
+    for suite in (
+        Suite(
+            "engine",
+            "step time, memory and start of dtrain's engines against plain PyTorch, DDP, FSDP2, DeepSpeed, ...",
+            EngineSuiteConfig,
+            "training.suites:run_engine_suite",
+            _TRAINING,
+        ),
+        Suite(
+            "precision",
+            "speed and memory of mixed precision against FP32",
+            PrecisionSuiteConfig,
+            "training.suites:run_precision_suite",
+            _TRAINING,
+        ),
+        Suite(
+            "float8",
+            "FP8 against BF16 at several widths, and each of its products",
+            Float8SuiteConfig,
+            "training.float8:run_float8_suite",
+            {**_TRAINING, "model": "tiny", "model.num_layers": 2},
+        ),
+        Suite(
+            "optimizer",
+            "the optimizer phase against torch's sequence of passes and the memory's bandwidth",
+            OptimizerSuiteConfig,
+            "operations.optimizer:run_optimizer_suite",
+        ),
+        Suite(
+            "loss-head",
+            "output layer and loss by chunks of tokens, against full logits and torch's own function",
+            LossHeadSuiteConfig,
+            "operations.loss_head:run_loss_head_suite",
+        ),
+        Suite(
+            "collectives",
+            "each collective of a step, through sockets and through shared memory",
+            CollectivesSuiteConfig,
+            "operations.collectives:run_collectives_suite",
+        ),
+        Suite(
+            "checkpoint",
+            "stall of training during a save and time until it is complete, against torch's",
+            CheckpointSuiteConfig,
+            "operations.checkpoint:run_checkpoint_suite",
+        ),
+        Suite(
+            "data",
+            "tokenizing, reading token shards, and packing documents against padding them",
+            DataSuiteConfig,
+            "operations.data:run_data_suite",
+            {"model": "tiny", "model.max_seq_len": 1024},
+        ),
+        Suite(
+            "vote",
+            "cost of the vote and of loss scaling in a step",
+            VoteSuiteConfig,
+            "training.suites:run_vote_suite",
+            _TRAINING,
+        ),
+        Suite(
+            "telemetry",
+            "cost of a sampled step, in which every gradient and update is measured",
+            TelemetrySuiteConfig,
+            "training.suites:run_telemetry_suite",
+            {**_TRAINING, "model": "tiny"},
+        ),
+        Suite(
+            "blocks",
+            "step time and activations of recomputed and compiled blocks",
+            BlocksSuiteConfig,
+            "training.suites:run_blocks_suite",
+            _TRAINING,
+        ),
+    )
+}
+"""The suites of ``dtrain bench`` by name, in the order of its usage."""
+
 TRAIN = Primary("train", RunConfig)
 PARITY = Primary("parity", ParitySuiteConfig)
 PROBE = Primary("probe", ProbeConfig)
 ACCEPT = Primary("accept", AcceptConfig)
-BENCH_ENGINE = Primary("bench-engine", EngineSuiteConfig)
-BENCH_PRECISION = Primary("bench-precision", PrecisionSuiteConfig)
-BENCH_OPTIMIZER = Primary("bench-optimizer", OptimizerSuiteConfig)
-BENCH_LOSS_HEAD = Primary("bench-loss-head", LossHeadSuiteConfig)
-BENCH_COLLECTIVES = Primary("bench-collectives", CollectivesSuiteConfig)
-BENCH_CHECKPOINT = Primary("bench-checkpoint", CheckpointSuiteConfig)
-BENCH_DATA = Primary("bench-data", DataSuiteConfig)
-BENCH_VOTE = Primary("bench-vote", VoteSuiteConfig)
-BENCH_TELEMETRY = Primary("bench-telemetry", TelemetrySuiteConfig)
-BENCH_FLOAT8 = Primary("bench-float8", Float8SuiteConfig)
-BENCH_BLOCKS = Primary("bench-blocks", BlocksSuiteConfig)
-PRIMARIES: tuple[Primary[Any], ...] = (
-    TRAIN,
-    PARITY,
-    PROBE,
-    ACCEPT,
-    BENCH_ENGINE,
-    BENCH_PRECISION,
-    BENCH_OPTIMIZER,
-    BENCH_LOSS_HEAD,
-    BENCH_COLLECTIVES,
-    BENCH_CHECKPOINT,
-    BENCH_DATA,
-    BENCH_VOTE,
-    BENCH_TELEMETRY,
-    BENCH_FLOAT8,
-    BENCH_BLOCKS,
-)
+PRIMARIES: tuple[Primary[Any], ...] = (TRAIN, PARITY, PROBE, ACCEPT, *(suite.primary for suite in SUITES.values()))

@@ -48,9 +48,30 @@ class MeasurementConfig(CheckedRecord):
 class BenchConfig(MeasurementConfig):
     """Size and repetition of the measurements. Cases alternate in every round, so that noise affects all of them."""
 
-    micro_batch_size: int = at_least(4, 1, "Sequences in a step of one rank.")
+    micro_batch_size: int = at_least(
+        4, 1, "Sequences in a step of one rank; a case that is out of memory at its start takes half of them."
+    )
     warmup_steps: int = at_least(2, 0, "Steps before the first round, which are not timed.")
     steps: int = at_least(3, 1, _STEPS)
+    window_steps: int = at_least(
+        1, 1, "Steps timed together, whose losses are read after them; 1: a step ends when the host has read its loss."
+    )
+    data: str = one_of(
+        "loader",
+        "device",
+        "random",
+        doc="loader: a step takes its batch from the loader, as in training; device: the same batches lie on the "
+        "device before the step; random: so do batches of random tokens. With the last two the weights of a built-in "
+        "model are drawn on the device, which takes less time.",
+    )
+    resident: bool = setting(
+        True,
+        "All cases are in memory from the first round to the last; false: each round of a case is a start of its own, "
+        "for models that do not fit side by side.",
+    )
+    attempts: int = at_least(
+        0, 0, "Larger micro-batches to try at the end of a case, each one sequence larger, up to one that does not fit."
+    )
 
 
 @dataclass(frozen=True)

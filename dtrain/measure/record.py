@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -51,12 +52,12 @@ def write_record(path: Path, record: Any, **more: Any) -> None:
     write_json(path, {**asdict(record), **more}, indent=1)
 
 
-def read_record(path: Path, kind: type[Found], verb: str) -> Found:
+def read_record(path: Path, kind: type[Found] | Callable[[Any], type[Found]], verb: str) -> Found:
     """Reads what :func:`write_record` wrote; keys that ``kind`` does not have are its ``more``.
 
     Args:
         path: the file.
-        kind: class of the record.
+        kind: class of the record, or a function that returns it for the file's values.
         verb: whose result it is, such as ``bench``, for the error.
 
     Raises:
@@ -64,7 +65,8 @@ def read_record(path: Path, kind: type[Found], verb: str) -> Found:
     """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-        return from_plain(kind, {item.name: values[item.name] for item in fields(kind) if item.name in values})  # type: ignore[arg-type]
+        found = kind if isinstance(kind, type) else kind(values)
+        return from_plain(found, {item.name: values[item.name] for item in fields(found) if item.name in values})  # type: ignore[arg-type]
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is no results file of this version of dtrain {verb}: {reason}") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +22,10 @@ from dtrain.measure.accept import run as accept_run
 from dtrain.measure.accept.job import PartJob
 from dtrain.measure.accept.page import summary
 from dtrain.measure.accept.plan import Plan
-from dtrain.measure.bench.records import FailedCase, TrainingResults, run_header
+from dtrain.measure.bench.records import FailedCase, TrainingResults
 from dtrain.measure.bench.training import suites
 from dtrain.measure.parity import run as parity_run
+from dtrain.measure.record import head
 from dtrain.tools.command import command_text
 from dtrain.tools.processes import run_ranks as run_tool_ranks
 from tests.helpers import canaries
@@ -125,11 +127,11 @@ def test_parity_leaves_no_secret(words: list[str], tmp_path: Path, capsys: Any, 
 
 
 def test_bench_leaves_no_secret(words: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def suite(config: Any, command: str) -> TrainingResults:
+    def suite(config: Any, command: str) -> Iterator[TrainingResults]:
         case = result("native", 1, [[5.0]])
         rest: dict[str, Any] = {"tokens_per_rank": 1, "cases": [case], "train_starts_s": []}
         failures = [FailedCase(case.case, FAILURE)]
-        return TrainingResults(**run_header("engine", command, config), **rest, failures=failures)
+        yield TrainingResults(**head(command, config), suite="engine", **rest, failures=failures)
 
     monkeypatch.setattr(suites, "run_engine_suite", suite)
     assert main(["bench", "engine", *words, f"bench.out={tmp_path}/b.json"]) == 1

@@ -21,7 +21,6 @@ from tests.helpers.ranks import fork
 _STARTERS = (
     "dtrain.tools.processes",
     "dtrain.measure.ranks",
-    "dtrain.measure.bench.training.processes",
     "dtrain.tools.data.pool",
     "dtrain.measure.accept.job",
 )

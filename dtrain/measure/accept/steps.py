@@ -126,7 +126,7 @@ def step_job(
         options |= {"warmup": 1, "windows": 1, "steps": 1}
     if name == EAGER:
         options["attempts"] = 1 if device == "cpu" else _ATTEMPTS
-    job = {"rank_job": asdict(RankJob(_CASES[name], 0, "", suite)), "micro_batch": size, **options}
+    job = {"rank_job": asdict(RankJob(_CASES[name], suite, "", size)), "micro_batch": size, **options}
     limit = _PEER_LIMIT_S if name == DEEPSPEED else _LIMIT_S
     if layers is not None:
         return PartJob(f"compiled, {name}", "compiled", "step", limit, 2 * limit, {"job": job}, threads)

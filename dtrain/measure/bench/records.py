@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from dtrain.config.blocks import Blocks
-from dtrain.config.dump import config_to_dict, from_plain
-from dtrain.errors import BenchError
-from dtrain.redaction.redact import redact
-from dtrain.telemetry.host import Host, describe_host
-from dtrain.telemetry.metrics import write_json
+from dtrain.measure.record import RecordHead, read_record
+from dtrain.telemetry.gpu import GPUState
 
 
 @dataclass(frozen=True)
@@ -32,6 +27,7 @@ class BenchmarkCase:
             suite's ``model`` says.
         reproducible: whether dtrain's engine gives the same bits at any world size.
         offload: ``cpu``: the native engine's masters, optimizer states and main grads lie on the host.
+        loss_chunk: instead of that of the suite's ``model``.
     """
 
     name: str
@@ -47,6 +43,7 @@ class BenchmarkCase:
     blocks: Blocks | None = None
     reproducible: bool = False
     offload: str = "none"
+    loss_chunk: str | None = None
 
     @property
     def is_dtrain(self) -> bool:
@@ -60,12 +57,18 @@ class BenchmarkCase:
 
 @dataclass(frozen=True)
 class RankJob:
-    """The job of one rank of a case: ``config`` is the suite's, ``store`` the file through which the ranks meet."""
+    """What the ranks of a case are told.
+
+    Attributes:
+        config: the suite's.
+        folder: which the ranks share, until they end.
+        micro_batch: sequences in a step of one rank.
+    """
 
     case: BenchmarkCase
-    rank: int
-    store: str
     config: dict[str, Any]
+    folder: str
+    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -73,11 +76,12 @@ class TimedSteps:
     """Consecutive steps of one case, timed while all other cases waited.
 
     Attributes:
-        step_ms: wall time of each step on its slowest rank.
-        losses: mean over the ranks.
+        step_ms: wall time of each step on its slowest rank; with ``bench.window_steps`` of a step of each window.
+        losses: of each step, mean over the ranks.
         load: the machine's 1-minute load average before the first step.
         cpu_ms: processor time of each step, user and system, summed over the ranks and their threads.
         parts_ms: wall time of parts of each step, by the part's name; one list for each rank.
+        gpu: power limit and clocks of the first rank's GPU meanwhile, if windows of several steps were timed.
     """
 
     step_ms: list[float]
@@ -85,6 +89,7 @@ class TimedSteps:
     load: float
     cpu_ms: list[float] = field(default_factory=list)
     parts_ms: dict[str, list[list[float]]] = field(default_factory=dict)
+    gpu: GPUState | None = None
 
 
 @dataclass(frozen=True)
@@ -108,11 +113,20 @@ class Footprint:
         state: model states by kind, counted on the tensors.
         formula: the same by the ZeRO formula; None for peers.
         peak_rss: highest resident size of the process, start-up included.
-        peak_device: highest memory allocated on the GPU; None on CPU.
+        peak_device: highest memory allocated on the GPU since the first round began; None on CPU.
+        peak_reserved: the same with the allocator's free blocks.
+        available: memory of the GPU that the process can have.
         linears: formats of the model's Linears, if dtrain's engine trains it in FP8.
         host_kinds: kinds of ``state`` that lie in the memory of the host beside a GPU.
         activations: bytes held from a forward to its backward, if they were measured.
-        graphs: into which dtrain compiled the blocks; None: it did not.
+        graphs: into which the blocks were compiled; None: they were not.
+        graph_breaks: of the compiled blocks.
+        flops_causal: model FLOPs of a trained token, attention counted by its causal half; None if they are not known.
+        flops_full: the same with all of attention, as PaLM counts it.
+        fitted: micro-batches beyond the case's that were tried at the end, and fit.
+        unfit: the one that did not; None: more was not tried.
+        emulates_float8: whether FP8 products are computed in FP32, so that their time means nothing.
+        warnings: of dtrain, such as the reason of a graph break.
     """
 
     num_parameters: int
@@ -125,48 +139,50 @@ class Footprint:
     host_kinds: list[str] = field(default_factory=list)
     activations: int | None = None
     graphs: int | None = None
+    graph_breaks: int = 0
+    peak_reserved: int | None = None
+    available: int | None = None
+    flops_causal: float | None = None
+    flops_full: float | None = None
+    fitted: list[int] = field(default_factory=list)
+    unfit: int | None = None
+    emulates_float8: bool = False
+    warnings: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """Measurements of one case; ``first_step_s`` counts from the start of its processes."""
+    """Measurements of one case.
+
+    Attributes:
+        first_step_s: from the start of its processes to the end of the first step.
+        micro_batch: sequences in a step of one rank; fewer than the suite's if those were out of memory; None: the
+            suite's.
+        setup_s: part of ``first_step_s`` in which model and engine were built, on the slowest rank.
+    """
 
     case: BenchmarkCase
     first_step_s: float
     warmup: TimedSteps
     rounds: list[TimedSteps]
     footprint: Footprint
+    micro_batch: int | None = None
+    setup_s: float | None = None
 
 
 @dataclass(frozen=True)
 class FailedCase:
-    """A case that could not start, or did not run to the end."""
+    """A case that could not start, or did not run to the end; what it measured before is kept."""
 
     case: BenchmarkCase
     reason: str
 
 
 @dataclass(frozen=True)
-class SuiteRun:
-    """One run of a suite; ``date`` is local in ISO 8601, ``config`` the resolved configuration."""
+class SuiteRun(RecordHead):
+    """One run of a suite."""
 
     suite: str
-    command: str
-    date: str
-    host: Host
-    config: dict[str, Any]
-
-
-def run_header(suite: str, command: str, config: Any) -> dict[str, Any]:
-    """Returns the fields of :class:`SuiteRun` for a run of this process."""
-    date = time.strftime("%Y-%m-%dT%H:%M:%S")
-    return {
-        "suite": suite,
-        "command": command,
-        "date": date,
-        "host": describe_host(),
-        "config": redact(config_to_dict(config)),
-    }
 
 
 @dataclass(frozen=True)
@@ -175,9 +191,9 @@ class TrainingResults(SuiteRun):
 
     Attributes:
         tokens_per_rank: of one step on one rank.
-        cases: those that ran to the end.
+        cases: those that started; the last ones may have fewer rounds if the command was ended.
         train_starts_s: from the command ``dtrain train`` to its first step, for each start; empty if not measured.
-        failures: the other cases.
+        failures: cases that failed.
     """
 
     tokens_per_rank: int
@@ -271,7 +287,7 @@ class WidthResults:
     """One model of the FP8 suite.
 
     Attributes:
-        cases: those that ran to the end; the first is BF16.
+        cases: those that started; the first is BF16.
         products: of the distinct shapes among the Linears of its blocks.
     """
 
@@ -301,23 +317,10 @@ class Float8Results(SuiteRun):
 AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results
 
 
-def write_results(path: Path, results: AnyResults) -> None:
-    """Writes ``results`` as JSON, atomically; numbers that are not finite become null."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, asdict(results), indent=1)
-
-
 def read_results(path: Path) -> AnyResults:
-    """Reads what :func:`write_results` wrote.
+    """Reads the results of a suite; raises as :func:`read_record`."""
+    return read_record(path, _kind, "bench")
 
-    Raises:
-        BenchError: the file cannot be read, or holds something else.
-    """
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        if "timings" in values:
-            return from_plain(OperationResults, values)
-        return from_plain(Float8Results, values) if "widths" in values else from_plain(TrainingResults, values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise BenchError(f"{path} is no results file of this version of `dtrain bench` ({reason})") from error
+
+def _kind(values: dict[str, Any]) -> type[AnyResults]:
+    return OperationResults if "timings" in values else Float8Results if "widths" in values else TrainingResults

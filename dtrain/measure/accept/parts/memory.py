@@ -18,7 +18,7 @@ from dtrain.config.precision import Float8
 from dtrain.device import repeated_ms
 from dtrain.measure.accept.job import Request
 from dtrain.measure.accept.models import MODELS
-from dtrain.measure.accept.parts.case_model import build_on
+from dtrain.measure.bench.training.model import build_on
 from dtrain.models.linear_cross_entropy import linear_cross_entropy
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.texts import compact

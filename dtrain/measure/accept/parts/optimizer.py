@@ -18,10 +18,10 @@ from torch import Tensor
 import dtrain
 from dtrain.measure.accept.job import Request
 from dtrain.measure.accept.models import MODELS
-from dtrain.measure.accept.parts.case_model import build_on
 from dtrain.measure.accept.trace import record_trace
 from dtrain.measure.bench.operations.optimizer import OptimizerPhase
 from dtrain.measure.bench.report.statistics import spread
+from dtrain.measure.bench.training.model import build_on
 from dtrain.sharding.layout import CHUNK
 from dtrain.telemetry.texts import compact
 from dtrain.telemetry.throughput import device_name

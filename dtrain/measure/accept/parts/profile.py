@@ -25,8 +25,8 @@ from dtrain.distributed.startup.setup import connect, ensure_process_group
 from dtrain.engine.interface import Engine
 from dtrain.measure.accept.job import Request
 from dtrain.measure.accept.models import MODELS
-from dtrain.measure.accept.parts.case_model import build_on
 from dtrain.measure.accept.trace import CLASSES, OPTIMIZER, record_trace
+from dtrain.measure.bench.training.model import build_on
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
 from dtrain.tools.processes import failure_reason
 from dtrain.tools.tables import Table

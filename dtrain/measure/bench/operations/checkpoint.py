@@ -44,10 +44,10 @@ _BASELINES = ["DCP async_save", "torch.save, fsync"]
 _PARAMETER = 1 << 20  # elements of this rank's shard of one parameter
 
 
-def run_checkpoint_suite(config: CheckpointSuiteConfig, command: str) -> OperationResults:
+def run_checkpoint_suite(config: CheckpointSuiteConfig, command: str) -> Iterator[OperationResults]:
     """Times saves on ``bench.ranks`` processes, in a new folder of ``bench.dir`` that is removed at the end."""
     bench = config.bench
-    return measure_operations(
+    yield from measure_operations(
         "checkpoint",
         command,
         config,

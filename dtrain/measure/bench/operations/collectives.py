@@ -29,7 +29,7 @@ _DESCRIPTION = (
 )
 
 
-def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> OperationResults:
+def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Iterator[OperationResults]:
     bench = config.bench
     device = choose_device(bench.device, 0).type
 
@@ -37,7 +37,7 @@ def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Opera
         with tempfile.TemporaryDirectory(prefix="dtrain-bench-") as folder:
             return time_on_ranks("collectives", bench, Path(folder))
 
-    return measure_operations(
+    yield from measure_operations(
         "collectives",
         command,
         config,

@@ -50,7 +50,7 @@ _DOCUMENTS = 512  # that the library gets at a time
 _LIBRARY, _PADDED = "library alone", "padded to {:,}"
 
 
-def run_data_suite(config: DataSuiteConfig, command: str) -> OperationResults:
+def run_data_suite(config: DataSuiteConfig, command: str) -> Iterator[OperationResults]:
     """Measures in this process and in commands that it starts; its files are in a temporary folder."""
     bench, seq_len = config.bench, config.model.max_seq_len
     torch.set_num_threads(bench.threads)
@@ -66,12 +66,13 @@ def run_data_suite(config: DataSuiteConfig, command: str) -> OperationResults:
             learned=bench.documents,
         )
 
-        def measure() -> list[OperationTiming]:
-            tokenizing = list(_time_tokenizing(corpus, bench))
+        def measure() -> Iterator[OperationTiming]:
+            yield from _time_tokenizing(corpus, bench)
             _dtrain("data", "pack", str(corpus.shards), f"seq_len={seq_len}")
-            return [*tokenizing, *_time_reading(corpus, bench, seq_len), *_time_learning(corpus, config, device)]
+            yield from _time_reading(corpus, bench, seq_len)
+            yield from _time_learning(corpus, config, device)
 
-        return measure_operations(
+        yield from measure_operations(
             "data", command, config, description, measure, baselines=[_LIBRARY, _PADDED.format(seq_len)]
         )
 

@@ -31,7 +31,7 @@ _DESCRIPTION = (
 )
 
 
-def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> OperationResults:
+def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> Iterator[OperationResults]:
     """Times each case in FP32, and in BF16 where the device has such products."""
     bench = config.bench
     device = choose_device(bench.device, 0)
@@ -57,7 +57,7 @@ def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> OperationR
         memory=memory,
     )
     baselines = [_BASELINE, *([_COMPILED] if bench.compiled else [])]
-    return measure_operations("loss-head", command, config, description, lambda: list(measure()), baselines=baselines)
+    yield from measure_operations("loss-head", command, config, description, measure, baselines=baselines)
 
 
 def _dtypes(device: torch.device) -> list[torch.dtype]:

@@ -40,7 +40,7 @@ _ELEMENTWISE = (
 )
 
 
-def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> OperationResults:
+def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> Iterator[OperationResults]:
     """Times the optimizer phase of each case, on the same masters and gradients.
 
     Raises:
@@ -69,16 +69,16 @@ def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> Operation
             for timing in time_rounds(operations, bench.rounds, device):
                 yield replace(timing, workload=f"{record.name}, {phase.state_bytes} bytes")
 
-    results = measure_operations(
+    yield from measure_operations(
         "optimizer",
         command,
         config,
         " ".join(description),
-        lambda: list(measure()),
+        measure,
         baselines=[_BASELINE],
         reference=None if not elementwise else "triad" if device.type == "cpu" else "copy",
+        traffic=matrix_traffic(muon, bench.numel) if muon else (),
     )
-    return replace(results, traffic=matrix_traffic(muon, bench.numel)) if muon else results
 
 
 def _record(name: str) -> Any:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dtrain.measure.bench.records import OperationResults, OperationTiming, run_header
+from dtrain.measure.bench.records import MatrixTraffic, OperationResults, OperationTiming
+from dtrain.measure.record import head
 
 
 @dataclass(frozen=True)
@@ -47,16 +48,23 @@ def measure_operations(
     command: str,
     config: Any,
     description: str,
-    measure: Callable[[], list[OperationTiming]],
+    measure: Callable[[], Iterable[OperationTiming]],
     *,
     baselines: list[str],
     reference: str | None = None,
-) -> OperationResults:
-    return OperationResults(
-        **run_header(suite, command, config),
+    traffic: Sequence[MatrixTraffic] = (),
+) -> Iterator[OperationResults]:
+    """Yields the results so far, after each timing that ``measure`` returns."""
+    results = OperationResults(
+        suite=suite,
+        **head(command, config),
         load=os.getloadavg()[0],
         description=description,
         reference=reference,
         baselines=baselines,
-        timings=measure(),
+        timings=[],
+        traffic=list(traffic),
     )
+    for timing in measure():
+        results.timings.append(timing)
+        yield results

@@ -6,23 +6,31 @@ the first of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-Output = TypeVar("Output")
+from dtrain.train.session import MicroBatch, StepWatch
 
 
-def bytes_kept(forward: Callable[[], Output], device: torch.device) -> tuple[Output, int]:
-    """Returns the output of ``forward``, and how many bytes more are allocated on ``device`` after it than before."""
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        output = forward()
-        return output, torch.cuda.memory_allocated(device) - before
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        output = forward()
-    assert profiler.profiler is not None
-    events = profiler.profiler.kineto_results.events()
-    return output, sum(event.nbytes() for event in events if event.name() == "[memory]")
+class ActivationBytes(StepWatch):
+    """Counts in ``nbytes`` how many bytes more are allocated on ``device`` after the forward of a step than before."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.nbytes = 0
+
+    @contextmanager
+    def forward(self, micro: MicroBatch) -> Iterator[None]:
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            yield
+            self.nbytes = torch.cuda.memory_allocated(self._device) - before
+            return
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        assert profiler.profiler is not None
+        events = profiler.profiler.kineto_results.events()
+        self.nbytes = sum(event.nbytes() for event in events if event.name() == "[memory]")

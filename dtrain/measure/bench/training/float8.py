@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -13,13 +14,14 @@ from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.measure.bench.operations.float8_products import product_shapes, time_products
-from dtrain.measure.bench.records import BenchmarkCase, Float8Results, WidthResults, run_header
+from dtrain.measure.bench.records import BenchmarkCase, Float8Results, WidthResults
 from dtrain.measure.bench.training.rounds import run_rounds
+from dtrain.measure.record import head
 from dtrain.precision.float8.options import Recipe
 from dtrain.train.setup import make_policy
 
 
-def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
+def run_float8_suite(config: Float8SuiteConfig, command: str) -> Iterator[Float8Results]:
     """Measures BF16 and each recipe at one width after the other, and times the products of their Linears."""
     bench = config.bench
     for key, values in (("bench.widths", bench.widths), ("bench.recipes", bench.recipes)):
@@ -31,23 +33,27 @@ def run_float8_suite(config: Float8SuiteConfig, command: str) -> Float8Results:
     torch.set_num_threads(bench.threads_per_rank)
     recipes = {name: _recipe(config, name, device) for name in bench.recipes}
     models = [model_of(config.model, width) for width in bench.widths]
-    widths = []
+    results = Float8Results(
+        **head(command, config),
+        suite="float8",
+        tokens_per_rank=bench.micro_batch_size * config.model.max_seq_len,
+        emulated=any(recipe.emulate for recipe in recipes.values()),
+        widths=[],
+    )
     for model in models:
-        cases, failures = run_rounds(float8_cases(bench), replace(config, model=model))
-        shapes = product_shapes(linear for result in cases for linear in result.footprint.linears)
+        done = list(results.widths)
+        for measured in run_rounds(float8_cases(bench), replace(config, model=model)):
+            results.widths[:] = [*done, WidthResults(model.hidden_dim, measured.cases, [], measured.failures)]
+            yield results
+        shapes = product_shapes(linear for result in measured.cases for linear in result.footprint.linears)
         rows = bench.micro_batch_size * model.max_seq_len
         products = [
             product
             for out_features, in_features in shapes
             for product in time_products(rows, out_features, in_features, recipes, bench.rounds, device)
         ]
-        widths.append(WidthResults(model.hidden_dim, cases, products, failures))
-    return Float8Results(
-        **run_header("float8", command, config),
-        tokens_per_rank=bench.micro_batch_size * config.model.max_seq_len,
-        emulated=any(recipe.emulate for recipe in recipes.values()),
-        widths=widths,
-    )
+        results.widths[-1] = replace(results.widths[-1], products=products)
+        yield results
 
 
 def _recipe(config: Float8SuiteConfig, name: str, device: torch.device) -> Recipe:

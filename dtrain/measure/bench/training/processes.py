@@ -1,41 +1,42 @@
-"""The processes of one benchmark case, which live through the whole run."""
+"""The ranks of one benchmark case."""
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.config.tool_schema import SuiteConfig
-from dtrain.errors import BenchError
-from dtrain.measure.bench.records import BenchmarkCase, Footprint, RankJob, TimedSteps
-from dtrain.redaction.redact import redact_text
-from dtrain.tools.processes import kill_group, send_line, start_rank
+from dtrain.distributed.logging import logger
+from dtrain.errors import BenchError, RankError
+from dtrain.measure.bench.records import BenchmarkCase, CaseResult, Footprint, RankJob, TimedSteps
+from dtrain.measure.ranks import Ranks
+from dtrain.measure.worker import Rank
 
+_WORKER = "dtrain.measure.bench.training.worker:serve"
 _START_S = 300.0  # a peer may compile its extensions in its first start
 _RESULT_S = 900.0  # a rank without a result for this long hangs
-_EXIT_S = 10.0
+_OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "ALLOC_FAILED")
 
 
 class CaseProcesses:
-    """The ranks of one case; use as a context manager, which ends them."""
+    """The ranks of one case; use as a context manager, which ends them.
 
-    def __init__(self, case: BenchmarkCase, config: SuiteConfig) -> None:
+    Args:
+        micro_batch: sequences in a step of one rank; None: as in ``config``.
+    """
+
+    def __init__(self, case: BenchmarkCase, config: SuiteConfig, micro_batch: int | None = None) -> None:
         self.case = case
+        self.config = config
+        self._micro_batch = micro_batch or config.bench.micro_batch_size
         self._stack = ExitStack()
-        self._folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-bench-"))
-        self._processes: list[subprocess.Popen[str]] = []
-        self._logs: list[IO[str]] = []
-        self._config = config_to_dict(config)
-        self._threads = config.bench.threads_per_rank
+        self._ranks: Ranks | None = None
 
     def __enter__(self) -> CaseProcesses:
         return self
@@ -44,95 +45,86 @@ class CaseProcesses:
         self.end()
 
     def end(self) -> None:
-        """Ends the processes and waits for them; may be called more than once."""
-        self.request_end()
-        for process in self._processes:
-            try:
-                process.wait(_EXIT_S)
-            except subprocess.TimeoutExpired:
-                kill_group(process)
-                process.wait()
-            _not_none(process.stdout).close()
+        """Ends the ranks and waits for them; may be called more than once."""
         self._stack.close()
 
     def request_end(self) -> None:
-        """Closes the pipe that the processes read, which ends them; does not wait."""
-        for process in self._processes:
-            with suppress(BrokenPipeError):  # it has ended already
-                _not_none(process.stdin).close()
+        """Tells the ranks to end; does not wait."""
+        if self._ranks is not None:
+            self._ranks.request_end()
 
-    def start(self) -> float:
-        """Starts the processes; returns the seconds until the end of the first step.
+    def start(self) -> CaseResult:
+        """Starts the ranks and warms them up; at half of the micro-batch if they are out of memory.
 
         Raises:
-            BenchError: a process failed.
+            BenchError: a rank failed.
         """
+        while True:
+            try:
+                return self._start()
+            except BenchError as error:
+                if self._micro_batch == 1 or not any(text in str(error) for text in _OUT_OF_MEMORY):
+                    raise
+                self.end()
+                logger.warning("%s: out of memory at %d sequences, now half", self.case.name, self._micro_batch)
+                self._micro_batch //= 2
+
+    def _start(self) -> CaseResult:
+        bench = self.config.bench
         begin = time.perf_counter()
-        for _ in range(self.case.ranks):
-            log = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - closed by the stack
-            self._stack.enter_context(log)
-            self._logs.append(log)
-            module = "dtrain.measure.bench.training.worker"
-            self._processes.append(start_rank(module, threads=self._threads, stdout=subprocess.PIPE, stderr=log))
-        store = str(Path(self._folder, "store"))
-        for rank in range(self.case.ranks):
-            self._send(rank, asdict(RankJob(self.case, rank, store, self._config)))
-        self._request({"steps": 1}, _START_S)
-        return time.perf_counter() - begin
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="dtrain-bench-"))
+        job = RankJob(self.case, config_to_dict(self.config), folder, self._micro_batch)
+        rank = Rank(asdict(job), ranks=self.case.ranks, device=bench.device, threads=bench.threads_per_rank)
+        try:
+            self._ranks = self._stack.enter_context(Ranks(_WORKER, rank, folder=Path(folder)))
+            setups = self._ranks.results(_START_S)
+        except RankError as error:
+            raise self._failure(error) from error
+        first_step_s = time.perf_counter() - begin
+        return CaseResult(
+            self.case,
+            first_step_s,
+            self.take_steps(bench.warmup_steps),
+            [],
+            self.footprint(),
+            micro_batch=self._micro_batch,
+            setup_s=max(setups),
+        )
 
     def take_steps(self, count: int) -> TimedSteps:
         load = os.getloadavg()[0]
         if not count:
             return TimedSteps([], [], load)
-        ranks = self._request({"steps": count})
-        step_ms = [max(times) for times in zip(*(rank["step_ms"] for rank in ranks), strict=True)]
-        losses = [sum(row) / len(row) for row in zip(*(rank["losses"] for rank in ranks), strict=True)]
-        cpu_ms = [sum(times) for times in zip(*(rank["cpu_ms"] for rank in ranks), strict=True)]
-        parts_ms = {name: [rank["parts_ms"][name] for rank in ranks] for name in ranks[0]["parts_ms"]}
-        return TimedSteps(step_ms, losses, load, cpu_ms, parts_ms)
+        ranks = [from_plain(TimedSteps, steps) for steps in self._request({"steps": count})]
+        return TimedSteps(
+            [max(times) for times in zip(*(rank.step_ms for rank in ranks), strict=True)],
+            [sum(row) / len(row) for row in zip(*(rank.losses for rank in ranks), strict=True)],
+            load,
+            [sum(times) for times in zip(*(rank.cpu_ms for rank in ranks), strict=True)],
+            {name: [rank.parts_ms[name][0] for rank in ranks] for name in ranks[0].parts_ms},
+            ranks[0].gpu,
+        )
 
-    def footprint(self) -> Footprint:
-        ranks = [from_plain(Footprint, rank) for rank in self._request({"footprint": True})]
+    def footprint(self, *, last: bool = False) -> Footprint:
+        """Returns the footprint of the rank that holds the most, with the peaks of all.
+
+        Args:
+            last: whether no step follows, so that activations and larger micro-batches may be tried.
+        """
+        ranks = [from_plain(Footprint, rank) for rank in self._request({"last": last})]
         most = max(ranks, key=lambda rank: sum(rank.state.values()))
-        devices = [rank.peak_device for rank in ranks if rank.peak_device is not None]
-        return replace(most, peak_rss=max(rank.peak_rss for rank in ranks), peak_device=max(devices, default=None))
+        peaks = {
+            name: max((peak for rank in ranks if (peak := getattr(rank, name)) is not None), default=None)
+            for name in ("peak_rss", "peak_device", "peak_reserved")
+        }
+        return replace(most, **peaks)  # type: ignore[arg-type]
 
-    def _request(self, request: dict[str, Any], limit_s: float = _RESULT_S) -> list[dict[str, Any]]:
-        for rank in range(len(self._processes)):
-            self._send(rank, request)
-        waiting = {_not_none(process.stdout): rank for rank, process in enumerate(self._processes)}
-        results: dict[int, dict[str, Any]] = {}
-        while waiting:
-            ready, _, _ = select.select(list(waiting), [], [], limit_s)
-            if not ready:
-                raise BenchError(f"{self.case.name}: no result after {limit_s:.0f} s; a rank hangs")
-            for pipe in ready:
-                rank = waiting.pop(pipe)
-                line = pipe.readline()  # a result is one line, so nothing stays in the buffer
-                if not line:
-                    raise self._unexpected_end(rank)
-                results[rank] = json.loads(line)
-                if "failure" in results[rank]:
-                    raise BenchError(f"{self.case.name}: rank {rank} failed: {results[rank]['failure']}")
-        return [results[rank] for rank in range(len(self._processes))]
-
-    def _send(self, rank: int, values: dict[str, Any]) -> None:
+    def _request(self, request: dict[str, Any]) -> list[Any]:
+        assert self._ranks is not None
         try:
-            send_line(self._processes[rank], json.dumps(values))
-        except BrokenPipeError:
-            raise self._unexpected_end(rank) from None
+            return self._ranks.request(request, _RESULT_S)
+        except RankError as error:
+            raise self._failure(error) from error
 
-    def _unexpected_end(self, rank: int) -> BenchError:
-        """Returns the error for a rank that ended without a reason, for example because it was killed."""
-        with suppress(subprocess.TimeoutExpired):
-            self._processes[rank].wait(_EXIT_S)
-        self._logs[rank].seek(0)
-        stderr = self._logs[rank].read().strip().splitlines()
-        code = self._processes[rank].poll()
-        reason = redact_text(stderr[-1]) if stderr else "no output"
-        return BenchError(f"{self.case.name}: rank {rank} ended with exit code {code}: {reason}")
-
-
-def _not_none(pipe: IO[str] | None) -> IO[str]:
-    assert pipe is not None  # standard input and output are pipes
-    return pipe
+    def _failure(self, error: RankError) -> BenchError:
+        return BenchError(f"{self.case.name}: {error}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -23,15 +23,16 @@ from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.measure.bench.peers import PEERS
-from dtrain.measure.bench.records import BenchmarkCase, FailedCase, TrainingResults, run_header
+from dtrain.measure.bench.records import BenchmarkCase, FailedCase, TrainingResults
 from dtrain.measure.bench.training.cases import engine_cases
 from dtrain.measure.bench.training.first_step import time_first_steps
 from dtrain.measure.bench.training.rounds import run_rounds
+from dtrain.measure.record import head
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.placement import STAGES
 
 
-def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults:
+def run_engine_suite(config: EngineSuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data."""
     stages = config.bench.stages
     if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
@@ -46,30 +47,31 @@ def run_engine_suite(config: EngineSuiteConfig, command: str) -> TrainingResults
         reason = f"{case.name}: package {peer.package} is not installed; pip install 'dtrain[bench]'"
         logger.warning("left out: %s", reason)
         missing.append(FailedCase(case, reason))
-    results = _run("engine", installed, config, command)
+    for results in _run("engine", installed, config, command, missing):
+        yield results
     starts = time_first_steps(config.bench.starts, config.bench.threads_per_rank)
-    return replace(results, train_starts_s=starts, failures=[*missing, *results.failures])
+    yield replace(results, train_starts_s=starts)
 
 
-def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> TrainingResults:
+def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's training loop in FP32 and in mixed precision."""
     cases = precision_cases(config.bench, choose_device(config.bench.device, 0))
-    return _run("precision", cases, config, command)
+    yield from _run("precision", cases, config, command)
 
 
-def run_vote_suite(config: VoteSuiteConfig, command: str) -> TrainingResults:
+def run_vote_suite(config: VoteSuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine with and without loss scaling, its vote timed inside each step."""
-    return _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
+    yield from _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
-def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> TrainingResults:
+def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine without sampled steps, and with nothing but sampled steps."""
-    return _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
+    yield from _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
-def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> TrainingResults:
+def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine with recomputed and compiled blocks, and with blocks as they are."""
-    return _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
+    yield from _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
 
 
 def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
@@ -127,12 +129,20 @@ def fast_precisions(device: torch.device) -> list[str]:
     return [best] if best != "fp32" else []
 
 
-def _run(suite: str, cases: Sequence[BenchmarkCase], config: SuiteConfig, command: str) -> TrainingResults:
-    results, failures = run_rounds(cases, config)
-    return TrainingResults(
-        **run_header(suite, command, config),
-        tokens_per_rank=config.bench.micro_batch_size * config.model.max_seq_len,
-        cases=results,
-        train_starts_s=[],
-        failures=failures,
-    )
+def _run(
+    suite: str,
+    cases: Sequence[BenchmarkCase],
+    config: SuiteConfig,
+    command: str,
+    missing: Sequence[FailedCase] = (),
+) -> Iterator[TrainingResults]:
+    of_run = head(command, config)
+    for measured in run_rounds(cases, config):
+        yield TrainingResults(
+            **of_run,
+            suite=suite,
+            tokens_per_rank=config.bench.micro_batch_size * config.model.max_seq_len,
+            cases=measured.cases,
+            train_starts_s=[],
+            failures=[*missing, *measured.failures],
+        )

@@ -30,8 +30,8 @@ def result(
 def results_of(cases: list[CaseResult], suite: str = "engine") -> TrainingResults:
     """A run of these cases."""
     config = {"bench": {"threads_per_rank": 1, "rounds": 2, "steps": 2}}
-    command = f"dtrain bench {suite}"
-    return TrainingResults(suite, command, "2026-01-01T00:00:00", HOST, config, 128, cases, [3.0, 5.0, 4.0])
+    head = {"command": f"dtrain bench {suite}", "date": "2026-01-01T00:00:00", "host": HOST, "config": config}
+    return TrainingResults(suite, 128, cases, [3.0, 5.0, 4.0], **head)  # type: ignore[arg-type]
 
 
 def row(table: Table, first: str) -> dict[str, str]:

@@ -6,18 +6,20 @@ import ast
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from dtrain.cli.resolve import read_suite
-from dtrain.config.commands import BENCH_ENGINE
+from dtrain.config.commands import SUITES
 from dtrain.config.dump import config_to_dict
 from dtrain.measure.bench import cli, peers
 from dtrain.measure.bench.peers import PEERS, deepspeed_zero, plain
 from dtrain.measure.bench.records import BenchmarkCase, FailedCase, RankJob
-from dtrain.measure.bench.training.worker import footprint, prepare, take_steps
+from dtrain.measure.bench.training.worker import RankCase
+from dtrain.measure.worker import Rank
 from tests.helpers.ranks import run_ranks
 from tests.unit.measure.bench.made import SHORT, TINY, result, results_of
 
@@ -41,7 +43,7 @@ def test_exit_code_is_1_only_if_an_engine_of_dtrain_failed(tmp_path: Path, capsy
         failure = FailedCase(BenchmarkCase("late", engine, 2, "bf16", stage), "late: rank 0 failed: no compiler")
         results = results_of([result("plain", 1, [[1.0]], engine="plain")])
         results.failures.append(failure)
-        assert cli._finish(results, str(tmp_path / "r.json")) == code
+        assert cli._finish(results, tmp_path / "r.json") == code
         assert "Did not run: late: rank 0 failed: no compiler." in capsys.readouterr().out
 
 
@@ -80,17 +82,18 @@ def test_deepspeed_peer_sums_in_fp32_as_the_deepspeed_engine_does() -> None:
         assert sent == [{torch.float32}] * 3 + [{torch.bfloat16}]
 
 
-Trained = tuple[list[float], dict[str, float]]
+Trained = tuple[list[Any], dict[str, float]]
 
 
 def train(rank: int, world: int, cases: list[BenchmarkCase]) -> list[Trained]:
     """Losses of this rank, and its state in bytes a parameter, of each case."""
-    config = read_suite([*TINY, *SHORT, "model.hidden_dim=96"], BENCH_ENGINE)
+    config = read_suite([*TINY, *SHORT, "model.hidden_dim=96"], SUITES["engine"].primary)
     assert config is not None
     trained: list[Trained] = []
     for case in cases:
-        training = prepare(RankJob(case, rank, "store", config_to_dict(config)), CPU)
-        losses, held = take_steps(training, CPU, 5)["losses"], footprint(training, CPU)
+        job = RankJob(case, config_to_dict(config), "", config.bench.micro_batch_size)
+        running = RankCase.prepare(job, Rank(rank=rank, ranks=world, device="cpu"))
+        losses, held = running.take_steps(5).losses, running.footprint(last=False, warnings=[])
         trained.append((losses, {kind: size / held.num_parameters for kind, size in held.state.items()}))
     return trained
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from dtrain.__main__ import main
-from dtrain.errors import BenchError
-from dtrain.measure.bench.records import TrainingResults, read_results, write_results
+from dtrain.errors import ConfigError
+from dtrain.measure.bench.records import TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe, update_document
 from dtrain.measure.bench.report.overhead import median_interval, meets_target
 from dtrain.measure.bench.report.training import has_wrong_loss
+from dtrain.measure.record import write_record
 from tests.unit.measure.bench.made import result, results_of
 
 ROOT = Path(__file__).parents[5]
@@ -24,7 +25,7 @@ def test_report_writes_between_the_markers_only(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("one", "two"):
-        write_results(tmp_path / f"{name}.json", results_of([result(f"plain-{name}", 1, [[1.0]], engine="plain")]))
+        write_record(tmp_path / f"{name}.json", results_of([result(f"plain-{name}", 1, [[1.0]], engine="plain")]))
     document = tmp_path / "doc.md"
     document.write_text("# Title\n\nbefore \\1\n<!-- results one -->\nstale\n<!-- end one -->\nafter\n")
     assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
@@ -58,16 +59,16 @@ def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
 
 def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
-    write_results(path, results_of([result("plain", 1, [[1.0]], [float("nan")], "plain")]))
+    write_record(path, results_of([result("plain", 1, [[1.0]], [float("nan")], "plain")]))
     read = read_results(path)
     assert isinstance(read, TrainingResults)
     assert read.cases[0].rounds[0].losses == [None]
     good = json.loads(path.read_text())
-    for damage in ({**good, "extra": 1}, {key: value for key, value in good.items() if key != "host"}, [], 3):
+    for damage in ({**good, "tokens_per_rank": {}, "cases": 1}, {key: value for key, value in good.items() if key != "host"}, [], 3):
         path.write_text(json.dumps(damage))
-        with pytest.raises(BenchError, match=r"r\.json is no results file"):
+        with pytest.raises(ConfigError, match=r"r\.json is no results file"):
             read_results(path)
-    with pytest.raises(BenchError, match=r"absent\.json is no results file"):
+    with pytest.raises(ConfigError, match=r"absent\.json is no results file"):
         read_results(tmp_path / "absent.json")
 
 

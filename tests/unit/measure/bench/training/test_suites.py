@@ -6,6 +6,7 @@ import logging
 import os
 import shlex
 import subprocess
+from collections.abc import Iterator
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,10 @@ import torch
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
 from dtrain.config import capabilities
-from dtrain.config.commands import BENCH_ENGINE
+from dtrain.config.commands import SUITES
 from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig
 from dtrain.errors import BenchError
-from dtrain.measure.bench import peers, records
+from dtrain.measure.bench import peers
 from dtrain.measure.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
@@ -198,18 +199,18 @@ def test_an_engine_comes_after_the_peer_that_does_its_work(monkeypatch: pytest.M
 def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: Any, caplog: Any) -> None:
     measured: list[str] = []
 
-    def run_rounds(given: list[BenchmarkCase], _: object) -> tuple[list[CaseResult], list[records.FailedCase]]:
+    def run_rounds(given: list[BenchmarkCase], _: object) -> Iterator[rounds.MeasuredCases]:
         measured.extend(case.name for case in given)
-        return [result("plain", 1, [[1.0]], engine="plain")], []
+        yield rounds.MeasuredCases({"plain": result("plain", 1, [[1.0]], engine="plain")})
 
     monkeypatch.setattr(suites, "run_rounds", run_rounds)
     monkeypatch.setattr(peers, "find_spec", lambda name: None if name == "deepspeed" else object())
-    monkeypatch.setattr(records, "describe_host", lambda: HOST)
+    monkeypatch.setattr("dtrain.measure.record.describe_host", lambda: HOST)
     arguments = ["bench.peers=[ddp,deepspeed_2,accelerate]", "bench.engines=[]", "bench.stages=[]", "bench.starts=0"]
-    config = read_suite([*TINY, *arguments], BENCH_ENGINE)
+    config = read_suite([*TINY, *arguments], SUITES["engine"].primary)
     assert config is not None
     with caplog.at_level(logging.WARNING):
-        results = suites.run_engine_suite(config, "dtrain bench engine")
+        *_, results = suites.run_engine_suite(config, "dtrain bench engine")
     assert measured == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "accelerate"]
     (failure,) = results.failures
     assert failure.reason == "deepspeed_2: package deepspeed is not installed; pip install 'dtrain[bench]'"
@@ -218,7 +219,7 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: Any, caplog: Any)
 
 
 def read() -> EngineSuiteConfig:
-    found = read_suite([*TINY, *SHORT], BENCH_ENGINE)
+    found = read_suite([*TINY, *SHORT], SUITES["engine"].primary)
     assert found is not None
     return found
 
@@ -227,13 +228,14 @@ def test_an_idle_rank_uses_no_processor_time_and_a_killed_one_is_named() -> None
     with CaseProcesses(BenchmarkCase("plain", "plain", 1, "fp32"), read()) as processes:
         processes.start()
         assert processes.take_steps(0).step_ms == []
-        (process,) = processes._processes
+        assert processes._ranks is not None
+        (process,) = processes._ranks._processes
         before = _processor_seconds(process.pid)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.6)
         assert _processor_seconds(process.pid) - before < 0.1
         process.kill()
-        with pytest.raises(BenchError, match="plain: rank 0 ended with exit code -9"):
+        with pytest.raises(BenchError, match="plain: rank 0 was ended by SIGKILL"):
             processes.take_steps(1)
     assert process.poll() is not None
 
@@ -245,10 +247,11 @@ def _processor_seconds(pid: int) -> float:
 
 def test_a_case_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     absent, plain = (BenchmarkCase(name, name, 1, "fp32") for name in ("absent", "plain"))
-    (result,), (failure,) = rounds.run_rounds([absent, plain], read())
+    *_, measured = rounds.run_rounds([absent, plain], read())
+    (result,), (failure,) = measured.cases, measured.failures
     assert (result.case, len(result.warmup.step_ms), len(result.rounds)) == (plain, 1, 2)
-    assert (failure.case, failure.reason) == (absent, "absent: rank 0 failed: KeyError: 'absent'")
+    assert (failure.case, failure.reason) == (absent, "absent: rank 0 ended with exit code 1: KeyError: 'absent'")
     assert 0.0 < host.memory_left() <= 1.0
     monkeypatch.setattr(rounds, "memory_left", lambda: 0.04)
     with pytest.raises(BenchError, match="no case ran; plain: only 4% of the memory is left"):
-        rounds.run_rounds([plain], read())
+        list(rounds.run_rounds([plain], read()))

@@ -1,0 +1,64 @@
+"""A case in which one of dtrain's engines trains; peers' processes do not import it, because it holds the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from dtrain.config.schema import RunConfig, TelemetryConfig
+from dtrain.distributed.startup.setup import connect
+from dtrain.engine.interface import Engine
+from dtrain.measure.bench.records import LinearFormat, RankJob
+from dtrain.measure.bench.training.activations import ActivationBytes
+from dtrain.measure.bench.training.batches import Batches
+from dtrain.measure.bench.training.rank_training import RankTraining
+from dtrain.measure.bench.training.vote_timing import time_vote
+from dtrain.telemetry.precision_files import PrecisionFiles
+from dtrain.train.sampling import PrecisionSampling
+from dtrain.train.session import Session
+from dtrain.train.setup import make_engine
+from dtrain.train.validation import to_device
+
+
+def prepare(job: RankJob, config: RunConfig, model: nn.Module, batches: Batches, device: torch.device) -> RankTraining:
+    """Makes the job's engine around ``model``; the process group that it needs exists."""
+    case = job.case
+    engine = make_engine(config, model, connect(device))
+    session = Session(engine, config, weigh=None if batches.source == "loader" else lambda _: batches.weight)
+    sinks = [PrecisionFiles(Path(job.folder), 0)] if case.samples and engine.rank == 0 else []
+    sampling = PrecisionSampling(engine, TelemetryConfig(precision_every=int(case.samples)), sinks)
+
+    def step() -> Callable[[], float]:
+        return partial(getattr, session.step([next(batches)], sampling.around_step()), "loss")
+
+    def activations() -> int:
+        watch = ActivationBytes(device)
+        session.step([to_device(next(batches), device)], watch=watch)
+        return watch.nbytes
+
+    return RankTraining(
+        step,
+        engine.num_parameters,
+        lambda: {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"},
+        engine.memory_formula,
+        time_vote(engine) if case.times_vote else {},
+        _linears(engine) if case.recipe is not None else (),
+        host_kinds=tuple(engine.host_kinds),
+        activations=activations if case.blocks is not None else None,
+        graphs=lambda: engine.compiled_graphs,
+    )
+
+
+def _linears(engine: Engine) -> list[LinearFormat]:
+    times = {decision.name: (decision.bf16_ms, decision.float8_ms) for decision in engine.contract.decisions}
+    return [
+        LinearFormat(
+            found.name, linear.out_features, linear.in_features, found.format, found.reason, *times.get(found.name, ())
+        )
+        for found in engine.contract.modules
+        if isinstance(linear := engine.module.get_submodule(found.name), nn.Linear)
+    ]

@@ -1,0 +1,69 @@
+"""What a rank of a benchmark case makes of its job, whoever trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from dtrain.config.dump import from_plain
+from dtrain.config.engines import EngineConfig
+from dtrain.config.model import ModelConfig
+from dtrain.config.optim import OptimConfig
+from dtrain.config.precision import Float8, LossScale, PrecisionConfig
+from dtrain.config.schedule import Constant
+from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
+from dtrain.measure.bench.records import LinearFormat, RankJob
+from dtrain.measure.bench.training.vote_timing import Stopwatch
+
+
+@dataclass(frozen=True)
+class RankTraining:
+    """A case that is ready to train in this process; the fields are as in :class:`Footprint`.
+
+    Attributes:
+        step: trains on the next batch; returns a function that reads the loss.
+        parts: stopwatches around parts of a step, by name.
+        activations: takes one more step; None: they are not measured.
+        graphs: compiled so far, if dtrain compiles; else None.
+    """
+
+    step: Callable[[], Callable[[], float]]
+    num_parameters: int
+    state: Callable[[], dict[str, int]]
+    formula: Callable[[], dict[str, int] | None] = lambda: None
+    parts: Mapping[str, Stopwatch] = field(default_factory=dict)
+    linears: Sequence[LinearFormat] = ()
+    host_kinds: Sequence[str] = ()
+    activations: Callable[[], int] | None = None
+    graphs: Callable[[], int | None] = lambda: None
+
+
+def run_config(job: RankJob) -> RunConfig:
+    """Returns the configuration of `dtrain train` that trains as the case does."""
+    values, case = job.config, job.case
+    precision = PrecisionConfig(name=case.precision, loss_scale=LossScale(mode=case.loss_scale))
+    if case.recipe is not None:
+        float8 = replace(from_plain(Float8, values["float8"]), recipe=case.recipe)
+        precision = replace(precision, float8=float8)
+    model = from_plain(ModelConfig, values["model"])
+    if case.blocks is not None:
+        model = replace(model, **asdict(case.blocks))
+    if case.loss_chunk is not None:
+        model = replace(model, loss_chunk=case.loss_chunk)
+    engine = EngineConfig()
+    if case.is_dtrain:
+        options: dict[str, Any] = {"reproducible": True} if case.reproducible else {}
+        if case.offload != "none":
+            options["offload"] = case.offload
+        engine = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage, **options)
+    return RunConfig(
+        seed=values["seed"],
+        train=TrainConfig(micro_batch_size=job.micro_batch, global_batch_size=job.micro_batch * case.ranks),
+        engine=engine,
+        precision=precision,
+        model=model,
+        data=from_plain(GROUP_OPTIONS["data"][values["data"]["name"]], values["data"]),
+        optim=from_plain(OptimConfig, values["optim"]),
+        schedule=Constant(warmup_steps=0),
+    )
