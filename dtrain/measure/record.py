@@ -66,7 +66,7 @@ def read_record(path: Path, kind: type[Found] | Callable[[Any], type[Found]], ve
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         found = kind if isinstance(kind, type) else kind(values)
-        return from_plain(found, {item.name: values[item.name] for item in fields(found) if item.name in values})  # type: ignore[arg-type]
+        return from_plain(found, {item.name: values[item.name] for item in fields(found) if item.name in values})
     except (OSError, ValueError, TypeError, KeyError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{path} is no results file of this version of dtrain {verb}: {reason}") from error

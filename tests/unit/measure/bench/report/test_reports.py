@@ -64,7 +64,12 @@ def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
     assert isinstance(read, TrainingResults)
     assert read.cases[0].rounds[0].losses == [None]
     good = json.loads(path.read_text())
-    for damage in ({**good, "tokens_per_rank": {}, "cases": 1}, {key: value for key, value in good.items() if key != "host"}, [], 3):
+    for damage in (
+        {**good, "tokens_per_rank": {}, "cases": 1},
+        {key: value for key, value in good.items() if key != "host"},
+        [],
+        3,
+    ):
         path.write_text(json.dumps(damage))
         with pytest.raises(ConfigError, match=r"r\.json is no results file"):
             read_results(path)
