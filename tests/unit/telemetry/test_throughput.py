@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from dtrain import device as memory
 from dtrain.device import peak_memory, peak_resident
-from dtrain.telemetry import memory
 from dtrain.telemetry.throughput import StepTimer, device_name, mfu
 
 
