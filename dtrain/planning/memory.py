@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor
-
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
-from dtrain.planning.storages import StorageTracker
 
 ACTIVATIONS, BACKWARD, UPDATE, UNSHARDED = "activations", "backward", "update", "unsharded"
 """Kinds beside those of ``engine.memory()``: allocated in forward, in backward, in the update, and full weights."""
@@ -17,7 +14,6 @@ ACTIVATIONS, BACKWARD, UPDATE, UNSHARDED = "activations", "backward", "update", 
 PER_SAMPLE = (ACTIVATIONS, BACKWARD)
 """Kinds that grow with the micro-batch."""
 
-NUM_STEPS = 2  # buffers that stay are allocated in the first
 _MIB = 2**20
 
 
@@ -51,57 +47,11 @@ class StepMemory:
         return sum(self.peak.get(kind, 0) for kind in PER_SAMPLE)
 
 
-def run_steps(
-    engine: Engine,
-    batch: Mapping[str, Tensor],
-    num_micro_batches: int,
-    tracker: StorageTracker,
-    num_steps: int = NUM_STEPS,
-) -> StepMemory:
-    """Runs steps of ``engine``, on real or on fake tensors, and returns the memory of the last one.
-
-    Args:
-        engine: built inside ``tracker``.
-        batch: keyword arguments of the model.
-        num_micro_batches: forwards and backwards of a step.
-        tracker: entered.
-        num_steps: the first one allocates the buffers that stay.
-    """
-    first = tracker.largest = 0
-    for heap in tracker.heaps:
-        heap.trim()  # as malloc does until engine.initialize, at its end, raises malloc's thresholds
-    for _ in range(num_steps):
-        _relabel_states(engine, tracker)
-        tracker.reset_peak()
-        for micro in engine.accumulate([batch] * num_micro_batches):
-            with tracker.labelled(ACTIVATIONS):
-                output = engine(**micro)
-            with tracker.labelled(BACKWARD):
-                engine.backward(output)
-            del output
-        with tracker.labelled(UPDATE):
-            engine.step()
-        first = first or sum(tracker.peak.values())
-    peak = {kind: nbytes for kind, nbytes in tracker.peak.items() if nbytes}
-    held = [max(0, heap.peak - sum(peak.values())) for heap in tracker.heaps] or [0]
-    states, host = split_memory(engine)
-    return StepMemory(states, peak, first, tracker.largest, (min(held), max(held)), host)
-
-
 def split_memory(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes of ``engine.memory()`` on the rank's device, and those in the memory of the host beside it."""
     memory = engine.memory()
     host = {kind: memory.pop(kind) for kind in engine.host_kinds}
     return memory, host
-
-
-def _relabel_states(engine: Engine, tracker: StorageTracker) -> None:
-    for kind, tensors in engine.states.storages().items():
-        held = [tensor for tensor in tensors if tensor.numel()]
-        if kind in engine.host_kinds:
-            tracker.exclude(tensor.untyped_storage() for tensor in held)
-        else:
-            tracker.relabel(kind, held)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from dtrain.data.growing import cut_rows
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.planning.devices import Device
@@ -26,6 +27,7 @@ from dtrain.planning.fake_step import fake_batch, fake_engine
 from dtrain.planning.ranks import HOST, NCCL, SOCKETS, planned_ranks
 from dtrain.planning.timeline import Timeline
 from dtrain.tasks import Language, Task
+from dtrain.train.session import Session, StepWatch, micro_batch_weight
 from dtrain.train.setup import make_engine, torch_settings_restored
 
 _NUM_TREE_MICRO_BATCHES = 8
@@ -44,6 +46,17 @@ def build_without_values(config: RunConfig, task: Task | int) -> nn.Module:
 
 
 @dataclass(frozen=True)
+class AtUpdate(StepWatch):
+    """Calls ``begin`` between the last backward of a step and its update."""
+
+    begin: Callable[[], object]
+
+    def update(self) -> AbstractContextManager[object]:
+        self.begin()
+        return nullcontext()
+
+
+@dataclass(frozen=True)
 class PlannedRun:
     """A run on a device that need not be here.
 
@@ -52,7 +65,7 @@ class PlannedRun:
             change memory or products.
         device: device of a rank.
         num_ranks: ranks of the job.
-        batch: a micro-batch of a rank; only shapes and dtypes count.
+        batch: a micro-batch of a rank; only shapes and dtypes count, and how many targets do.
         task: of the data; a number is the vocabulary of a language model.
     """
 
@@ -126,8 +139,10 @@ class PlannedRun:
     @contextmanager
     def engine(
         self, on_output: Callable[[Tensor], None] = lambda _: None, timeline: Timeline | None = None
-    ) -> Iterator[tuple[NativeEngine, dict[str, Tensor]]]:
-        """Yields the engine of rank 0 and a micro-batch; inside, tensors are fake, and the device is a CPU.
+    ) -> Iterator[tuple[NativeEngine, Callable[..., StepOutcome]]]:
+        """Yields the engine of rank 0, and a function that takes a step of some micro-batches with a StepWatch.
+
+        Inside, tensors are fake, and the device is a CPU.
 
         Args:
             on_output: called with the output of each all-gather.
@@ -137,13 +152,20 @@ class PlannedRun:
         cpu = torch.device("cpu")
         comm = planned_ranks(self.num_ranks, self.transport, cpu, on_output, timeline or Timeline(cpu))
         model = build_without_values(config, self.task)
+        # fake targets have no values to count
+        weight = micro_batch_weight(self.batch, config.train.micro_batch_size * config.targets_per_sample)
 
         def build(model: nn.Module, comm: Communicator) -> Engine:
             return make_engine(config, model, comm)
 
         with torch_settings_restored(), fake_engine(model, build, comm) as engine:
             assert isinstance(engine, NativeEngine)
-            yield engine, fake_batch(self.batch)
+            session, batch = Session(engine, config, weigh=lambda _: weight), fake_batch(self.batch)
+
+            def step(num_micro_batches: int = 1, watch: StepWatch | None = None) -> StepOutcome:
+                return session.step([batch] * num_micro_batches, watch=watch or StepWatch())
+
+            yield engine, step
 
 
 def _executable(config: RunConfig, device: Device) -> RunConfig:

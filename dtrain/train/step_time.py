@@ -11,18 +11,14 @@ from statistics import median
 import torch
 
 from dtrain.config.schema import RunConfig
-from dtrain.data import load_dataset
-from dtrain.data.loader import Batch, PrefetchedBatches
+from dtrain.data.loader import PrefetchedBatches
 from dtrain.engine.interface import Engine
-from dtrain.models import build_model
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import NCCL, planned_ranks
 from dtrain.planning.timeline import Communication, Timeline, communicate
 from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
 from dtrain.train.flops import flops_between, flops_by_seq_len
-from dtrain.train.session import micro_batch_weight
-from dtrain.train.setup import make_engine, make_loader
-from dtrain.train.validation import to_device
+from dtrain.train.session import Session
 
 PHASES = ("data_wait_ms", "forward_ms", "backward_ms", "update_ms")
 """Phases of a step, by their names in ``metrics.jsonl``."""
@@ -60,8 +56,7 @@ class PlannedRank:
     """Rank 0 of a job whose other ranks are not there, on its real device with real data.
 
     Attributes:
-        engine: of the run.
-        steps: batches of the rank, one for each step.
+        session: of the run.
     """
 
     def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
@@ -76,33 +71,23 @@ class PlannedRank:
             config = replace(config, engine=config.engine.as_native())
         config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
         config = config.at_largest_batch()
-        dataset = load_dataset(config.data, config.model.max_seq_len)
-        model = build_model(config.model, dataset.task, config.seed)
-        self._flops = flops_by_seq_len(config, dataset)
-        self._growth = config.batch_growth
         self._timeline = Timeline(device)
         comm = planned_ranks(num_ranks, transport, device, lambda _: None, self._timeline)
-        self.engine: Engine = make_engine(config, model, comm)
-        self._loader = make_loader(config, dataset, self.engine)
-        self._tokens = config.train.micro_batch_size * config.targets_per_sample
-        self._prefetch = config.data.prefetch
+        self.session = Session.open(config, comm)
         self._overlaps = transport == NCCL
+
+    @property
+    def engine(self) -> Engine:
+        return self.session.engine
 
     @contextmanager
     def batches(self) -> Iterator[PrefetchedBatches]:
-        batches = PrefetchedBatches(self._loader, self._prefetch, self.engine.device)
+        session = self.session
+        batches = PrefetchedBatches(session.loader, session.config.data.prefetch, session.engine.device)
         try:
             yield batches
         finally:
             batches.close()
-
-    def step(self, batch: Batch) -> None:
-        """Trains one step, as :class:`dtrain.train.trainer.Trainer` does."""
-        engine = self.engine
-        for micro in engine.accumulate(batch):
-            weight = micro_batch_weight(micro, self._tokens)
-            engine.backward(engine(**to_device(micro, engine.device)), weight=weight)
-        engine.step()
 
     def time(self, network: Network | None, budget_s: float, ready: Callable[[], None]) -> StepTime:
         """Times steps for about ``budget_s`` seconds, after two that are not counted.
@@ -118,7 +103,7 @@ class PlannedRank:
         phases: list[dict[str, float]] = []
         with self.batches() as batches:
             for _ in range(_WARMUP_STEPS):
-                self.step(next(batches))
+                self.session.step(next(batches))
             ready()
             deadline = time.monotonic() + budget_s
             clock = PhaseTimes(self.engine.comm)
@@ -129,7 +114,7 @@ class PlannedRank:
                 for _ in range(steps):
                     batch = next(batches)
                     waited += batches.waited_s
-                    self.step(batch)
+                    self.session.step(batch)
                 trace = self._timeline.trace()
                 phases.append({"data_wait_ms": 1e3 * waited / steps, **clock.window(steps)})
                 busy.append(1e3 * trace.seconds / steps)
@@ -146,8 +131,9 @@ class PlannedRank:
 
     def utilization(self, step_s: float) -> float | None:
         """Returns the MFU of steps of ``step_s`` seconds, or None if a rate or the model's FLOPs are unknown."""
-        engine = self.engine
-        if self._flops is None:
+        engine, config = self.engine, self.session.config
+        by_seq_len = flops_by_seq_len(config, self.session.dataset)
+        if by_seq_len is None:
             return None
-        flops = flops_between(self._growth, self._flops, 0, 1) / engine.world_size
+        flops = flops_between(config.batch_growth, by_seq_len, 0, 1) / engine.world_size
         return mfu(device_name(engine.device), engine.policy.name, flops / step_s)

@@ -17,18 +17,16 @@ import torch
 
 from dtrain.cli.resolve import compose, read_jobs
 from dtrain.config.schema import RunConfig
-from dtrain.data import load_dataset
 from dtrain.distributed.startup.setup import connect
 from dtrain.distributed.transport.host_memory import HostMemory
 from dtrain.measure.simulate.step import trace_run
-from dtrain.models import build_model
 from dtrain.planning.devices import find_device
-from dtrain.planning.memory import StepMemory, run_steps
+from dtrain.planning.memory import StepMemory
 from dtrain.planning.storages import StorageTracker
 from dtrain.planning.timeline import REPLICATE, SHARD, WORLD
-from dtrain.train.memory.plan import plan_memory
+from dtrain.train.memory.plan import plan_memory, run_steps
 from dtrain.train.planned import PlannedRun
-from dtrain.train.setup import make_engine
+from dtrain.train.session import Session
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -63,13 +61,12 @@ def configuration(ranks: int, keys: list[str], defaults: dict[str, Any]) -> RunC
     return replace(config, train=replace(train, global_batch_size=whole - whole % (ranks * train.micro_batch_size)))
 
 
-def build(config: RunConfig, comm: Any) -> tuple[Any, dict[str, torch.Tensor], int]:
-    """Returns engine, micro-batch and number of micro-batches of a step."""
-    dataset = load_dataset(config.data, config.model.max_seq_len)
-    engine = make_engine(config, build_model(config.model, dataset.task, config.seed), comm)
-    size = config.train.micro_batch_size
-    batch = dataset.train.batch(dataset.train.order(0, np.arange(size, dtype=np.int64)))
-    return engine, batch, config.train.global_batch_size // (size * comm.world_size)
+def build(config: RunConfig, comm: Any) -> tuple[Session, list[dict[str, torch.Tensor]]]:
+    """Returns a session, and the micro-batches of a step, which are all the same."""
+    session, size = Session.open(config, comm), config.train.micro_batch_size
+    source = session.dataset.train
+    batch = source.batch(source.order(0, np.arange(size, dtype=np.int64)))
+    return session, [batch] * (config.train.global_batch_size // (size * comm.world_size))
 
 
 def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
@@ -78,10 +75,10 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
     comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
     tracker = StorageTracker()
     with tracker:
-        engine, batch, count = build(config, comm)
+        session, batch = build(config, comm)
         gc.collect()
         tracker.exclude(comm.memory.foreign if isinstance(comm, HostMemory) else [])
-        return run_steps(engine, batch, count, tracker)
+        return run_steps(session.engine, lambda watch: session.step(batch, watch=watch), tracker)
 
 
 _ADAPTED = "model.factory=tests.helpers.planned_models:Adapted"
@@ -142,12 +139,10 @@ def third_step(rank: int, world: int, keys: list[str]) -> list[tuple[str, str, i
     """Returns operation, label and bytes of the collectives of a real step."""
     config = config_of(world, keys)
     comm = connect(torch.device("cpu"), shared_memory=False)
-    engine, batch, count = build(config, comm)
+    session, batch = build(config, comm)
     for _ in range(3):
         with mock.patch.object(comm.schedule, "record", wraps=comm.schedule.record) as record:
-            for micro in engine.accumulate([batch] * count):
-                engine.backward(engine(**micro))
-            engine.step()
+            session.step(batch)
     return [(op, label, tensor.nbytes) for op, label, tensor in (call.args for call in record.call_args_list)]
 
 

@@ -52,11 +52,9 @@ def expected(plan: MemoryPlan) -> int:
 
 
 def _steps(config: RunConfig, comm: Any, num_steps: int) -> None:
-    engine, batch, count = build(config, comm)
+    session, batch = build(config, comm)
     for _ in range(num_steps):
-        for micro in engine.accumulate([batch] * count):
-            engine.backward(engine(**micro))
-        engine.step()
+        session.step(batch)
 
 
 def resident(rank: int, world: int, keys: list[str]) -> int | None:

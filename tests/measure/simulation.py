@@ -9,21 +9,20 @@ other work on the machine meets both.
 from __future__ import annotations
 
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from dtrain.data import load_dataset
+from dtrain.device import elapsed_ms
 from dtrain.distributed.startup.setup import connect
 from dtrain.measure.simulate.step import simulate_step, trace_run
-from dtrain.models import build_model
 from dtrain.planning.devices import find_device
 from dtrain.planning.network import Network
 from dtrain.train.planned import PlannedRun
-from dtrain.train.setup import make_engine
+from dtrain.train.session import Session
 from dtrain.train.step_time import PlannedRank
 from tests.distributed.test_plans import configuration
 from tests.helpers.ranks import run_ranks
@@ -56,17 +55,14 @@ def steps(rank: int, world: int, keys: list[str]) -> list[tuple[float, float]]:
     comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
     run = PlannedRun.of(config, find_device("cpu", world), world)
     planned = PlannedRank(config, world, comm.device, run.transport)
-    dataset = load_dataset(config.data, config.model.max_seq_len)
-    engines = planned.engine, make_engine(config, build_model(config.model, dataset.task, config.seed), comm)
+    sessions = planned.session, Session.open(config, comm)
     found = []
     with planned.batches() as batches:
         for _ in range(_SKIPPED + _ROUNDS):
             batch, taken = next(batches), []
-            for planned.engine in engines:
+            for session in sessions:
                 comm.barrier()
-                begin = time.perf_counter()
-                planned.step(batch)
-                taken.append(1e3 * (time.perf_counter() - begin))
+                taken.append(elapsed_ms(partial(session.step, batch), comm.device))
             found.append((taken[0], taken[1]))
     return found[_SKIPPED:]
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from dtrain.device import synchronize
 from dtrain.measure.plan.timed_calls import bind, median_ms, tensor_of
 from dtrain.planning.calls import CallRecorder, RecordedCall, TensorSpec
 from dtrain.planning.products import ATTENTION, MATMUL, MatrixProduct, computes_product, products
@@ -61,9 +62,8 @@ def profile_items(rank: PlannedRank) -> list[Item]:
         prepared = [next(batches) for _ in range(_PROFILED_STEPS)]
     with profile(activities=activities) as profiler:
         for batch in prepared:
-            rank.step(batch)
-        if is_gpu:
-            torch.cuda.synchronize()
+            rank.session.step(batch)
+        synchronize(rank.engine.device)
     items = []
     for event in profiler.key_averages():
         us = event.self_device_time_total if is_gpu else event.self_cpu_time_total
@@ -86,7 +86,7 @@ def record(rank: PlannedRank) -> list[RecordedCall]:
     with rank.batches() as batches:
         batch = next(batches)
     with CallRecorder(rank.engine.module) as recorder:
-        rank.step(batch[:1])
+        rank.session.step(batch[:1])
     return recorder.calls
 
 

@@ -17,7 +17,7 @@ from dtrain.planning.products import is_product, products
 from dtrain.planning.timeline import Timeline, Transfer
 from dtrain.planning.virtual_clock import moved_bytes, update_bytes
 from dtrain.tools.tables import Table, plural, show
-from dtrain.train.planned import PlannedRun
+from dtrain.train.planned import AtUpdate, PlannedRun
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,23 @@ def roofline(run: PlannedRun) -> Roofline:
     train = run.config.train
     count = train.global_batch_size // (train.micro_batch_size * run.num_ranks)
     timeline = Timeline(torch.device("cpu"))
-    with run.engine(timeline=timeline) as (engine, batch):
+    calls: list[RecordedCall] = []
+    transfers: list[Transfer] = []
+    with run.engine(timeline=timeline) as (engine, step), CallRecorder(engine.module) as recorder:
+
+        def end_micro_batch() -> None:
+            calls.extend(recorder.calls)
+            transfers.extend(count * timeline.transfers)
+            timeline.restart()
+
         timeline.restart()
-        with CallRecorder(engine.module) as recorder:
-            for micro_batch in engine.accumulate([batch]):
-                engine.backward(engine(**micro_batch))
-        transfers = count * list(timeline.trace().transfers.values())
-        timeline.restart()
-        engine.step()
-        transfers += timeline.trace().transfers.values()
+        step(watch=AtUpdate(end_micro_batch))
+        transfers += timeline.transfers
         states = engine.memory()
     tf32 = run.config.precision.name == "tf32"
     return Roofline(
-        count * _product_seconds(recorder.calls, device, tf32=tf32),
-        count * sum(moved_bytes(call) for call in recorder.calls if not is_product(call.signature)) / device.bandwidth,
+        count * _product_seconds(calls, device, tf32=tf32),
+        count * sum(moved_bytes(call) for call in calls if not is_product(call.signature)) / device.bandwidth,
         update_bytes(states) / device.bandwidth,
         transfers,
     )

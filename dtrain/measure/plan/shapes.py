@@ -12,12 +12,12 @@ from dtrain.measure.plan.folding import fold
 from dtrain.measure.plan.padding import MIN_GAIN, measured_gain
 from dtrain.measure.plan.rules import BATCH, HEAD_DIM, Cause, find_causes
 from dtrain.models.factory import vocabulary
-from dtrain.planning.calls import CallRecorder
+from dtrain.planning.calls import CallRecorder, RecordedCall
 from dtrain.planning.devices import Device
 from dtrain.planning.products import ATTENTION, CONVOLUTION, MatrixProduct, products
 from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 from dtrain.tools.tables import Table, show
-from dtrain.train.planned import PlannedRun
+from dtrain.train.planned import AtUpdate, PlannedRun
 
 _BUDGET_S = 20.0
 """Seconds that all measurements may take."""
@@ -48,7 +48,8 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
 
 def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tuple[int, int]]]:
     """Returns the products of a micro-batch, and the features of the model's Linears by name."""
-    with run.engine() as (engine, batch):
+    calls: list[RecordedCall] = []
+    with run.engine() as (engine, step):
         model = engine.module
         linears = {
             name: (module.in_features, module.out_features)
@@ -56,9 +57,8 @@ def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tup
             if isinstance(module, nn.Linear)
         }
         with CallRecorder(model) as recorder:
-            for micro_batch in engine.accumulate([batch]):
-                engine.backward(engine(**micro_batch))
-    return products(recorder.calls), linears
+            step(watch=AtUpdate(lambda: calls.extend(recorder.calls)))
+    return products(calls), linears
 
 
 def assumed_tile(device: Device) -> tuple[int, int] | None:

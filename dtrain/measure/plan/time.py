@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
 
@@ -12,11 +10,12 @@ from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.measure.plan.amdahl import Item, expected, limit
 from dtrain.measure.plan.roofline import show_roofline
-from dtrain.measure.plan.time_rank import RankTime, TimedRank
+from dtrain.measure.plan.time_rank import RankTime
+from dtrain.measure.ranks import run_ranks
+from dtrain.measure.worker import Rank
 from dtrain.planning.network import Network
 from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.telemetry.throughput import mfu_text
-from dtrain.tools.processes import run_ranks
 from dtrain.tools.tables import Table, plural, show
 from dtrain.train.planned import PlannedRun
 
@@ -72,24 +71,17 @@ def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> Rank
     )
     # ranks of several hosts go through sockets
     transport = SOCKETS if run.transport == HOST and processes < run.num_ranks else run.transport
+    job = {
+        "config": config_to_dict(config),
+        "ranks": run.num_ranks,
+        "transport": transport,
+        "network": None if network is None else str(network.resolve()),
+        "budget_s": budget_s,
+    }
+    rank = Rank(job, ranks=processes, device=config.launch.device, threads=threads)
     with tempfile.TemporaryDirectory(prefix="dtrain-plan-") as folder:
-        jobs = [
-            TimedRank(
-                config_to_dict(config),
-                run.num_ranks,
-                transport,
-                None if network is None else str(network.resolve()),
-                process,
-                processes,
-                str(Path(folder, "store")),
-                threads,
-                budget_s,
-            )
-            for process in range(processes)
-        ]
-        texts = [json.dumps(asdict(job)) for job in jobs]
-        results = run_ranks("dtrain.measure.plan.time_rank", texts, threads=threads, folder=Path(folder, "ranks"))
-    return max((from_plain(RankTime, json.loads(result)) for result in results), key=lambda times: times.step.ms)
+        results = run_ranks("dtrain.measure.plan.time_rank:measure", rank, folder=Path(folder))
+    return max((from_plain(RankTime, result) for result in results), key=lambda times: times.step.ms)
 
 
 def num_processes(run: PlannedRun) -> int:

@@ -14,7 +14,7 @@ from dtrain.planning.ranks import NCCL
 from dtrain.planning.replay import Replay, Share, replay
 from dtrain.planning.timeline import RankTrace, Timeline, Transfer
 from dtrain.planning.virtual_clock import OperationClock, VirtualClock, update_bytes
-from dtrain.train.planned import PlannedRun
+from dtrain.train.planned import AtUpdate, PlannedRun
 
 _MOST_TRACED = 3  # micro-batches; the others of a step are like the last of these
 
@@ -79,21 +79,21 @@ def trace_run(run: PlannedRun, efficiency: float, step_ms: float | None) -> Trac
     count = train.global_batch_size // (train.micro_batch_size * run.num_ranks)
     clock = VirtualClock()
     timeline = Timeline(torch.device("cpu"), clock)
-    with run.engine(timeline=timeline) as (engine, batch):
+    with run.engine(timeline=timeline) as (engine, step):
         startup = list(timeline.trace().transfers.values())
         bandwidth = run.device.bandwidth or 1e10
         update = update_bytes(engine.memory()) / bandwidth
         tf32 = run.config.precision.name == "tf32"
         with OperationClock(engine.module, run.device, clock, efficiency, tf32=tf32):
-            step = _Step(engine, batch, clock)
             least = min(count, 2)
-            micro_s, update_s = step(least, 1.0, 1.0)  # in which what stays is allocated, and the order is learned
+            # in which what stays is allocated, and the order is learned
+            micro_s, update_s = _timed(step, clock, least, 1.0, 1.0)
             micro_s /= least
             factor = 1.0 if step_ms is None else step_ms / 1e3 / (count * micro_s + update)
             traces = {}
             for number in range(least, min(count, _MOST_TRACED) + 1):
                 timeline.restart()
-                step(number, factor, factor * update / update_s)
+                _timed(step, clock, number, factor, factor * update / update_s)
                 traces[number] = timeline.trace()
         sizes = [
             Buffer(layout.name, layout.numel, sum(slot.stop - slot.start for slot in layout.slots))
@@ -114,20 +114,19 @@ def _saved(engine: NativeEngine) -> tuple[int, int]:
     return nbytes, round(nbytes * whole / elements)
 
 
-class _Step:
-    """Trains steps; a call returns the seconds of forward and backward, and of the update."""
+def _timed(
+    step: Callable[..., object], clock: VirtualClock, count: int, factor: float, update_factor: float
+) -> tuple[float, float]:
+    """Trains a step of ``count`` micro-batches; returns the seconds of forward and backward, and of the update."""
+    middle = 0.0
 
-    def __init__(self, engine: NativeEngine, batch: dict[str, torch.Tensor], clock: VirtualClock) -> None:
-        self._engine, self._batch, self._clock = engine, batch, clock
-
-    def __call__(self, count: int, factor: float, update_factor: float) -> tuple[float, float]:
-        clock, engine = self._clock, self._engine
-        begin, clock.factor = clock.now, factor
-        for micro in engine.accumulate([self._batch] * count):
-            engine.backward(engine(**micro))
+    def begin_update() -> None:
+        nonlocal middle
         middle, clock.factor = clock.now, update_factor
-        engine.step()
-        return middle - begin, clock.now - middle
+
+    begin, clock.factor = clock.now, factor
+    step(count, AtUpdate(begin_update))
+    return middle - begin, clock.now - middle
 
 
 def simulate_step(

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
 from dtrain.planning.heap import Heap
-from dtrain.planning.memory import NUM_STEPS, UNSHARDED, Margin, StepMemory, margin, run_steps
+from dtrain.planning.memory import (
+    ACTIVATIONS,
+    BACKWARD,
+    UNSHARDED,
+    UPDATE,
+    Margin,
+    StepMemory,
+    margin,
+    split_memory,
+)
 from dtrain.planning.storages import StorageTracker
 from dtrain.train.planned import PlannedRun
+from dtrain.train.session import MicroBatch, StepWatch
 
 SAVED_COPY = "saved_copy"
 """Kind of the copy of masters and states that an asynchronous save writes, in the memory of the host."""
@@ -21,6 +34,7 @@ MARGIN = "margin"
 _OBJECTS = (1, 2)
 """Small objects of a tensor on malloc's heap, the least and the most: its storage, and what else holds it."""
 
+NUM_STEPS = 2  # buffers that stay are allocated in the first
 _TOO_SMALL = 2**13  # bytes; not shown
 FITS = "fits"
 
@@ -96,6 +110,56 @@ class MemoryPlan:
         )
 
 
+@dataclass(frozen=True)
+class _Labels(StepWatch):
+    """Labels what the parts of a step allocate."""
+
+    tracker: StorageTracker
+
+    def forward(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return self.tracker.labelled(ACTIVATIONS)
+
+    def backward(self, micro: MicroBatch, output: Any, weight: float) -> AbstractContextManager[None]:
+        return self.tracker.labelled(BACKWARD)
+
+    def update(self) -> AbstractContextManager[None]:
+        return self.tracker.labelled(UPDATE)
+
+
+def run_steps(
+    engine: Engine, step: Callable[[StepWatch], object], tracker: StorageTracker, num_steps: int = NUM_STEPS
+) -> StepMemory:
+    """Runs steps of ``engine``, on real or on fake tensors, and returns the memory of the last one.
+
+    Args:
+        engine: built inside ``tracker``.
+        step: takes a step with a watch.
+        tracker: entered.
+        num_steps: the first one allocates the buffers that stay.
+    """
+    first = tracker.largest = 0
+    for heap in tracker.heaps:
+        heap.trim()  # as malloc does until engine.initialize, at its end, raises malloc's thresholds
+    for _ in range(num_steps):
+        _relabel_states(engine, tracker)
+        tracker.reset_peak()
+        step(_Labels(tracker))
+        first = first or sum(tracker.peak.values())
+    peak = {kind: nbytes for kind, nbytes in tracker.peak.items() if nbytes}
+    held = [max(0, heap.peak - sum(peak.values())) for heap in tracker.heaps] or [0]
+    states, host = split_memory(engine)
+    return StepMemory(states, peak, first, tracker.largest, (min(held), max(held)), host)
+
+
+def _relabel_states(engine: Engine, tracker: StorageTracker) -> None:
+    for kind, tensors in engine.states.storages().items():
+        held = [tensor for tensor in tensors if tensor.numel()]
+        if kind in engine.host_kinds:
+            tracker.exclude(tensor.untyped_storage() for tensor in held)
+        else:
+            tracker.relabel(kind, held)
+
+
 def plan_memory(run: PlannedRun, num_steps: int = NUM_STEPS) -> MemoryPlan:
     """Returns the memory of ``run``, whose model and engine take ``num_steps`` steps on fake tensors.
 
@@ -107,9 +171,9 @@ def plan_memory(run: PlannedRun, num_steps: int = NUM_STEPS) -> MemoryPlan:
     def count_unsharded(output: Tensor) -> None:
         tracker.relabel(UNSHARDED, [output])
 
-    with tracker, run.engine(count_unsharded) as (engine, batch):
-        step = run_steps(engine, batch, run.num_micro_batches, tracker, num_steps)
-        return MemoryPlan(run.device, run.num_ranks, step, saved_copy(run, engine), tuple(_notes(run)))
+    with tracker, run.engine(count_unsharded) as (engine, step):
+        memory = run_steps(engine, partial(step, run.num_micro_batches), tracker, num_steps)
+        return MemoryPlan(run.device, run.num_ranks, memory, saved_copy(run, engine), tuple(_notes(run)))
 
 
 def _notes(run: PlannedRun) -> Iterator[str]:

@@ -42,8 +42,8 @@ def build(config: Any, vocab_size: int) -> nn.Module:
 
 def selected_by(name: str) -> int:
     keys = (f"model.factory={__name__}:build", f"model.args.selection={name}", "model.max_seq_len=16")
-    with planned_run(*keys, "train.micro_batch_size=2", "precision=fp32").engine() as (engine, batch):
-        engine.backward(engine(**batch))
+    with planned_run(*keys, "train.micro_batch_size=2", "precision=fp32").engine() as (engine, step):
+        step()
         assert isinstance(engine.module, Selecting)
         return engine.module.selected
 

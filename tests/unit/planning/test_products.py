@@ -43,9 +43,8 @@ def by_op(found: list[MatrixProduct]) -> dict[str, int]:
 
 
 def of_run(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, int]]:
-    with run.engine() as (engine, batch), counted() as flops, CallRecorder(engine.module) as recorder:
-        for micro_batch in engine.accumulate([batch]):
-            engine.backward(engine(**micro_batch))
+    with run.engine() as (engine, step), counted() as flops, CallRecorder(engine.module) as recorder:
+        step()
     return products(recorder.calls), flops()
 
 

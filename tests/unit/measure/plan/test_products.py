@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +23,14 @@ from dtrain.measure.plan.roofline import roofline
 from dtrain.measure.plan.rules import Cause, find_causes
 from dtrain.measure.plan.shapes import describe, record_products, show_shapes
 from dtrain.measure.plan.time import format_table, item_table, phase_table, product_share, summary
-from dtrain.measure.plan.time_rank import RankTime, TimedRank, measure
+from dtrain.measure.plan.time_rank import RankTime, measure
+from dtrain.measure.simulate.step import trace_run
+from dtrain.measure.worker import Rank
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 from dtrain.planning.network import Network
 from dtrain.planning.products import ATTENTION, MATMUL, products
 from dtrain.planning.ranks import HOST, SOCKETS
+from dtrain.tasks import IGNORE_INDEX, num_targets
 from dtrain.train.planned import PlannedRun
 from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
@@ -255,9 +258,33 @@ def test_the_bytes_of_stage_2_follow_the_formula() -> None:
     assert times.received == pytest.approx(2 * numel // 2, rel=0.05)
 
 
+def masked(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """Returns ``batch`` with the first ``count`` targets of each sample masked."""
+    return {**batch, "targets": batch["targets"].index_fill(1, torch.arange(count), IGNORE_INDEX)}
+
+
+def test_micro_batches_weigh_by_their_targets() -> None:
+    session = rank_of("train.micro_batch_size=4", "train.global_batch_size=8").session
+    few, all_count = next(session.loader)
+    few = masked(few, 48)
+    alone, other, both = (session.step(batch).loss for batch in ([few], [all_count], [few, all_count]))
+    numbers = num_targets(few["targets"]), num_targets(all_count["targets"])
+    assert abs(alone - other) > 1e-3
+    assert both == pytest.approx((numbers[0] * alone + numbers[1] * other) / sum(numbers), rel=1e-6)
+
+
+def test_a_plan_multiplies_by_a_weight_that_is_not_1() -> None:
+    run = planned_run(*SMALL, device="h100-80gb")
+    weighed = replace(run, batch=masked(run.batch, 16))
+    assert roofline(run).others < roofline(weighed).others
+    plain, multiplied = (trace_run(one, 0.7, None).traces for one in (run, weighed))
+    assert all(plain[count].seconds < multiplied[count].seconds for count in plain)
+
+
 def test_items_and_products_fill_a_step() -> None:
     config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
-    times = measure(TimedRank(config, 1, HOST, None, 0, 1, "", 1, 0.2))
+    job = {"config": config, "ranks": 1, "transport": HOST, "network": None, "budget_s": 0.2}
+    times = measure(Rank(job, device="cpu"))
     names = [item.name for item in times.items]
     assert len(set(names)) == len(names)
     assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
