@@ -46,6 +46,7 @@ class Ranks:
         if rank.ranks > 1 and not rank.store:
             rank = replace(rank, store=str(folder.absolute() / "store"))
             Path(rank.store).unlink(missing_ok=True)
+            self._stack.callback(Path(rank.store).unlink, missing_ok=True)
         try:
             for path in self._logs:
                 log = self._stack.enter_context(path.open("w", encoding="utf-8"))

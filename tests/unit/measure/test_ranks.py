@@ -58,13 +58,14 @@ def test_results_come_by_rank_and_output_of_libraries_goes_to_the_log(tmp_path: 
     ranks = Rank("done", ranks=2, device="cpu")
     assert run_ranks("own:once", ranks, folder=tmp_path / "logs") == [[0, True], [1, True]]
     assert (tmp_path / "logs/1.log").read_text() == "output of a library\n"
+    assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["0.log", "1.log"], "logs alone stay"
 
 
 def test_ranks_answer_requests_until_the_end_and_one_without_an_answer_is_named(tmp_path: Path) -> None:
     with Ranks("own:served", Rank(ranks=2, device=None), folder=tmp_path) as ranks:
         assert ranks.results() == ["ready", "ready"]
         assert [ranks.request(number) for number in (3, 4)] == [[0, 3], [0, 4]]
-        with pytest.raises(RankError, match=r"rank 1 .*TypeError: "):
+        with pytest.raises(RankError, match=r"rank [01] .*TypeError: "):
             ranks.request(None)
     with pytest.raises(RankError, match="rank 0 has no result after 1 s: it hangs"):
         run_ranks("own:once", Rank(device=None), folder=tmp_path, limit_s=1.0)
