@@ -9,9 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from dtrain.measure.parity.compare import LOSS, Mismatch, limit_shares
+from dtrain.measure.parity.compare import LOSS, Mismatch, Point, limit_shares
 from dtrain.measure.parity.records import EngineResult, ParityReport
-from dtrain.measure.parity.trajectory import Point
 
 # colors by Okabe and Ito, distinct for color-blind readers, each with its own dash and marker
 _STYLES = (("#0072B2", "-", "o"), ("#D55E00", "--", "s"), ("#009E73", "-.", "^"), ("#CC79A7", ":", "D"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dtrain.measure.parity.compare import Deviations, Limits, Mismatch, limit_shares
-from dtrain.measure.parity.trajectory import Point
+from dtrain.measure.parity.compare import Deviations, Limits, Mismatch, Point, limit_shares
 from dtrain.measure.record import RecordHead
 
 REPORT_FILE = "report.json"

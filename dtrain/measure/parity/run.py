@@ -20,11 +20,20 @@ from dtrain.config.tool_schema import ParitySuiteConfig
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, ParityError, RankError
-from dtrain.measure.parity.compare import BOUNDS, SKIP, Deviations, Mismatch, first_mismatch, make_limits, measure
+from dtrain.measure.parity.compare import (
+    BOUNDS,
+    SKIP,
+    Deviations,
+    Mismatch,
+    Point,
+    Trajectory,
+    first_mismatch,
+    make_limits,
+    measure,
+)
 from dtrain.measure.parity.curves import CurvesReport, run_curves
 from dtrain.measure.parity.picture import draw
 from dtrain.measure.parity.records import REPORT_FILE, EngineResult, ParityReport
-from dtrain.measure.parity.trajectory import Point, Trajectory
 from dtrain.measure.parity.worker import NOISE_BASELINE, ORACLE
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.record import head, write_record

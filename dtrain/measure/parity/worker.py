@@ -23,8 +23,8 @@ from dtrain.distributed.startup.setup import (
 )
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ConfigError
+from dtrain.measure.parity.compare import Point, Trajectory
 from dtrain.measure.parity.oracle import PlainTraining
-from dtrain.measure.parity.trajectory import Point, Trajectory
 from dtrain.measure.worker import Rank
 from dtrain.models import build_model
 from dtrain.precision.contract import resolve

@@ -9,8 +9,13 @@ from typing import Any
 
 from dtrain.engine.outcome import Culprit, Origin
 
+GRADIENTS, REPORT_FILE = "gradients", "replay.json"
 FOUND_FIELDS = ("phase", "rank", "micro_batch", "tensor", "start", "stop", "num_inf", "num_nan", "num_bad_losses")
 """Fields of a culprit that the replay must find again."""
+
+
+def micro_batch_file(index: int) -> str:
+    return f"micro-batch-{index:03d}"
 
 
 @dataclass(frozen=True)

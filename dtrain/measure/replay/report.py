@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from dtrain.measure.replay.dump import GRADIENTS, micro_batch_file
-from dtrain.measure.replay.records import GradientRecord, MicroBatchRecord, ReplayReport, culprit_from_dict
-from dtrain.measure.replay.run import REPORT_FILE
+from dtrain.measure.replay.records import (
+    GRADIENTS,
+    REPORT_FILE,
+    GradientRecord,
+    MicroBatchRecord,
+    ReplayReport,
+    culprit_from_dict,
+    micro_batch_file,
+)
 from dtrain.precision.formats import FP16
 from dtrain.precision.histogram import Histogram, share
 from dtrain.tools.tables import Table, plural, show

@@ -14,6 +14,7 @@ from dtrain.config.dump import config_to_dict, from_plain
 from dtrain.distributed.logging import logger
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.replay.records import (
+    REPORT_FILE,
     NumberDifference,
     ReplayedStep,
     ReplayReport,
@@ -28,7 +29,6 @@ from dtrain.measure.worker import Rank, connected
 from dtrain.telemetry.metrics import write_json
 from dtrain.tools.report_dir import make_empty_dir
 
-REPORT_FILE = "replay.json"
 _COMPARED = ("loss", "grad_norm", "loss_scale", "lr")
 
 

@@ -9,6 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
 from dtrain.config.dump import config_from_dict, from_plain
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
@@ -18,13 +22,20 @@ from dtrain.distributed.startup.setup import connect
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, ConfigError, NonFiniteError
-from dtrain.measure.replay.dump import first_nonfinite, write_gradients, write_micro_batch
-from dtrain.measure.replay.records import GradientRecord, MicroBatchRecord, ReplayedStep, ReplayResult
+from dtrain.measure.replay.records import (
+    GRADIENTS,
+    GradientRecord,
+    MicroBatchRecord,
+    ReplayedStep,
+    ReplayResult,
+    micro_batch_file,
+)
 from dtrain.measure.worker import Rank
 from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.forward import find_loss
-from dtrain.precision.module_values import ModuleRecorder
-from dtrain.telemetry.metrics import finite
+from dtrain.precision.histogram import Histogram
+from dtrain.precision.module_values import Measured, ModuleRecorder, TensorRecord
+from dtrain.telemetry.metrics import finite, write_json
 from dtrain.telemetry.throughput import device_name
 from dtrain.train.session import MicroBatch, Session, StepWatch, open_data
 from dtrain.train.setup import set_threads, torch_settings_restored
@@ -103,7 +114,7 @@ class _StepRecorder(StepWatch):
         value = float("nan") if loss is None else loss.item()
         yield
         record = self._record(micro, value, weight)
-        write_micro_batch(self._folder, record, micro, self._modules)
+        self._write_micro_batch(record, micro)
         self.micro_batches.append(record)
 
     @contextmanager
@@ -114,8 +125,14 @@ class _StepRecorder(StepWatch):
         self.micro_batches = sorted(records, key=lambda record: record.index)
         engine.finish_gradients()
         divisor = engine.loss_scale.scale * sum(record.weight for record in records)
-        gradients = engine.states.full_state(MAIN_GRAD)
-        self.gradients = write_gradients(self._folder, gradients, divisor, writes=engine.rank == 0)
+        tensors = {}
+        for name, values in engine.states.full_state(MAIN_GRAD):
+            if engine.rank == 0:
+                tensors[name] = (values.detach() / divisor).cpu().contiguous()
+        self.gradients = [_gradient_record(name, gradient) for name, gradient in tensors.items()]
+        if engine.rank == 0:
+            save_file(tensors, self._folder / f"{GRADIENTS}.safetensors")
+            write_json(self._folder / f"{GRADIENTS}.json", [asdict(record) for record in self.gradients], indent=1)
         yield
 
     def _record(self, micro: MicroBatch, loss: float, weight: float) -> MicroBatchRecord:
@@ -128,7 +145,47 @@ class _StepRecorder(StepWatch):
             texts = [": ".join(filter(None, pair)) for pair in zip(files, texts, strict=True)]
         samples = ids % source.num_samples  # an id may hold a draw too
         index = number * engine.world_size + engine.rank
-        return MicroBatchRecord(index, samples.tolist(), finite(loss), weight, texts, first_nonfinite(self._modules))
+        return MicroBatchRecord(index, samples.tolist(), finite(loss), weight, texts, self._first_nonfinite())
+
+    def _first_nonfinite(self) -> str:
+        """Returns the first tensor of the forward that is not finite, masks apart; empty if there is none."""
+        for record in self._modules.records:
+            values = record.forward.read(record.name)
+            if not (values.is_finite or values.may_be_mask):
+                return f"{_side(record)} of '{record.module}' ({record.class_name})"
+        return ""
+
+    def _write_micro_batch(self, record: MicroBatchRecord, micro: MicroBatch) -> None:
+        """Writes the inputs and sample ids as safetensors; the record and the modules' ranges as JSON."""
+        path, modules = self._folder / micro_batch_file(record.index), self._modules
+        inputs = {name: value.cpu().clone(memory_format=torch.contiguous_format) for name, value in micro.items()}
+        save_file({**inputs, "sample_ids": torch.tensor(record.samples)}, path.with_suffix(".safetensors"))
+        weights = {
+            module: [asdict(measured.read(key)) for key, measured in own]
+            for module, own in modules.weights.items()
+            if own
+        }
+        tensors = [_plain(item) for item in modules.records]
+        content = {**asdict(record), "tensors": tensors, "weights": weights, "failures": modules.failures}
+        write_json(path.with_suffix(".json"), content, indent=1)
+
+
+def _side(record: TensorRecord) -> str:
+    return "output" if record.is_output else "input"
+
+
+def _plain(record: TensorRecord) -> dict[str, Any]:
+    """Returns a tensor at a module's boundary, in the order of the forward; its gradient is scaled."""
+    gradient = None if record.gradient is None else asdict(record.gradient.read("gradient"))
+    values = asdict(record.forward.read(record.name))
+    return {"module": record.module, "class": record.class_name, "side": _side(record), **values, "gradient": gradient}
+
+
+def _gradient_record(name: str, gradient: Tensor) -> GradientRecord:
+    values = Measured.of(gradient).read(name)
+    norm = finite(float(torch.linalg.vector_norm(gradient, dtype=torch.float64)))
+    counts = (values.numel, values.min, values.max, values.num_inf, values.num_nan)
+    return GradientRecord(name, *counts, norm, dict(Histogram.of(gradient).to_dict()))
 
 
 def _check_data(dataset: Dataset, expected: str | None, config: RunConfig) -> None:

@@ -17,10 +17,19 @@ from dtrain.config.model import ModelConfig
 from dtrain.config.schema import OptimConfig
 from dtrain.engine.rng import rng_key
 from dtrain.errors import ParityError
-from dtrain.measure.parity.compare import BOUNDS, NOISE_FACTOR, Bounds, Mismatch, first_mismatch, make_limits, measure
+from dtrain.measure.parity.compare import (
+    BOUNDS,
+    NOISE_FACTOR,
+    Bounds,
+    Mismatch,
+    Point,
+    Trajectory,
+    first_mismatch,
+    make_limits,
+    measure,
+)
 from dtrain.measure.parity.oracle import PlainTraining
 from dtrain.measure.parity.run import check_oracle
-from dtrain.measure.parity.trajectory import Point, Trajectory
 from dtrain.models import transformer
 from tests.helpers.chat import masked_data
 from tests.helpers.oracle import AdamWSettings, Oracle, normwise_error
