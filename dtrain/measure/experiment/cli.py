@@ -51,26 +51,28 @@ def _run(name: str, out: Path | None, file: Path | None) -> None:
     import torch
 
     from dtrain.config.dump import config_to_dict, from_plain
-    from dtrain.measure.experiment.records import ExperimentRecord, read_record, write_record
-    from dtrain.telemetry.host import describe_host
+    from dtrain.measure.experiment.records import ExperimentRecord
+    from dtrain.measure.record import head, read_record, write_record
     from dtrain.tools.tables import show
 
     experiment = load(name)
     folder = out or Path(time.strftime(f"runs/experiment-{name}-%Y-%m-%d_%H-%M-%S"))
     if file is not None:
-        record = read_record(file)
+        record = read_record(file, ExperimentRecord, "experiment")
         if record.experiment != name:
             raise ConfigError(f"{file} is a result of '{record.experiment}'; give that name instead of '{name}'")
         result = from_plain(experiment.result, record.result)
     folder.mkdir(parents=True, exist_ok=True)
     if file is None:
         torch.set_num_threads(1)  # the networks are so small that threads would wait for each other
-        date, start = time.strftime("%Y-%m-%dT%H:%M:%S"), time.perf_counter()
+        start, about = time.perf_counter(), head(f"dtrain experiment {name}")
         result = experiment.run()
-        wall_s = round(time.perf_counter() - start, 1)
-        values = config_to_dict(result)
         record = ExperimentRecord(
-            name, f"dtrain experiment {name}", date, describe_host(), torch.get_num_threads(), wall_s, values
+            **about,
+            experiment=name,
+            threads=torch.get_num_threads(),
+            wall_s=round(time.perf_counter() - start, 1),
+            result=config_to_dict(result),
         )
         write_record(folder / f"experiment-{name}.json", record)
     picture = folder / f"experiment-{name}.png"

@@ -1,24 +1,17 @@
-"""The record of an experiment, and its JSON."""
+"""What an experiment consists of, and the record of its run."""
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from matplotlib.figure import Figure
 
-from dtrain.config.dump import from_plain
-from dtrain.errors import ConfigError
-from dtrain.telemetry.host import Host
-from dtrain.telemetry.metrics import to_json, write_atomically
+from dtrain.measure.record import RecordHead
 from dtrain.tools.tables import Table
 
 Result = TypeVar("Result")
-_LIST_OF_NUMBERS = re.compile(r'\[[^][{}"]*\]')
 
 
 @dataclass(frozen=True)
@@ -38,32 +31,12 @@ class Experiment(Generic[Result]):
     draw: Callable[[Result], Figure]
 
 
-@dataclass(frozen=True)
-class ExperimentRecord:
-    """One run of an experiment; ``date`` is local in ISO 8601."""
+@dataclass(frozen=True, kw_only=True)
+class ExperimentRecord(RecordHead):
+    """One run of an experiment, which has no configuration."""
 
     experiment: str
-    command: str
-    date: str
-    host: Host
     threads: int
     wall_s: float
     result: dict[str, Any]
-
-
-def write_record(path: Path, record: ExperimentRecord) -> None:
-    text = to_json(asdict(record), indent=1)
-    text = _LIST_OF_NUMBERS.sub(lambda found: " ".join(found.group().split()), text)  # on one line
-    write_atomically(path, text)
-
-
-def read_record(path: Path) -> ExperimentRecord:
-    """Reads what :func:`write_record` has written.
-
-    Raises:
-        ConfigError: it is no such file.
-    """
-    try:
-        return from_plain(ExperimentRecord, json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise ConfigError(f"{path} is not a result of dtrain experiment: {error}") from None
+    config: dict[str, Any] = field(default_factory=dict)

@@ -13,7 +13,8 @@ from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
 from dtrain.measure.experiment import cli
 from dtrain.measure.experiment.accumulation import run
-from dtrain.measure.experiment.records import Experiment, read_record
+from dtrain.measure.experiment.records import Experiment, ExperimentRecord
+from dtrain.measure.record import read_record
 
 exhaustive = pytest.mark.exhaustive
 
@@ -53,7 +54,7 @@ def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str
     assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
     assert f"](pictures/experiment-{name}.png)" in PAGE
     assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
-    record = read_record(RESULTS / f"experiment-{name}.json")
+    record = read_record(RESULTS / f"experiment-{name}.json", ExperimentRecord, "experiment")
     assert record.experiment == name
     experiment: Experiment[Any] = cli.load(name)
     assert all(table.markdown() in PAGE for table in experiment.tables(from_plain(experiment.result, record.result)))
@@ -69,5 +70,5 @@ def test_stored_results_are_shown_and_drawn(name: str, tmp_path: Path, capsys: p
     assert (picture.name, picture.stat().st_size > 20_000) == (f"experiment-{name}.png", True)
     shown = capsys.readouterr().out
     experiment: Experiment[Any] = cli.load(name)
-    tables = experiment.tables(from_plain(experiment.result, read_record(file).result))
+    tables = experiment.tables(from_plain(experiment.result, read_record(file, ExperimentRecord, "experiment").result))
     assert all(table.markdown() in shown for table in tables)

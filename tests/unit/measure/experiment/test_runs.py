@@ -18,10 +18,12 @@ from dtrain.measure.experiment.formats import PRECISIONS, FormatCurves, FormatsR
 from dtrain.measure.experiment.gradient_histogram import SCALES
 from dtrain.measure.experiment.master_weights import WithoutMasters
 from dtrain.measure.experiment.networks import convnet, detector, regression
-from dtrain.measure.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve, fp16_products
+from dtrain.measure.experiment.tasks import TASKS, ProductShares, SmallTask, TaskCurve
 from dtrain.planning.calls import CallRecorder
 from dtrain.planning.products import products
 from dtrain.precision.formats import BF16, FP16, FP32
+from dtrain.precision.fp16_products import fp16_products
+from dtrain.tasks import IGNORE_INDEX
 
 
 def test_accumulation() -> None:
@@ -148,7 +150,7 @@ def compared(bf16: FormatCurves) -> TaskComparison:
 
 def test_gaps_are_in_units_of_seed_and_rounding_noise_at_that_step() -> None:
     item = compared(curves("bf16", [5.0, 2.0], [7.0, 3.0]))
-    start, end = hypot(stdev([5.0, 6.0]), stdev([5.0, 5.5])), hypot(stdev([1.0, 3.0]), stdev([1.0, 1.6]))
+    start, end = hypot(stdev([5.0, 5.5]), stdev([5.0, 6.0])), hypot(stdev([1.0, 1.6]), stdev([1.0, 3.0]))
     assert (item.noise(0).unit, item.noise().unit) == (start, end)
     assert item.gaps("bf16", 0) == [0.0, 1 / start]
     assert item.gaps("bf16") == [1 / end, 0.0]
@@ -200,8 +202,7 @@ def test_every_task_trains_in_every_format_and_is_drawn() -> None:
 def test_a_convnet_follows_its_fp32_curve_in_every_format() -> None:
     whole = next(task for task in TASKS if task.name == "convnet")
     task = shorter(whole, 60, 15, "data.size=8", "schedule.warmup_steps=2", "optim.lr=2e-3")
-    batches = task.batches(0)
-    fp32, *others = (task.train(precision, 0, batches) for precision in ("fp32", *PRECISIONS))
+    fp32, *others = (task.train(precision, 0) for precision in ("fp32", *PRECISIONS))
     assert fp32.losses[-1] < 0.8 * fp32.losses[0]
     for precision, curve in zip(PRECISIONS, others, strict=True):
         assert curve.losses != fp32.losses
@@ -217,9 +218,21 @@ def test_a_convnet_follows_its_fp32_curve_in_every_format() -> None:
 )
 def test_all_products_in_fp16_are_emulated(task: SmallTask) -> None:
     task = shorter(task, 1, 1, *SMALL)
-    engine = task.engine("fp16", 0)
-    with CallRecorder(engine.module) as computed, fp16_products(engine), CallRecorder(engine.module) as asked:
-        task.step(engine, task.batches(0)[0])
+    session = task.session("fp16", 0)
+    model, emulated = session.engine.module, fp16_products(session.engine.device, ["fp16"])
+    with CallRecorder(model) as computed, emulated, CallRecorder(model) as asked:
+        session.step()
     assert {product.format for product in products(asked.calls)} == {"fp16"}
     assert {product.format for product in products(computed.calls)} == {"fp32"}
     assert len(products(asked.calls)) == len(products(computed.calls)) > 0
+
+
+def test_a_task_weighs_micro_batches_by_the_targets_that_count() -> None:
+    words = ("train.global_batch_size=4", "train.micro_batch_size=2")
+    session = shorter(TASKS[0], 1, 1, *words).session("fp32", 0)
+    batch = next(session.loader)
+    batch[0]["targets"][:, 1:] = IGNORE_INDEX
+    whole = {name: torch.cat([micro[name] for micro in batch]) for name in batch[0]}
+    with torch.no_grad():
+        loss = float(session.engine.module(**whole).loss)
+    assert session.step(batch).loss == pytest.approx(loss, rel=1e-6)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from dtrain.cli.resolve import compose
+from dtrain.measure.noise import Noise
 from dtrain.measure.probe.advice import MAX_RETRAINS, advise
 from dtrain.measure.probe.evidence import Evidence, line_of
-from dtrain.measure.probe.records import Advice, Analysis, Flip, Noise, ProductResult, Trial
+from dtrain.measure.probe.records import Advice, Analysis, Flip, ProductResult, Trial
 
 NOISE = Noise(rounding=0.006, seed=0.008)  # one unit is 0.01
 
@@ -166,7 +167,7 @@ def test_lines_are_accepted(pattern: str) -> None:
 def test_what_was_not_tested_is_named() -> None:
     analysis = Analysis((), unexamined={"odd": "it fails in bf16: no"}, loss_scale=8.0)
     trials = [trial("fp32", ms=5.0), trial("fp16"), trial("fp8")]
-    advice, _ = ask(Evidence(trials, NOISE, analysis, device_name="this CPU"), {"fp16": set()})
+    advice, _ = ask(Evidence(trials, NOISE, analysis, device="this CPU"), {"fp16": set()})
     text = "\n".join(advice.untested)
     for words in (
         "more than 20 steps: gaps below 0.02",

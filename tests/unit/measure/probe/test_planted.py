@@ -17,10 +17,11 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.cli.resolve import compose
 from dtrain.distributed.logging import logger
+from dtrain.measure.noise import Noise
 from dtrain.measure.probe.advice import advise
 from dtrain.measure.probe.evidence import Evidence
 from dtrain.measure.probe.flips import flip
-from dtrain.measure.probe.records import Advice, Analysis, Noise, Trial
+from dtrain.measure.probe.records import Advice, Analysis, Trial
 from dtrain.measure.probe.sensitivity import analyze
 
 STEPS = 10

@@ -15,8 +15,9 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
+from dtrain.measure.noise import Noise
 from dtrain.measure.probe.cli import PAGE_FILE, PICTURE_FILE, REPORT_FILE
-from dtrain.measure.probe.records import Analysis, Noise, Trial
+from dtrain.measure.probe.records import Analysis, Trial
 from dtrain.measure.probe.report import ConstantScale
 from dtrain.measure.probe.sections import rank_correlation
 from dtrain.precision.histogram import Histogram

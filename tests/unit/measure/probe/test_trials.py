@@ -2,24 +2,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import PROBE
 from dtrain.config.precision import LossScale
 from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
-from dtrain.data import Dataset, load_dataset
-from dtrain.measure.probe.noise import MicroBatches, cosine, load_steps, noise_of, perturb_by_an_ulp
-from dtrain.measure.probe.trials import FormatTraining, interleave, train
+from dtrain.data import BatchLoader, Dataset, load_dataset
+from dtrain.data.loader import Batch
+from dtrain.measure.probe.trials import FormatTraining, cosine, interleave
+from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.probed_models import FACTORY, TINY
 
 CPU = torch.device("cpu")
-Steps = list[MicroBatches]
+Steps = list[Batch]
 
 
 @pytest.fixture(scope="module")
@@ -37,11 +39,14 @@ def dataset(config: ProbeConfig) -> Dataset:
 
 @pytest.fixture(scope="module")
 def steps(config: ProbeConfig, dataset: Dataset) -> Steps:
-    return load_steps(config.training("fp32"), dataset)
+    train = config.train
+    num_micro_batches = train.global_batch_size // train.micro_batch_size
+    loader = BatchLoader(dataset.train, config.seed, train.micro_batch_size, num_micro_batches)
+    return list(islice(loader, config.steps))
 
 
-def start(config: RunConfig, dataset: Dataset, **options: Any) -> FormatTraining:
-    return FormatTraining(config, dataset.task, CPU, **options)
+def start(config: RunConfig, dataset: Dataset, first: dict[str, Tensor]) -> FormatTraining:
+    return FormatTraining(config, dataset, CPU, first)
 
 
 def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
@@ -50,8 +55,10 @@ def at_scale(config: RunConfig, **scale: Any) -> RunConfig:
 
 def test_formats_start_equal_and_train_on_the_same_samples(config: ProbeConfig, dataset: Dataset, steps: Steps) -> None:
     names = ("fp32", "fp32", "bf16", "fp16", "fp8")
-    trainings = [start(config.training(name), dataset) for name in names]
-    _, cosines = interleave(trainings, steps)
+    gradients: dict[str, Tensor] = {}
+    trainings = [start(config.training(name), dataset, gradients) for name in names]
+    interleave(trainings, steps)
+    cosines = [training.cosine for training in trainings]
     first, second, *others = trainings
     assert len(first.losses) == config.steps
     assert first.losses == second.losses
@@ -63,16 +70,16 @@ def test_formats_start_equal_and_train_on_the_same_samples(config: ProbeConfig, 
 
 
 def test_a_step_that_overflows_repeats_with_equal_dropout(config: ProbeConfig, dataset: Dataset, steps: Steps) -> None:
-    low = start(at_scale(config.training("fp16"), mode="static", init=256.0), dataset)
-    high = start(at_scale(config.training("fp16"), mode="dynamic", init=2.0**24), dataset)
-    first, _ = interleave([low, high], steps)
+    first: dict[str, Tensor] = {}
+    low = start(at_scale(config.training("fp16"), mode="static", init=256.0), dataset, first)
+    high = start(at_scale(config.training("fp16"), mode="dynamic", init=2.0**24), dataset, first)
+    interleave([low, high], steps)
     assert low.skipped == 0
     assert 0 < high.skipped < 20
     assert high.losses == pytest.approx(low.losses, rel=2e-3)
     assert high.losses[0] == low.losses[0]
     assert high.engine.attempted_steps == high.engine.applied_steps == len(steps)
-    again = start(config.training("fp16"), dataset)
-    assert train(again, steps, first) == pytest.approx(1.0, abs=1e-4)
+    assert high.cosine == pytest.approx(1.0, abs=1e-4)
 
 
 @pytest.mark.parametrize(("kind", "reason"), [("overflow", "forward loss is "), ("raises", "RuntimeError: this layer")])
@@ -81,33 +88,26 @@ def test_a_model_that_fails_in_fp16_is_a_failed_trial(
 ) -> None:
     names = ("fp32", "bf16", "fp16")
     runs = (replace(run, model=replace(run.model, args={"kind": kind})) for run in map(config.training, names))
-    trainings = [start(run, dataset) for run in runs]
-    _, cosines = interleave(trainings, steps)
-    found = [training.trial(trainings[0].final_loss, c) for training, c in zip(trainings, cosines, strict=True)]
+    first: dict[str, Tensor] = {}
+    trainings = [start(run, dataset, first) for run in runs]
+    interleave(trainings, steps)
+    found = [training.trial(2.0) for training in trainings]
     assert [trial.failure for trial in found[:2]] == [None, None]
     assert str(found[2].failure).startswith(f"step 1: {reason}")
     assert (found[2].gap, found[2].losses, math.isnan(found[2].cosine)) == (math.inf, [], True)
 
 
-def test_noise_is_the_standard_deviation_with_the_reference() -> None:
-    found = noise_of(2.0, [2.0 + 2.0**-9], [1.0, 3.0])
-    assert found.rounding == pytest.approx(2.0**-9 / math.sqrt(2))
-    assert found.seed == pytest.approx(1.0)
-    assert found.detection_limit == pytest.approx(2 * math.hypot(1.0, 2.0**-9 / math.sqrt(2)))
-
-
-def test_weights_move_by_an_ulp() -> None:
-    model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 2))
-    model[1].requires_grad_(False)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    perturb_by_an_ulp(model, seed=3)
-    after = [parameter.detach() for parameter in model.parameters()]
-    for old, new in zip(before[:2], after[:2], strict=True):
-        up, down = (torch.nextafter(old, torch.full_like(old, limit)) for limit in (math.inf, -math.inf))
-        assert bool(((new == up) | (new == down)).all())
-        assert bool((new == up).any())
-        assert bool((new == down).any())
-    assert all(map(torch.equal, before[2:], after[2:]))
+def test_the_loss_is_the_mean_over_the_targets_that_count(config: ProbeConfig, dataset: Dataset, steps: Steps) -> None:
+    batch = [{name: values.clone() for name, values in micro.items()} for micro in steps[0]]
+    batch[0]["targets"][:, 1:] = IGNORE_INDEX
+    plain = replace(config, model=replace(config.model, dropout=0.0)).training("fp32")
+    training = start(plain, dataset, {})
+    with torch.no_grad():
+        losses = [float(training.plain_model()(**micro).loss) for micro in batch]
+    numbers = [int((micro["targets"] != IGNORE_INDEX).sum()) for micro in batch]
+    assert numbers == [2, 32]
+    training.step(batch)
+    assert training.losses == [pytest.approx((losses[0] * 2 + losses[1] * 32) / 34, rel=1e-6)]
 
 
 def test_cosine_of_all_tensors_together() -> None:
