@@ -1,7 +1,4 @@
-"""``dtrain bench checkpoint``: the stall of training during a save, and the time until the save is on the disk.
-
-Run as a module it is one rank.
-"""
+"""``dtrain bench checkpoint``: the stall of training during a save, and the time until the save is on the disk."""
 
 from __future__ import annotations
 
@@ -24,14 +21,16 @@ from dtrain.checkpoint import AsyncSaver, Snapshot, storage
 from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
+from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import ConfigError
-from dtrain.measure.bench.operations.ranks import describe, run_rank, time_on_ranks
+from dtrain.measure.bench.operations.ranks import describe, time_on_ranks
 from dtrain.measure.bench.operations.timing import measure_operations
 from dtrain.measure.bench.records import OperationResults, OperationTiming
+from dtrain.measure.worker import Rank
 
 _DESCRIPTION = (
     "{ranks} on {device}, {threads} each. The workload names the MB of FP32 masters and moments of one rank. Stall: "
@@ -67,11 +66,13 @@ def _measure(bench: CheckpointBenchConfig) -> list[OperationTiming]:
         return time_on_ranks("checkpoint", bench, Path(name).resolve())
 
 
-def time_sizes(bench: CheckpointBenchConfig, device: torch.device, folder: Path) -> Iterator[OperationTiming]:
-    comm = make_communicator(dist.group.WORLD if bench.ranks > 1 else None, device)
-    for megabytes in bench.sizes:
-        yield from _time_size(comm, folder, megabytes * 10**6, bench.rounds)
+def time_sizes(rank: Rank) -> list[OperationTiming]:
+    """Times the saves on one rank; see :func:`time_on_ranks`."""
+    bench, folder = from_plain(CheckpointBenchConfig, rank.job["bench"]), Path(rank.job["folder"])
+    comm = make_communicator(dist.group.WORLD if bench.ranks > 1 else None, rank.torch_device())
+    timings = [timing for size in bench.sizes for timing in _time_size(comm, folder, size * 10**6, bench.rounds)]
     comm.release()
+    return timings
 
 
 def _time_size(comm: Communicator, folder: Path, nbytes: int, rounds: int) -> Iterator[OperationTiming]:
@@ -224,7 +225,3 @@ def _dcp_asynchronous(named: dict[str, Tensor], group: dist.ProcessGroup | None,
         return _timed(device, start, lambda: pending[0].result())
 
     return save
-
-
-if __name__ == "__main__":
-    run_rank(CheckpointBenchConfig, time_sizes)

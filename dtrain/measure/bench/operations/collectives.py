@@ -1,7 +1,4 @@
-"""``dtrain bench collectives``: the collectives of a step, by size, through sockets and through shared memory.
-
-Run as a module it is one rank.
-"""
+"""``dtrain bench collectives``: the collectives of a step, by size, through sockets and through shared memory."""
 
 from __future__ import annotations
 
@@ -13,14 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.host_memory import HostMemory
-from dtrain.measure.bench.operations.ranks import describe, run_rank, time_on_ranks
+from dtrain.measure.bench.operations.ranks import describe, time_on_ranks
 from dtrain.measure.bench.operations.timing import Operation, elapsed_ms, measure_operations
 from dtrain.measure.bench.records import OperationResults, OperationTiming
+from dtrain.measure.worker import Rank
 from dtrain.sharding.layout import CHUNK
 
 _DESCRIPTION = (
@@ -47,12 +46,14 @@ def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Itera
     )
 
 
-def time_sizes(bench: CollectivesBenchConfig, device: torch.device, _: Path) -> Iterator[OperationTiming]:
-    comms = communicators(device)
-    for size in bench.sizes:
-        yield from _time_size(comms, size, bench.rounds)
+def time_sizes(rank: Rank) -> list[OperationTiming]:
+    """Times the collectives on one rank; see :func:`time_on_ranks`."""
+    bench = from_plain(CollectivesBenchConfig, rank.job["bench"])
+    comms = communicators(rank.torch_device())
+    timings = [timing for size in bench.sizes for timing in _time_size(comms, size, bench.rounds)]
     for comm in comms.values():
         comm.release()
+    return timings
 
 
 def communicators(device: torch.device) -> dict[str, Communicator]:
@@ -123,7 +124,3 @@ def operations(comm: Communicator, numel: int) -> dict[str, Operation]:
         ),
         "all_reduce FP32": Operation(all_reduce, 8 * received),
     }
-
-
-if __name__ == "__main__":
-    run_rank(CollectivesBenchConfig, time_sizes)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 import dtrain
 from dtrain.config.data import TokensDataConfig
+from dtrain.config.schema import RunConfig, TrainConfig
 from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.data.packing import Packing, pack_documents
@@ -36,7 +37,7 @@ from dtrain.models import build_model
 from dtrain.tasks import IGNORE_INDEX, num_targets
 from dtrain.tools.processes import environment
 from dtrain.tools.tables import plural
-from dtrain.train.validation import to_device
+from dtrain.train.session import Session
 
 _DESCRIPTION = (
     "{documents:,} documents of the standard library's text, cut to log-normal lengths with a median of {median} "
@@ -175,22 +176,23 @@ def _time_learning(corpus: _Corpus, config: DataSuiteConfig, device: torch.devic
     shards = TokenShards.open(corpus.shards)
     ends = shards.document_ends.take(np.arange(min(bench.documents, shards.num_documents)))
     cases = learning_cases(shards, ends, seq_len, batch_size=bench.micro_batch_size)
-    engine = dtrain.initialize(
-        build_model(config.model, shards.vocab_size, 0),
-        precision="bf16" if device.type == "cuda" else "fp32",
-        comm=SingleRank(device),
-        audit=0,
-        seed=0,
-    )
+    session = learner(config, shards.vocab_size, device)
 
     def learn(batches: list[dict[str, Tensor]]) -> None:
-        for batch in engine.accumulate(batches):
-            engine.backward(engine(**to_device(batch, device)), weight=num_targets(batch["targets"]))
-        assert engine.step().applied
+        assert session.step(batches).applied
 
     operations = {name: Operation(partial(learn, batches), 0) for name, batches in cases.items()}
     for timing in time_rounds(operations, bench.rounds, device):
         yield _named(timing, "learn", sum(num_targets(batch["targets"]) for batch in cases[timing.case]))
+
+
+def learner(config: DataSuiteConfig, vocab_size: int, device: torch.device) -> Session:
+    """Returns a training of the suite's model, whose micro-batches count by their targets."""
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    run = RunConfig(model=config.model, train=TrainConfig(micro_batch_size=config.bench.micro_batch_size))
+    model = build_model(config.model, vocab_size, 0)
+    engine = dtrain.initialize(model, precision=precision, comm=SingleRank(device), audit=0, seed=0)
+    return Session(engine, run)
 
 
 def learning_cases(

@@ -12,7 +12,7 @@ import torch
 from dtrain.__main__ import main
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import Muon
-from dtrain.config.tool_schema import LossHeadBenchConfig, OptimizerBenchConfig
+from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig, LossHeadBenchConfig, OptimizerBenchConfig
 from dtrain.data.text import Document
 from dtrain.errors import BenchError
 from dtrain.measure.bench.operations import data
@@ -177,14 +177,17 @@ def test_padded_and_packed_batches_have_the_same_loss() -> None:
     cases = data.learning_cases(MemoryShards(lengths), np.cumsum(lengths[:10]), 16, batch_size=2)
     assert list(cases) == ["padded to 16", "padded to the longest", "packed"]
     assert len(cases["packed"]) < len(cases["padded to 16"])
-    model = build_model(ModelConfig(num_layers=1, hidden_dim=16, num_heads=2, max_seq_len=16), 200, 0)
+    model = ModelConfig(num_layers=1, hidden_dim=16, num_heads=2, max_seq_len=16)
+    config = DataSuiteConfig(bench=DataBenchConfig(micro_batch_size=2), model=model)
     losses = []
     for batches in cases.values():
         counts = [int((batch["targets"] != IGNORE_INDEX).sum()) for batch in batches]
         assert sum(counts) == sum(length - 1 for length in lengths[:10])
-        total = sum(model(**batch).loss.item() * count for batch, count in zip(batches, counts, strict=True))
-        losses.append(total / sum(counts))
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-6)
+        assert len(set(counts)) > 1
+        alone = build_model(model, 200, 0)
+        total = sum(alone(**batch).loss.item() * count for batch, count in zip(batches, counts, strict=True))
+        losses += [total / sum(counts), data.learner(config, 200, CPU).step(batches).loss]
+    assert losses == pytest.approx([losses[0]] * 6, rel=1e-6)
 
 
 @pytest.mark.processes
