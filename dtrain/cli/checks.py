@@ -17,13 +17,16 @@ from dtrain.config.schedule import ScheduleConfig
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.config.tool_schema import (
     BLOCK_CASES,
+    STEP_CASES,
     AcceptConfig,
+    BenchConfig,
     BlocksBenchConfig,
     CheckpointBenchConfig,
     CollectivesBenchConfig,
     Float8BenchConfig,
     ParitySuiteConfig,
     PrecisionBenchConfig,
+    StepBenchConfig,
 )
 from dtrain.errors import ConfigError
 
@@ -102,10 +105,16 @@ def check_suite(config: Any) -> None:
         raise ConfigError(f"bench.sizes={bench.sizes} must be one or more numbers of MB, each at least 1")
     if isinstance(bench, PrecisionBenchConfig):
         _check_list("bench.precisions", bench.precisions, ("fp32", "tf32", "bf16", "fp16"))
-    if isinstance(bench, BlocksBenchConfig):
-        _check_list("bench.cases", bench.cases, tuple(BLOCK_CASES))
+    if isinstance(bench, BlocksBenchConfig | StepBenchConfig):
+        cases = BLOCK_CASES if isinstance(bench, BlocksBenchConfig) else STEP_CASES
+        _check_list("bench.cases", bench.cases, tuple(cases))
         if not bench.cases:
-            raise ConfigError(f"bench.cases is empty; list some of {', '.join(BLOCK_CASES)}")
+            raise ConfigError(f"bench.cases is empty; list some of {', '.join(cases)}")
+    if isinstance(bench, StepBenchConfig) and bench.ranks > 1:
+        raise ConfigError(f"bench.ranks={bench.ranks}: this suite measures one device; take dtrain bench engine")
+    if isinstance(bench, BenchConfig) and bench.data == "random" and not config.data.is_language:
+        raise ConfigError("bench.data=random makes tokens; for images or numbers take bench.data=device")
+    if isinstance(bench, BlocksBenchConfig):
         for name in ("recompute", "recompute_every", "offload_activations", "compile"):
             if (value := getattr(config.model, name)) != getattr(Blocks(), name):
                 raise ConfigError(f"model.{name}={value} has no effect here; list what to measure in bench.cases")

@@ -21,6 +21,7 @@ from dtrain.config.tool_schema import (
     OptimizerSuiteConfig,
     ParitySuiteConfig,
     PrecisionSuiteConfig,
+    StepSuiteConfig,
     TelemetrySuiteConfig,
     VoteSuiteConfig,
 )
@@ -102,6 +103,13 @@ SUITES: dict[str, Suite] = {
             Float8SuiteConfig,
             "training.float8:run_float8_suite",
             {**_TRAINING, "model": "tiny", "model.num_layers": 2},
+        ),
+        Suite(
+            "step",
+            "training steps on one device: speed, MFU and memory of dtrain's settings and of other libraries",
+            StepSuiteConfig,
+            "training.suites:run_step_suite",
+            _TRAINING,
         ),
         Suite(
             "optimizer",

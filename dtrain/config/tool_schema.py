@@ -33,6 +33,27 @@ BLOCK_CASES: dict[str, dict[str, Any]] = {
 """Keys of ``model`` by the name of a case of ``bench.cases``."""
 
 
+STEP_CASES: dict[str, dict[str, Any]] = {
+    "dtrain": {},
+    "chunked": {"loss_chunk": "auto"},
+    "reproducible": {"reproducible": True},
+    "fsdp2": {"engine": "fsdp2_no_reshard"},  # on one rank resharding only adds copies
+    "deepspeed": {"engine": "deepspeed_2"},
+    "plain": {"engine": "plain"},
+    "tensorwise": {"precision": "fp8", "recipe": "tensorwise"},
+    "rowwise": {"precision": "fp8", "recipe": "rowwise"},
+    "eager": {"blocks": {}},
+    "selective": {"blocks": {"recompute": "selective"}},
+    "full": {"blocks": {"recompute": "full"}},
+    "offload": {"blocks": {}, "offload": "cpu"},
+}
+"""What a case of ``bench.cases`` differs in from dtrain's native engine in BF16.
+
+With ``blocks`` they are not compiled, and activations are measured; else blocks are compiled if ``model.compile`` says
+so, a peer's too. So an acceptance of a machine is a few commands of this suite, each with its cases and its size.
+"""
+
+
 @dataclass(frozen=True)
 class MeasurementConfig(CheckedRecord):
     """Keys of every suite that starts ranks."""
@@ -150,6 +171,24 @@ class BlocksBenchConfig(BenchConfig):
 
 
 @dataclass(frozen=True)
+class StepBenchConfig(BenchConfig):
+    """Training steps on one device: speed, MFU and memory of named cases, one model in memory at a time.
+
+    At 1.2B parameters on one GPU: ``model=llama-1b model.max_seq_len=4096 model.vocab_size=128256 model.compile=blocks
+    bench.micro_batch_size=3``.
+    """
+
+    warmup_steps: int = at_least(4, 0, "Steps before the first round, which are not timed.")
+    rounds: int = at_least(2, 1, _ROUNDS)
+    steps: int = at_least(18, 1, _STEPS)
+    window_steps: int = at_least(6, 1, BenchConfig.__dataclass_fields__["window_steps"].metadata["doc"])
+    data: str = one_of("device", "random", "loader", doc=BenchConfig.__dataclass_fields__["data"].metadata["doc"])
+    resident: bool = setting(False, BenchConfig.__dataclass_fields__["resident"].metadata["doc"])
+    cases: list[str] = setting(["dtrain", "fsdp2", "plain"], f"Cases: {', '.join(STEP_CASES)}.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+
+
+@dataclass(frozen=True)
 class OptimizerBenchConfig(CheckedRecord):
     """The optimizer phase against torch's sequence of passes, and against the memory's bandwidth."""
 
@@ -254,6 +293,12 @@ class Float8SuiteConfig(SuiteConfig):
 @dataclass(frozen=True)
 class BlocksSuiteConfig(SuiteConfig):
     bench: BlocksBenchConfig = group(BlocksBenchConfig)
+
+
+@dataclass(frozen=True)
+class StepSuiteConfig(SuiteConfig):
+    bench: StepBenchConfig = group(StepBenchConfig)
+    float8: Float8 = group(Float8)  # a case's recipe replaces its own
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from dtrain.measure.bench.records import AnyResults, Float8Results, OperationRes
 from dtrain.measure.bench.report.float8 import describe_float8
 from dtrain.measure.bench.report.operations import describe_operations
 from dtrain.measure.bench.report.report import Report
+from dtrain.measure.bench.report.step import describe_step
 from dtrain.measure.bench.report.training import describe_training
 from dtrain.telemetry.metrics import write_atomically
 
@@ -18,7 +19,9 @@ from dtrain.telemetry.metrics import write_atomically
 def describe(results: AnyResults) -> Report:
     if isinstance(results, OperationResults):
         return describe_operations(results)
-    return describe_float8(results) if isinstance(results, Float8Results) else describe_training(results)
+    if isinstance(results, Float8Results):
+        return describe_float8(results)
+    return describe_step(results) if results.suite == "step" else describe_training(results)
 
 
 def update_document(document: Path, results: Mapping[str, AnyResults]) -> None:

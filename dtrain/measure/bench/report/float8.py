@@ -15,6 +15,8 @@ from dtrain.measure.bench.report.statistics import (
     ratios,
     spread,
     state,
+    timed,
+    title,
     tokens_per_s,
 )
 from dtrain.telemetry.texts import compact
@@ -59,7 +61,7 @@ def describe_float8(results: Float8Results) -> Report:
 
 def _steps_table(results: Float8Results) -> Table:
     Row = tuple[int, CaseResult]
-    rows = [(width.hidden_dim, result) for width in results.widths for result in width.cases]
+    rows = [(width.hidden_dim, result) for width in results.widths for result in timed(width.cases)]
     bf16 = {width: result for width, result in rows if result.case.precision == "bf16"}
 
     def loss_difference(row: Row) -> str:
@@ -75,9 +77,9 @@ def _steps_table(results: Float8Results) -> Table:
     columns: list[Column[Row]] = [
         ("width", lambda row: str(row[0])),
         ("parameters", lambda row: compact(row[1].footprint.num_parameters)),
-        ("case", lambda row: row[1].case.name),
+        ("case", lambda row: title(row[1], results)),
         ("step ms", lambda row: spread(all_steps_ms(row[1]), 1)),
-        ("tokens/s", lambda row: tokens_per_s(row[1], results.tokens_per_rank)),
+        ("tokens/s", lambda row: tokens_per_s(row[1], results)),
         ("state MiB a rank", lambda row: state(row[1])),
         ("peak MiB a rank", lambda row: peak(row[1])),
         ("load", lambda row: load(row[1])),

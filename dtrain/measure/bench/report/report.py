@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from dtrain.measure.bench.records import AnyResults
 from dtrain.redaction.redact import redact_text
@@ -17,11 +17,13 @@ class Report:
         facts: paragraphs about command, machine and workload.
         tables: the first is the one that documents show.
         notes: paragraphs that explain the columns.
+        conclusions: a line on each case, which tables do not show better.
     """
 
     facts: list[str]
     tables: list[Table]
     notes: list[str]
+    conclusions: list[str] = field(default_factory=list)
 
     def markdown(self) -> str:
         tables = [f"## {table.title}\n\n{table.markdown()}" for table in self.tables]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from dtrain.measure.bench.records import CaseResult
+from dtrain.measure.bench.records import CaseResult, Float8Results, TrainingResults
 from dtrain.telemetry.texts import compact
 
 
@@ -16,15 +16,24 @@ def spread(values: Sequence[float], digits: int) -> str:
 
 
 def ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
-    """Returns ``result``'s step time over ``baseline``'s in each round, medians of the round's steps."""
-    pairs = zip(result.rounds, baseline.rounds, strict=False)  # a run that was ended
-    return [median(own.step_ms) / median(other.step_ms) for own, other in pairs]
+    """Returns ``result``'s step time over ``baseline``'s in each round, medians of the round's steps.
+
+    If their micro-batches differ, it is the time of a sequence.
+    """
+    sizes = (result.micro_batch or 1) / (baseline.micro_batch or 1)
+    pairs = zip(result.rounds, baseline.rounds, strict=False)  # of a run that was ended
+    return [median(own.step_ms) / median(other.step_ms) / sizes for own, other in pairs]
 
 
 def cpu_ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
     """Returns ``result``'s processor time of a step over ``baseline``'s in each round, as :func:`ratios`."""
-    pairs = zip(result.rounds, baseline.rounds, strict=False)  # a run that was ended
+    pairs = zip(result.rounds, baseline.rounds, strict=False)  # of a run that was ended
     return [median(own.cpu_ms) / median(other.cpu_ms) for own, other in pairs]
+
+
+def timed(results: Sequence[CaseResult]) -> list[CaseResult]:
+    """Returns those with a round; a run that was ended may have cases without one."""
+    return [result for result in results if result.rounds]
 
 
 def all_steps_ms(result: CaseResult) -> list[float]:
@@ -41,8 +50,17 @@ def final_loss(result: CaseResult) -> float:
     return sum(losses) / len(losses)
 
 
-def tokens_per_s(result: CaseResult, tokens_per_rank: int) -> str:
-    return compact(tokens_per_rank * result.case.ranks / step_ms(result) * 1000)
+def tokens_per_s(result: CaseResult, results: TrainingResults | Float8Results) -> str:
+    tokens = results.tokens_per_rank * result.case.ranks
+    if result.micro_batch is not None:
+        tokens = tokens * result.micro_batch // results.config["bench"]["micro_batch_size"]
+    return compact(tokens / step_ms(result) * 1000)
+
+
+def title(result: CaseResult, results: TrainingResults | Float8Results) -> str:
+    """Returns the name of the case, and its sequences if those of the suite were too many for its memory."""
+    size = results.config["bench"].get("micro_batch_size")
+    return result.case.name + ("" if result.micro_batch in (None, size) else f", {result.micro_batch} sequences")
 
 
 def load(result: CaseResult) -> str:

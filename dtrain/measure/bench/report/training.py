@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from statistics import median
 
 from dtrain.measure.bench.records import CaseResult, TrainingResults
@@ -18,6 +19,8 @@ from dtrain.measure.bench.report.statistics import (
     spread,
     state,
     step_ms,
+    timed,
+    title,
     tokens_per_s,
 )
 from dtrain.measure.bench.report.telemetry import TELEMETRY_NOTE, telemetry_table
@@ -45,6 +48,7 @@ _NOTES = (
 
 def describe_training(results: TrainingResults) -> Report:
     bench, footprint = results.config["bench"], results.cases[0].footprint
+    results = replace(results, cases=timed(results.cases))
     threads = plural(bench["threads_per_rank"], "thread")
     facts = [
         *origin(results),
@@ -106,7 +110,7 @@ def _main_table(results: TrainingResults) -> Table:
     comparisons = {"engine": _engine_columns, "precision": _precision_columns, "vote": _vote_columns}
     compared = comparisons.get(results.suite)
     columns: list[Column[CaseResult]] = [
-        ("case", lambda result: result.case.name),
+        ("case", lambda result: title(result, results)),
         ("ranks", lambda result: str(result.case.ranks)),
         ("step ms", lambda result: spread(all_steps_ms(result), 1)),
         *(compared(results.cases) if compared else []),
@@ -161,7 +165,7 @@ def _details_table(results: TrainingResults) -> Table:
     columns: list[Column[CaseResult]] = [
         ("case", lambda result: result.case.name),
         ("CPU ms, all ranks", _cpu_ms),
-        ("tokens/s", lambda result: tokens_per_s(result, results.tokens_per_rank)),
+        ("tokens/s", lambda result: tokens_per_s(result, results)),
         *(_step_over_plain(results.cases, ranks=2) if results.suite == "engine" else []),
         ("first step s", lambda result: f"{result.first_step_s:.1f}"),
         ("load", load),

@@ -1,4 +1,4 @@
-"""The suites engine, precision, vote, telemetry and blocks: their cases, measured on one configuration."""
+"""The suites engine, precision, vote, telemetry, blocks and step: their cases, measured on one configuration."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 
 from dtrain.config.tool_schema import (
     BLOCK_CASES,
+    STEP_CASES,
     BlocksSuiteConfig,
     EngineSuiteConfig,
     PrecisionBenchConfig,
     PrecisionSuiteConfig,
+    StepSuiteConfig,
     SuiteConfig,
     TelemetryBenchConfig,
     TelemetrySuiteConfig,
@@ -38,15 +40,7 @@ def run_engine_suite(config: EngineSuiteConfig, command: str) -> Iterator[Traini
     if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
         known = ", ".join(map(str, STAGES))
         raise ConfigError(f"bench.stages={list(stages)} must list some of {known}, each once")
-    installed, missing = [], []
-    for case in engine_cases(config.bench):
-        peer = None if case.is_dtrain else PEERS.get(case.engine)
-        if peer is None or peer.is_installed:
-            installed.append(case)
-            continue
-        reason = f"{case.name}: package {peer.package} is not installed; pip install 'dtrain[bench]'"
-        logger.warning("left out: %s", reason)
-        missing.append(FailedCase(case, reason))
+    installed, missing = _installed(engine_cases(config.bench))
     for results in _run("engine", installed, config, command, missing):
         yield results
     starts = time_first_steps(config.bench.starts, config.bench.threads_per_rank)
@@ -72,6 +66,35 @@ def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> Iterator[
 def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine with recomputed and compiled blocks, and with blocks as they are."""
     yield from _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
+
+
+def run_step_suite(config: StepSuiteConfig, command: str) -> Iterator[TrainingResults]:
+    """Measures the named cases on one device."""
+    installed, missing = _installed([_step_case(name, config) for name in config.bench.cases])
+    yield from _run("step", installed, config, command, missing)
+
+
+def _step_case(name: str, config: StepSuiteConfig) -> BenchmarkCase:
+    keys = {"engine": "native", "precision": "bf16", **STEP_CASES[name]}
+    if "blocks" in keys:
+        eager = replace(config.model.block_options, compile="none")
+        keys["blocks"] = replace(eager, **keys["blocks"])
+    stage = config.bench.zero_stage if keys["engine"] == "native" else None
+    return BenchmarkCase(name, ranks=1, zero_stage=stage, **keys)
+
+
+def _installed(cases: Sequence[BenchmarkCase]) -> tuple[list[BenchmarkCase], list[FailedCase]]:
+    """Returns the cases whose packages are installed, and the others."""
+    installed, missing = [], []
+    for case in cases:
+        peer = None if case.is_dtrain else PEERS.get(case.engine)
+        if peer is None or peer.is_installed:
+            installed.append(case)
+            continue
+        reason = f"{case.name}: package {peer.package} is not installed; pip install 'dtrain[bench]'"
+        logger.warning("left out: %s", reason)
+        missing.append(FailedCase(case, reason))
+    return installed, missing
 
 
 def precision_cases(bench: PrecisionBenchConfig, device: torch.device) -> list[BenchmarkCase]:
