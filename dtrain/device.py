@@ -33,11 +33,12 @@ def elapsed_ms(run: Callable[[], object], device: torch.device, calls: int = 1) 
         return 1000 * (time.perf_counter() - begin) / calls
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
-    start.record()
-    for _ in range(calls):
-        run()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):  # whose stream the events belong to
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        end.synchronize()
     return float(start.elapsed_time(end)) / calls
 
 

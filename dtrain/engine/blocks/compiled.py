@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
+from dtrain.device import elapsed_ms
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.blocks.recompute import Forward
@@ -189,17 +190,18 @@ def measure(
 
         own_args, own_kwargs = pytree.tree_map_only(Tensor, copied, (args, kwargs))
         wanted = [value for value in (*copies, *module.parameters()) if value.requires_grad]
-        _synchronize(device)
-        start = time.perf_counter()
-        # as they are: the engine's own hooks would see a backward of another graph, and free weights for it
-        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
-            results = pytree.tree_leaves(forward(module, *own_args, **own_kwargs))
-            outputs = [value for value in results if _needs_grad(value)]
-            if not (wanted and outputs):
-                return math.nan
-            torch.autograd.grad(outputs, wanted, [torch.ones_like(value) for value in outputs], allow_unused=True)
-        _synchronize(device)
-        return 1000 * (time.perf_counter() - start)
+        outputs: list[Tensor] = []
+
+        def train() -> None:
+            # as they are: the engine's own hooks would see a backward of another graph, and free weights for it
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                outputs.extend(filter(_needs_grad, pytree.tree_leaves(forward(module, *own_args, **own_kwargs))))
+                if wanted and outputs:
+                    ones = [torch.ones_like(value) for value in outputs]
+                    torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+
+        ms = elapsed_ms(train, device)
+        return ms if wanted and outputs else math.nan
 
     if math.isnan(run(forwards[0])):
         return []
@@ -209,11 +211,6 @@ def measure(
 
 def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _graph_breaks() -> int:

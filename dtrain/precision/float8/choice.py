@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.config.precision import Float8
+from dtrain.device import alternating_ms
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
@@ -137,14 +137,10 @@ def _times(
     recipe = Recipe.of(options, torch.bfloat16)
     cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
     convert(linears[1], recipe, QuantizedWeight(recipe, cache))
-    runs = [_matmuls(linear, x.requires_grad_(), grad) for linear in linears]
-    for run in (*runs, *runs):  # twice: the first call compiles, the second fills caches and the allocator
-        run()
-    samples: tuple[list[float], list[float]] = ([], [])
-    for _ in range(_ROUNDS):  # alternating, so that a change of the clock rate meets both
-        for run, taken in zip(runs, samples, strict=True):
-            taken.append(_milliseconds(run, device))
-    return statistics.median(samples[0]), statistics.median(samples[1])
+    bf16, fp8 = (_matmuls(linear, x.requires_grad_(), grad) for linear in linears)
+    # the first call compiles, the second fills caches and the allocator
+    ms = alternating_ms({"bf16": bf16, "fp8": fp8}, device, _ROUNDS, calls=_REPEATS[device.type], warmup=2)
+    return statistics.median(ms["bf16"]), statistics.median(ms["fp8"])
 
 
 def _matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
@@ -156,20 +152,3 @@ def _matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
             torch.autograd.grad(linear(x), inputs, grad)
 
     return run
-
-
-def _milliseconds(run: Callable[[], None], device: torch.device) -> float:
-    repeats = _REPEATS[device.type]
-    if device.type == "cuda":
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        with torch.cuda.device(device):
-            events[0].record()
-            for _ in range(repeats):
-                run()
-            events[1].record()
-            events[1].synchronize()
-        return float(events[0].elapsed_time(events[1])) / repeats
-    start = time.perf_counter()
-    for _ in range(repeats):
-        run()
-    return (time.perf_counter() - start) * 1e3 / repeats

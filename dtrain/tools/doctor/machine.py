@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.device import elapsed_ms
 from dtrain.precision.hardware import has_compiler, triton_problem
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.telemetry.gpu import attention_kernel, cublaslt_version, describe_state, dotted_version, loaded_library
@@ -273,22 +273,14 @@ def _measure(name: str, make: Callable[[int], Callable[[], object]], device: tor
     for size in _SIZES[device.type]:
         try:
             product = make(size)
-            _seconds(product, device)  # warm-up: the first product initializes the library
-            seconds = [_seconds(product, device)]
-            while len(seconds) < _REPEATS and sum(seconds) < _BUDGET_S:
-                seconds.append(_seconds(product, device))
+            elapsed_ms(product, device)  # warm-up: the first product initializes the library
+            ms = [elapsed_ms(product, device)]
+            while len(ms) < _REPEATS and sum(ms) < 1e3 * _BUDGET_S:
+                ms.append(elapsed_ms(product, device))
         except (RuntimeError, NotImplementedError) as error:
             failed = MatmulSpeed(name, error=str(error).splitlines()[0])
             return failed if largest.gflops is None else largest  # a larger size may not fit into memory
-        largest = MatmulSpeed(name, size, 2 * size**3 / median(seconds) / 1e9)
-        if 8 * min(seconds) > _BUDGET_S:
+        largest = MatmulSpeed(name, size, 2 * size**3 / median(ms) / 1e6)
+        if 8 * min(ms) > 1e3 * _BUDGET_S:
             break
     return largest
-
-
-def _seconds(product: Callable[[], object], device: torch.device) -> float:
-    start = time.perf_counter()
-    product()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start

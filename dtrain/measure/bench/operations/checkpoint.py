@@ -23,6 +23,7 @@ from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.dump import from_plain
 from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
+from dtrain.device import synchronize
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.distributed.transport.choose import make_communicator
@@ -167,8 +168,7 @@ def _timed(
 ) -> tuple[float, float]:
     began = time.perf_counter()
     start()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # training also waits for copies that are only queued
+    synchronize(device)  # training also waits for copies that are only queued
     stalled = time.perf_counter() - began
     finish()
     return stalled, time.perf_counter() - began

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor, nn
 
-from dtrain.measure.bench.operations.timing import Operation, time_rounds
+from dtrain.device import alternating_ms
 from dtrain.measure.bench.records import LinearFormat, ProductTimes
 from dtrain.precision.float8.cast import E4M3, Quantized, quantize
 from dtrain.precision.float8.linear import convert
@@ -51,8 +51,9 @@ def time_products(
     workloads[ALL_THREE] = {_BF16: _linear(weight, x, gradient, None)} | {
         name: _linear(weight, x, gradient, recipe) for name, recipe in recipes.items()
     }
+    calls = _REPEATS[device.type]
     return [
-        ProductTimes(product, rows, out_features, in_features, _times(cases, rounds, device))
+        ProductTimes(product, rows, out_features, in_features, alternating_ms(cases, device, rounds, calls=calls))
         for product, cases in workloads.items()
     ]
 
@@ -78,18 +79,3 @@ def _linear(weight: Tensor, x: Tensor, gradient: Tensor, recipe: Recipe | None) 
         inputs.grad = None
 
     return run
-
-
-def _times(cases: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    repeats = _REPEATS[device.type]
-
-    def repeated(run: Callable[[], object]) -> Callable[[], None]:
-        def run_all() -> None:
-            for _ in range(repeats):
-                run()
-
-        return run_all
-
-    operations = {name: Operation(repeated(run), 0) for name, run in cases.items()}
-    timings = time_rounds(operations, rounds, device)
-    return {timing.case: [value / repeats for value in timing.ms] for timing in timings}

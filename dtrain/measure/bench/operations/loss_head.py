@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.config.tool_schema import LossHeadBenchConfig, LossHeadSuiteConfig
+from dtrain.device import PeakMemory
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.measure.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.measure.bench.records import OperationResults, OperationTiming
@@ -117,11 +118,9 @@ class _Head:
         run()  # compiles, and loads libraries
         self.hidden.grad = self.weight.grad = None
         if self.hidden.is_cuda:
-            device = self.hidden.device
-            torch.cuda.reset_peak_memory_stats(device)
-            before = torch.cuda.memory_allocated(device)
+            meter = PeakMemory(self.hidden.device)
             run()
-            return torch.cuda.max_memory_allocated(device) - before
+            return meter.tensors()
         tracker = StorageTracker()
         tracker.exclude(value.untyped_storage() for value in (self.hidden, self.weight, self.targets))
         with tracker:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from dtrain.device import alternating_ms
 from dtrain.measure.bench.records import MatrixTraffic, OperationResults, OperationTiming
 from dtrain.measure.record import head
 
@@ -25,22 +25,8 @@ class Operation:
 
 def time_rounds(operations: Mapping[str, Operation], rounds: int, device: torch.device) -> list[OperationTiming]:
     """Times every operation once a round, after one round that is not counted."""
-    ms: dict[str, list[float]] = {name: [] for name in operations}
-    for number in range(rounds + 1):
-        for name, operation in operations.items():
-            elapsed = elapsed_ms(operation.run, device)
-            if number:
-                ms[name].append(elapsed)
+    ms = alternating_ms({name: operation.run for name, operation in operations.items()}, device, rounds)
     return [OperationTiming(name, one.nbytes, ms[name], flops=one.flops) for name, one in operations.items()]
-
-
-def elapsed_ms(run: Callable[[], object], device: torch.device) -> float:
-    """Returns the wall time of ``run`` until the device has finished it."""
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return 1000 * (time.perf_counter() - start)
 
 
 def measure_operations(

@@ -1,0 +1,93 @@
+"""Times and peaks of work on a device."""
+
+from __future__ import annotations
+
+import mmap
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dtrain import device as memory
+from dtrain.device import PeakMemory, alternating_ms, elapsed_ms, peak_memory, peak_resident, repeated_ms
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A clock that stands still, in seconds."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_a_time_is_the_mean_of_calls(clock: SimpleNamespace) -> None:
+    taken = iter((1.0, 2.0, 6.0))
+
+    def run() -> None:
+        clock.now += next(taken)
+
+    assert elapsed_ms(run, CPU, 3) == 3000.0
+
+
+def test_rounds_are_in_turn_and_the_first_does_not_count(clock: SimpleNamespace) -> None:
+    order: list[str] = []
+
+    def run(name: str, seconds: float) -> None:
+        order.append(name)
+        clock.now += seconds * len(order)
+
+    ms = alternating_ms({"a": lambda: run("a", 1.0), "b": lambda: run("b", 0.5)}, CPU, 2)
+    assert "".join(order) == "ababab"
+    assert ms == {"a": [3000.0, 5000.0], "b": [2000.0, 3000.0]}
+
+
+@pytest.mark.parametrize(("seconds", "rounds", "calls"), [(0.001, 10, 5), (0.0004, 10, 13), (0.4, 3, 1), (9.0, 3, 1)])
+def test_what_is_short_is_repeated_and_what_is_long_has_few_rounds(
+    clock: SimpleNamespace, seconds: float, rounds: int, calls: int
+) -> None:
+    begins: list[float] = []
+
+    def run() -> None:
+        begins.append(clock.now)
+        clock.now += seconds
+
+    assert repeated_ms(run, CPU) == pytest.approx([1000 * seconds] * rounds)
+    assert len(begins) - 2 == pytest.approx(rounds * calls, abs=rounds)
+
+
+def test_the_peak_grows_with_what_is_touched_and_stays() -> None:
+    size = peak_memory(CPU) + (64 << 20)  # more than this process ever had
+    held = mmap.mmap(-1, size)
+    held[:: mmap.PAGESIZE] = bytes(len(range(0, size, mmap.PAGESIZE)))  # a byte of each page
+    grown = peak_memory(CPU)
+    assert grown > 0.99 * size
+    held.close()
+    assert peak_memory(CPU) > 0.99 * grown  # the kernel adds up counters of all CPUs without a lock
+
+
+@pytest.mark.parametrize(("platform", "unit"), [("darwin", 1), ("freebsd14", 1024)])
+def test_without_proc_the_unit_is_the_systems(monkeypatch: pytest.MonkeyPatch, platform: str, unit: int) -> None:
+    monkeypatch.setattr(memory, "_STATUS", SimpleNamespace(exists=lambda: False))
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(memory.resource, "getrusage", lambda _: SimpleNamespace(ru_maxrss=1000))
+    assert peak_resident() == 1000 * unit
+
+
+def test_on_a_gpu_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", {GPU: 7}.__getitem__)
+    assert peak_memory(GPU) == 7
+
+
+def test_a_meter_on_a_gpu_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = SimpleNamespace(now=100, peak=400)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: cuda.now)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: cuda.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(cuda, "peak", cuda.now))
+    meter = PeakMemory(GPU)
+    assert meter.tensors() == 0
+    cuda.peak = 150
+    assert meter.tensors() == 50
