@@ -14,9 +14,10 @@ from textwrap import fill
 import torch
 from torch import Tensor, nn
 
+import dtrain
 from dtrain.config.optim import AdamW
 from dtrain.config.precision import Float8, LossScale
-from dtrain.engine.initialize import initialize, underflow_warning
+from dtrain.engine.initialize import underflow_warning
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import DtrainError
@@ -165,10 +166,13 @@ def gradient_underflow() -> Failure:
 def unprotected_loss() -> Failure:
     failure = Failure("A loss is not protected: it is computed in the products' format")
     engine = _start(SquareLoss(300.0), "fp16")
-    loss = engine(_input(engine, 1.0))
-    failure.shown.append(f"precision=fp16: the model's own loss of 300 x 300 = {loss.item():g}, {loss.dtype}")
+
+    def shown(loss: Tensor) -> Tensor:
+        failure.shown.append(f"precision=fp16: the model's own loss of 300 x 300 = {loss.item():g}, {loss.dtype}")
+        return loss
+
     try:
-        engine.backward(loss)
+        _step(engine, 1.0, loss=shown)
     except DtrainError as error:
         failure.detected.append(f"engine.backward refuses it: {error}")
     for name, model, loss in (
@@ -192,10 +196,9 @@ def hidden_overflow() -> Failure:
     policy = PrecisionPolicy.named("fp8", rules={"product": "fp8"}, float8=Float8(choice="all"))
     engine = _start(model, policy)
     for value, report in ((math.inf, failure.detected), (1.0, failure.fixed)):
-        x = torch.ones(16, 16, device=engine.device)
+        x = torch.ones(16, 16)
         x[0, 0] = value
-        engine.backward(engine(x).mean())
-        report.append(f"precision=fp8, one input of 256 is {value:g}: {_describe(engine.step())}")
+        report.append(f"precision=fp8, one input of 256 is {value:g}: {_describe(_step(engine, x, loss=torch.mean))}")
     failure.fixed.insert(
         0, "the scale of a tensor with a non-finite value is NaN, so the product is NaN, and all ranks skip the step"
     )
@@ -242,13 +245,15 @@ def _start(
     optimizer: AdamW | None = None,
 ) -> Engine:
     rule = optimizer or AdamW(lr=1e-3, weight_decay=0.0)
-    return initialize(model, optimizer=rule, precision=precision, loss_scale=loss_scale, seed=0)
+    return dtrain.initialize(model, optimizer=rule, precision=precision, loss_scale=loss_scale, seed=0)
 
 
 def _step(
-    engine: Engine, x: float, *, factor: float = 1.0, loss: Callable[[Tensor], Tensor] = torch.sum
+    engine: Engine, x: float | Tensor, *, factor: float = 1.0, loss: Callable[[Tensor], Tensor] = torch.sum
 ) -> StepOutcome:
-    engine.backward(factor * loss(engine(_input(engine, x))))
+    """Trains a step as a user's loop does; a number ``x`` is the whole input."""
+    inputs = x if isinstance(x, Tensor) else torch.full((1, 1), x)
+    engine.backward(factor * loss(engine(inputs.to(engine.device))))
     return engine.step()
 
 
@@ -262,10 +267,6 @@ def _until_applied(engine: Engine, x: float, loss: Callable[[Tensor], Tensor] = 
     while not (outcome := _step(engine, x, loss=loss)).applied:  # the engine raises after too many
         skips += 1
     return skips, outcome
-
-
-def _input(engine: Engine, x: float) -> Tensor:
-    return torch.full((1, 1), x, device=engine.device)
 
 
 def _weight(engine: Engine) -> float:
