@@ -25,9 +25,10 @@ from dtrain.measure.accept.plan import Plan
 from dtrain.measure.bench.records import FailedCase, TrainingResults
 from dtrain.measure.bench.training import suites
 from dtrain.measure.parity import run as parity_run
+from dtrain.measure.ranks import run_ranks as run_tool_ranks
 from dtrain.measure.record import head
+from dtrain.measure.worker import Rank
 from dtrain.tools.command import command_text
-from dtrain.tools.processes import run_ranks as run_tool_ranks
 from tests.helpers import canaries
 from tests.helpers.fault_counts import FEW_AND_MANY, FaultCounts
 from tests.helpers.ranks import run_ranks
@@ -164,7 +165,7 @@ def test_logs_and_reasons_of_ranks_hold_no_secret(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
     with pytest.raises(RankError) as failure:
-        run_tool_ranks("leaky", ["{}"], threads=1, folder=tmp_path / "logs")
+        run_tool_ranks("leaky:run", Rank(device=None), folder=tmp_path / "logs")
     assert_nothing_leaked(tmp_path / "logs", str(failure.value))
 
 
