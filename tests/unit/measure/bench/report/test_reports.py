@@ -3,18 +3,20 @@ from __future__ import annotations
 import json
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dtrain.__main__ import main
 from dtrain.errors import ConfigError
-from dtrain.measure.bench.records import TrainingResults, read_results
+from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe, update_document
 from dtrain.measure.bench.report.overhead import median_interval, meets_target
 from dtrain.measure.bench.report.training import has_wrong_loss
 from dtrain.measure.record import write_record
-from tests.unit.measure.bench.made import result, results_of
+from tests.unit.measure.bench.made import HOST, case_result, result, results_of, row
 
 ROOT = Path(__file__).parents[5]
 RESULTS = sorted((ROOT / "docs/results").glob("*.json"))
@@ -112,3 +114,47 @@ def test_the_interval_holds_the_median_as_often_as_it_says() -> None:
             assert interval is not None
             held += interval[0] <= true_median <= interval[1]
         assert 0.94 < held / 2000 < 0.99
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def step(name: str, ms: float, loss: float = 2.0, **facts: Any) -> CaseResult:
+    made = case_result(BenchmarkCase(name, "native", 1, "bf16", 2), [[ms]] * 2, [loss])
+    footprint = replace(made.footprint, device=H100, num_parameters=int(1.24e9), **facts)
+    return replace(made, footprint=footprint, micro_batch=2)
+
+
+def test_the_column_of_targets_judges_an_80_gb_gpu_only() -> None:
+    flops = {"flops_causal": 8e9, "flops_full": 9e9}
+    cases = [step("dtrain", 60.0, **flops), step("fsdp2", 65.0), step("tensorwise", 50.0, 2.01), step("eager", 90.0)]
+    results = results_of(cases, "step")
+    keys = {"micro_batch_size": 2, "data": "device", "resident": False, "attempts": 0, "window_steps": 6}
+    results = replace(results, config={"bench": {**results.config["bench"], **keys}, "model": {"max_seq_len": 4096}})
+    assert "target" not in describe(results).tables[0].columns
+    judged = describe(replace(results, host=replace(HOST, gpus=[H100])))
+    cells = {name: row(judged.tables[0], name)["target"] for name in ("dtrain", "tensorwise", "eager")}
+    states = "states over the formula at most 1.02: met"
+    assert cells["dtrain"] == f"MFU at least 50%: met; speed over fsdp2 at least 1.10: NOT MET; {states}"
+    fast = "speed over dtrain at least 1.18: met; loss from dtrain's within 0.25%: NOT MET"
+    assert cells["tensorwise"] == f"{fast}; {states}"
+    assert cells["eager"] == states
+    assert judged.conclusions[2].startswith("tensorwise: 50.0 ms a step of 2")
+    assert "1.200 x dtrain" in judged.conclusions[2]
+
+
+def test_a_table_says_what_a_case_out_of_memory_took() -> None:
+    cases = [result("plain", 1, [[2.0]], engine="plain"), result("native", 1, [[2.0]])]
+    results = results_of([replace(cases[0], micro_batch=4), replace(cases[1], micro_batch=2)])
+    results.config["bench"]["micro_batch_size"] = 4
+    steps, details = describe(results).tables
+    assert row(steps, "native, 2 sequences")["step / plain"] == "2.000 (2.000 to 2.000)", "of a sequence"
+    assert [row(details, name)["tokens/s"] for name in ("plain", "native")] == ["64k", "32k"]
+
+
+def test_a_run_that_was_ended_is_reported() -> None:
+    begun = replace(result("native", 1, [[2.0]]), rounds=[])
+    assert [cells[0] for cells in describe(results_of([begun])).tables[0].rows] == []
+    cases = [result("plain", 1, [[1.0], [2.0]], engine="plain"), result("native", 1, [[2.0]]), begun]
+    steps = describe(results_of(cases)).tables[0]
+    assert row(steps, "native")["step / plain"] == "2.000 (2.000 to 2.000)"

@@ -20,7 +20,7 @@ from dtrain.config import capabilities
 from dtrain.config.commands import SUITES
 from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig
 from dtrain.errors import BenchError
-from dtrain.measure.bench import peers
+from dtrain.measure.bench import cli, peers
 from dtrain.measure.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
@@ -29,6 +29,7 @@ from dtrain.measure.bench.report.statistics import final_loss
 from dtrain.measure.bench.report.training import has_wrong_loss
 from dtrain.measure.bench.training import cases, first_step, rounds, suites
 from dtrain.measure.bench.training.processes import CaseProcesses
+from dtrain.measure.record import write_record
 from dtrain.telemetry import host
 from tests.unit.measure.bench.made import HOST, SHORT, TINY, result, row
 
@@ -147,6 +148,35 @@ def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert all(list(product.ms) == ["bf16", "tensorwise"] for product in width.products)
 
 
+def test_step_suite_starts_each_round_anew_and_measures_what_its_keys_ask_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[list[int]] = []
+
+    def write(path: Path, results: Any) -> None:
+        written.append([len(case.rounds) for case in results.cases])
+        write_record(path, results)
+
+    monkeypatch.setattr(cli, "write_record", write)
+    words = ["bench.cases=[dtrain,plain,selective]", "bench.window_steps=2", "bench.attempts=1"]
+    results = bench(capsys, tmp_path / "r.json", "step", *TINY, *SHORT, *words)
+    assert written == [[1], [1, 1], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]], "one model in memory at a time"
+    assert isinstance(results, TrainingResults)
+    dtrain, plain, _ = results.cases
+    for case in results.cases:
+        assert [(len(one.step_ms), len(one.losses)) for one in case.rounds] == [(1, 2)] * 2, "a window of two steps"
+        assert case.rounds[0].losses == case.rounds[1].losses, "each round is a start on the same data"
+        assert (case.micro_batch, case.footprint.fitted, case.footprint.unfit) == (2, [3], None)
+        assert case.footprint.flops_causal is not None
+        assert case.setup_s is not None
+        assert 0 < case.setup_s < case.first_step_s
+    assert dtrain.rounds[0].losses == pytest.approx(plain.rounds[0].losses, rel=2e-3)
+    assert [case.footprint.activations is not None for case in results.cases] == [False, False, True]
+    shown = row(describe(results).tables[0], "plain")
+    assert shown["sequences"] == "2"
+    assert shown["speed"]
+
+
 def test_the_start_of_a_training_is_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "dtrain"
     package.mkdir()
@@ -255,3 +285,38 @@ def test_a_case_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rounds, "memory_left", lambda: 0.04)
     with pytest.raises(BenchError, match="no case ran; plain: only 4% of the memory is left"):
         list(rounds.run_rounds([plain], read()))
+
+
+def test_results_grow_with_each_start_and_round() -> None:
+    plain = BenchmarkCase("plain", "plain", 1, "fp32")
+    seen = [[len(result.rounds) for result in found.cases] for found in rounds.run_rounds([plain], read())]
+    assert seen == [[0], [1], [2], [2]]
+
+
+def test_a_case_out_of_memory_takes_half_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def start(self: CaseProcesses) -> int:
+        tried.append(self._micro_batch)
+        if self._micro_batch > 1:
+            raise BenchError("plain: rank 0 ended with exit code 1: OutOfMemoryError: CUDA out of memory")
+        return self._micro_batch
+
+    monkeypatch.setattr(CaseProcesses, "_start", start)
+    with CaseProcesses(BenchmarkCase("plain", "plain", 1, "fp32"), read(), 4) as processes:
+        assert processes.start() == 1
+    assert tried == [4, 2, 1]
+    monkeypatch.setattr(CaseProcesses, "_start", lambda self: (_ for _ in ()).throw(BenchError("plain: no compiler")))
+    with pytest.raises(BenchError, match="no compiler"):
+        processes.start()
+
+
+@pytest.mark.compile
+def test_a_peer_compiles_its_blocks_as_dtrain_does() -> None:
+    words = ["model.compile=blocks", "bench.data=random", "model.vocab_size=64", "bench.cases=[dtrain,plain]"]
+    config = read_suite([*TINY, *SHORT, *words], SUITES["step"].primary)
+    assert config is not None
+    *_, found = suites.run_step_suite(config, "dtrain bench step")
+    assert found.failures == []
+    assert [case.footprint.graphs for case in found.cases] == [1, 1]
+    assert [case.footprint.graph_breaks for case in found.cases] == [0, 0]
