@@ -27,6 +27,7 @@ from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.engines.helpers import state_digests
 from tests.helpers import unshard_models
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -35,17 +36,10 @@ DIM = 30
 RECIPES = ("tensorwise", "rowwise")
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """Two FP8 products with biases, after a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, 3 * DIM)
-        self.down = nn.Linear(3 * DIM, DIM)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+    parts = {"norm": nn.LayerNorm(DIM), "up": nn.Linear(DIM, 3 * DIM), "down": nn.Linear(3 * DIM, DIM)}
+    return Net(lambda net, x: x + net.down(torch.tanh(net.up(net.norm(x)))), **parts)
 
 
 class Model(nn.Module):
@@ -54,7 +48,7 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.last = nn.Linear(DIM, 5)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.distributed.transport.host_memory import HostMemory
 from dtrain.parameters.taken_gradient import TakenGradient
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
@@ -139,16 +140,10 @@ def test_memory_that_a_step_frees_is_kept_for_the_next() -> None:
 BOUND = 48 << 20  # bytes that a load may take beside the state that it fills, however large a tensor is
 
 
-class Large(nn.Module):
-    """One trained weight of which each rank holds more than a load may take, and one frozen weight as large."""
-
-    def __init__(self, world: int) -> None:
-        super().__init__()
-        self.trained = nn.Parameter(torch.arange(world * 13_000_000, dtype=torch.float32))
-        self.frozen = nn.Parameter(torch.arange(13_000_000, dtype=torch.float32), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x
+def large(world: int) -> nn.Module:
+    """Has one trained weight of which each rank holds more than a load may take, and one frozen weight as large."""
+    trained, frozen = (torch.arange(ranks * 13_000_000, dtype=torch.float32) for ranks in (world, 1))
+    return Net(lambda net, x: x, trained=nn.Parameter(trained), frozen=nn.Parameter(frozen, requires_grad=False))
 
 
 def resident(what: str) -> int:
@@ -159,13 +154,13 @@ def resident(what: str) -> int:
 
 
 def save(rank: int, world: int, folder: Path, loading: int) -> None:
-    dtrain.initialize(Large(loading), zero_stage=2, precision="fp32").save(folder)
+    dtrain.initialize(large(loading), zero_stage=2, precision="fp32").save(folder)
 
 
 def load(rank: int, world: int, folder: Path, engine: str) -> tuple[int, float]:
     """Returns the bytes that a load took beside the existing state, and the last weight of this rank."""
     # BF16, so that the frozen weight, saved in FP32, is cast
-    running: Any = dtrain.initialize(Large(world), engine=engine, zero_stage=2, precision="bf16")
+    running: Any = dtrain.initialize(large(world), engine=engine, zero_stage=2, precision="bf16")
     shards = [shard for kind in ("master", "exp_avg", "exp_avg_sq") for shard in running.states.local_shards(kind)]
     for shard in shards:
         shard.data.fill_(0.5)

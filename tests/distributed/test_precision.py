@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtrain
 from dtrain.cli.resolve import compose
@@ -19,6 +19,7 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import DivergenceError
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.train.run import run_training
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.zoo import make
 
@@ -106,22 +107,12 @@ def test_a_resumed_run_keeps_its_decisions(tmp_path: Path) -> None:
 ENGINES = [("native", 0), ("native", 3), ("ddp", 0), ("fsdp2", 2)]
 
 
-class Sum(nn.Module):
-    """Its gradients are what it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 1, bias=False)
-        self.second = nn.Linear(4, 1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) + self.second(0.5 * x)
-
-
 def build_sum(engine: str, stage: int) -> Any:
     torch.manual_seed(0)
     scale = LossScale("calibrated", init=1024.0, calibration_steps=3)
-    return dtrain.initialize(Sum(), engine=engine, zero_stage=stage, precision="fp16", loss_scale=scale, seed=0)
+    parts = {name: nn.Linear(4, 1, bias=False) for name in ("first", "second")}
+    model = Net(lambda net, x: net.first(x) + net.second(0.5 * x), **parts)  # its gradients are what it is given
+    return dtrain.initialize(model, engine=engine, zero_stage=stage, precision="fp16", loss_scale=scale, seed=0)
 
 
 def take_step(engine: StepEngine, step: int) -> float:

@@ -16,23 +16,20 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.errors import ConfigError
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 
 
-class Dot(nn.Module):
+def dot(numel: int) -> nn.Module:
     """The gradient of its weight is its input, exactly."""
-
-    def __init__(self, numel: int) -> None:
-        super().__init__()
-        self.vector = nn.Parameter(torch.zeros(numel))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.vector * x.to(self.vector.dtype)).float().sum()
+    return Net(
+        lambda net, x: (net.vector * x.to(net.vector.dtype)).float().sum(), vector=nn.Parameter(torch.zeros(numel))
+    )
 
 
 def main_grad(inputs: list[tuple[Tensor, float]], **options: Any) -> tuple[str, Tensor]:
     """The reduce dtype of the contract, and the reduced gradient of this rank's weighted ``inputs``."""
-    engine: Any = dtrain.initialize(Dot(len(inputs[0][0])), seed=0, **options)
+    engine: Any = dtrain.initialize(dot(len(inputs[0][0])), seed=0, **options)
     for x, weight in engine.accumulate(inputs):
         engine.backward(engine(x), weight=weight)
     engine.finish_gradients()
@@ -108,4 +105,4 @@ def test_partial_sums_are_fp32() -> None:
 
 def test_a_senseless_one_is_refused() -> None:
     with pytest.raises(ConfigError, match="loses three bits of each"):
-        dtrain.initialize(Dot(8), precision="fp16", reduce_dtype="bf16", seed=0)
+        dtrain.initialize(dot(8), precision="fp16", reduce_dtype="bf16", seed=0)

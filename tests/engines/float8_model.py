@@ -10,30 +10,24 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.engine.step import StepEngine
+from tests.helpers.net import Net
 
 VOCAB, DIM, INNER, LENGTH = 24, 32, 92, 8
 FLOAT8 = [f"blocks.{number}.{name}" for number in range(2) for name in ("up", "down")]
 
 
-class Block(nn.Module):
+def block() -> nn.Module:
     """92 inner features, which 16 does not divide."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(DIM)
-        self.up = nn.Linear(DIM, INNER)
-        self.down = nn.Linear(INNER, DIM, bias=False)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+    parts = {"norm": nn.LayerNorm(DIM), "up": nn.Linear(DIM, INNER), "down": nn.Linear(INNER, DIM, bias=False)}
+    parts["dropout"] = nn.Dropout(0.1)
+    return Net(lambda net, x: x + net.dropout(net.down(torch.tanh(net.up(net.norm(x))))), **parts)
 
 
 class Float8Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(block() for _ in range(2))
         self.head = nn.Linear(DIM, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:

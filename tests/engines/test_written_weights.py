@@ -17,25 +17,21 @@ from dtrain.engine.adapters.deepspeed import config as deepspeed_config
 from dtrain.errors import DivergenceError, UsageError
 from tests.engines.checks.weights import NOWHERE, clamp, load_state_dict, weights_of, zero
 from tests.engines.helpers import batch, build, computed, start, state_digests, train_step
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 
-class Halves(nn.Module):
+def halves() -> nn.Module:
     """Two units share a parameter, which ``fully_shard`` therefore replicates, here in BF16."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.blocks[1].weight = self.blocks[0].weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](torch.tanh(self.blocks[0](x)))  # type: ignore[no-any-return]
+    blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+    blocks[1].weight = blocks[0].weight
+    return Net(lambda net, x: net.blocks[1](torch.tanh(net.blocks[0](x))), blocks=blocks)
 
 
 def test_fsdp2_takes_over_low_precision_parameters_that_it_replicates() -> None:
-    engine = dtrain.initialize(Halves(), engine="fsdp2", precision="bf16", seed=0)
+    engine = dtrain.initialize(halves(), engine="fsdp2", precision="bf16", seed=0)
     weight = engine.module.get_parameter("blocks.0.weight")
     assert type(weight) is nn.Parameter
     assert weight.dtype == torch.bfloat16
@@ -73,7 +69,7 @@ def test_fsdp2_refuses_writes_to_weights_that_are_unsharded(precision: str) -> N
 
 def test_a_lost_write_does_not_lose_the_others() -> None:
     """The tied weight is replicated in BF16 beside its FP32 master; the biases are unsharded, so theirs are lost."""
-    engine = dtrain.initialize(Halves(), engine="fsdp2", zero_stage=2, precision="bf16", seed=0)
+    engine = dtrain.initialize(halves(), engine="fsdp2", zero_stage=2, precision="bf16", seed=0)
     x = torch.ones(2, 4)
     with engine.eval():
         engine(x)  # stage 2 leaves the weights unsharded

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.engine.adapters.fsdp2 import units as fsdp2_units
 from dtrain.errors import ContractError, ModelError, UsageError
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 from tests.helpers.runs import Result, Run, forward_backward, start, train, train_engine
 
@@ -126,15 +127,6 @@ class HidesItsOutput(nn.Linear):
         return type("Opaque", (), {"value": super().forward(x)})()
 
 
-class ReadsAUnit(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[1](self.blocks[0][0](x))
-
-
 class Failing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +149,10 @@ def misuse(rank: int, world: int) -> list[str]:
     engine = begin(HidesItsOutput(4, 4))
     with pytest.raises(ModelError, match="reduced no gradient: fully_shard finds no tensor"):
         engine.backward(engine(x).value.sum())
+    blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4)) for _ in range(2))
+    engine = begin(Net(lambda net, x: net.blocks[1](net.blocks[0][0](x)), blocks=blocks))
     with pytest.raises(ModelError, match="a parameter of a unit was read outside a call of that unit"):
-        begin(ReadsAUnit())(x)
+        engine(x)
     with pytest.raises(UsageError, match=r"outside engine\.backward; call engine\.backward"):
         begin(Failing())(x).sum().backward()
     engine = begin(Failing())

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 import dtrain
 from dtrain.errors import UsageError
 from tests.engines.matrix import Trial, check
+from tests.helpers.net import Net
 
 SCALE = 4.0  # of the loss
 X = torch.randn(3, 4, generator=torch.Generator().manual_seed(0))
@@ -196,15 +197,6 @@ def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> Non
             torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
-class Unused(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = _small(), nn.Linear(2, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)  # type: ignore[no-any-return]
-
-
 @check(precisions=("fp32", "bf16"), ranks=(2, 1))
 def gradients_show_that_they_are_taken(trial: Trial) -> None:
     """Reads are NaN, changes are refused before anything is lost, and the step has the bits of one without them."""
@@ -212,7 +204,8 @@ def gradients_show_that_they_are_taken(trial: Trial) -> None:
     options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "seed": 0}
 
     def trained(by_hand: Callable[[Any, str], None]) -> dict[str, Tensor]:
-        engine = dtrain.initialize(Unused(), optimizer=dtrain.AdamW(lr=0.1), **options)
+        model = Net(lambda net, x: net.used(x), used=_small(), unused=nn.Linear(2, 2))
+        engine = dtrain.initialize(model, optimizer=dtrain.AdamW(lr=0.1), **options)
         for _ in range(2):
             for index, micro in enumerate(engine.accumulate([X, 2 * X])):
                 loss = engine(micro).square().mean()

@@ -22,6 +22,7 @@ from dtrain.integrations.weights import whole_state_dict
 from dtrain.parameters.escapes import tensors_in
 from tests.engines import helpers
 from tests.engines.matrix import Trial, check
+from tests.helpers.net import Net
 
 MASK, ORDER = torch.eye(4, dtype=torch.bool), torch.tensor([2, 0, 3, 1])
 
@@ -65,15 +66,6 @@ class Attend(nn.Module):
         return self.combine(scores, hidden).softmax(-1)
 
 
-class Attends(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.units = nn.ModuleList(map(Attend, (masked, clamped, filled, scattered, assigned)))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([unit(x) for unit in self.units])
-
-
 def start(trial: Trial, model: nn.Module, **options: Any) -> Any:
     torch.set_num_threads(1)
     case = trial.case
@@ -84,7 +76,9 @@ def start(trial: Trial, model: nn.Module, **options: Any) -> Any:
 @check(precisions=("bf16", "fp16"), ranks=(1, 2))
 def fp32_of_norms_meets_what_weights_have_made(trial: Trial) -> None:
     torch.manual_seed(0)
-    model, x = Attends(), torch.randn(4, 4)
+    units = nn.ModuleList(map(Attend, (masked, clamped, filled, scattered, assigned)))
+    model = Net(lambda net, x: torch.stack([unit(x) for unit in net.units]), units=units)
+    x = torch.randn(4, 4)
     expected = model(x).square().mean()
     engine = start(trial, model, loss_scale=1.0)
     engine.backward(engine(x).square().mean())
@@ -319,19 +313,13 @@ REFUSED_CHANGES: dict[str, Callable[[Changing], Any]] = {
 }
 
 
-class Passing(nn.Module):
+def passing(inner: nn.Module) -> nn.Module:
     """A wrapper of a user's own."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Any:
-        return self.inner(x)
+    return Net(lambda net, x: net.inner(x), inner=inner)
 
 
 HARMLESS_CHANGES: list[Callable[[Changing], Any]] = [
-    lambda model: setattr(model, "first", Passing(model.first)),
+    lambda model: setattr(model, "first", passing(model.first)),
     lambda model: setattr(model, "spare", torch.compile(model.spare, backend="eager")),
     lambda model: model.units.__setitem__(0, checkpoint_wrapper(model.units[0])),
     lambda model: setattr(model, "teacher", nn.Linear(4, 4).requires_grad_(False)),
@@ -392,7 +380,7 @@ class Wrapping(nn.Module):
 WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "compiled": lambda module: torch.compile(module, backend="eager"),
     "checkpoint": checkpoint_wrapper,
-    "own": Passing,
+    "own": passing,
 }
 
 

@@ -16,6 +16,7 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import UsageError
 from tests.engines.helpers import held, same
 from tests.engines.matrix import Trial, check
+from tests.helpers.net import Net
 
 ROUNDS, BATCH = 4, 8
 LR = {"g": 1e-2, "d": 2e-2}
@@ -24,23 +25,8 @@ Model = Callable[[Tensor], Tensor]
 Masters = dict[str, dict[str, Tensor]]
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
-        self.unused = nn.Parameter(torch.ones(3))  # a vector: weight decay leaves it as it is
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.layers(z)
-
-
-class Head(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(5, 1)
-
-    def forward(self, x: Tensor, is_checkpointed: bool) -> Tensor:
-        return checkpoint(self.linear, x, use_reentrant=False) if is_checkpointed else self.linear(x)
+def head(net: Any, x: Tensor, is_checkpointed: bool) -> Any:
+    return checkpoint(net.linear, x, use_reentrant=False) if is_checkpointed else net.linear(x)
 
 
 class Discriminator(nn.Module):
@@ -51,8 +37,8 @@ class Discriminator(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        units = [nn.Linear(4, 6), nn.LayerNorm(6), nn.LeakyReLU(0.2), nn.Linear(6, 5), nn.Tanh(), Head()]
-        self.layers = nn.Sequential(*units)
+        units = [nn.Linear(4, 6), nn.LayerNorm(6), nn.LeakyReLU(0.2), nn.Linear(6, 5), nn.Tanh()]
+        self.layers = nn.Sequential(*units, Net(head, linear=nn.Linear(5, 1)))
         self.unused = nn.Parameter(torch.ones(3))
         self.num_calls = 0
 
@@ -69,7 +55,9 @@ class Discriminator(nn.Module):
 def models() -> dict[str, nn.Module]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return {"g": Generator(), "d": Discriminator()}
+        layers = nn.Sequential(nn.Linear(3, 6), nn.Tanh(), nn.Linear(6, 4))
+        unused = nn.Parameter(torch.ones(3))  # a vector: weight decay leaves it as it is
+        return {"g": Net(lambda net, z: net.layers(z), layers=layers, unused=unused), "d": Discriminator()}
 
 
 def data(number: int, rank: int, world: int) -> list[Tensor]:

@@ -16,6 +16,7 @@ from torch import nn
 import dtrain
 from dtrain.distributed.startup.setup import connect
 from dtrain.errors import CheckpointError, ConfigError, ContractError, ModelError, UsageError
+from tests.helpers.net import Net
 from tests.helpers.one_rank import X, loss_of, masters, start, train_step, unchanged
 
 Call = Callable[[Any], Any]
@@ -232,22 +233,11 @@ def pooled(weight: nn.Parameter) -> torch.Tensor:
     return nn.functional.embedding_bag(torch.zeros(2, 3, dtype=torch.long), weight, sparse=True, mode="sum")
 
 
-class Sparse(nn.Module):
-    """Has a parameter whose gradient a function of torch makes sparse."""
-
-    def __init__(self, use: Callable[[nn.Parameter], torch.Tensor]) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(8, 4))
-        self.use = use
-
-    def forward(self, scale: float) -> torch.Tensor:
-        return scale * self.use(self.w).square().mean()
-
-
 @pytest.mark.parametrize("use", [looked_up, gathered, pooled])
 @pytest.mark.parametrize("engine", ["native", "fsdp2", "ddp", "deepspeed"])
 def test_a_sparse_gradient_is_refused_at_the_first_step(engine: str, use: Callable[[Any], torch.Tensor]) -> None:
-    own = dtrain.initialize(Sparse(use), engine=engine, precision="fp32", seed=0)
+    model = Net(lambda net, scale: scale * use(net.w).square().mean(), w=nn.Parameter(torch.ones(8, 4)))
+    own = dtrain.initialize(model, engine=engine, precision="fp32", seed=0)
 
     def step() -> None:
         own.backward(own(2.0))

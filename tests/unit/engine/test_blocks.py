@@ -21,6 +21,7 @@ from dtrain.engine.blocks.install import find_blocks, install_blocks
 from dtrain.errors import ConfigError, UsageError
 from dtrain.models import build_model
 from tests.engines.test_blocks import without_inductor
+from tests.helpers.net import Net
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 TOKENS = torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(0))
@@ -163,17 +164,6 @@ def test_blocks_that_are_no_record_or_contain_a_unit_of_sharding() -> None:
         install_blocks(model, options, "auto", CompiledBlocks.__new__(CompiledBlocks))
 
 
-class Net(nn.Module):
-    """A layer and a block, called by a function."""
-
-    def __init__(self, run: Callable[[Any, Tensor], Any]) -> None:
-        super().__init__()
-        self.enter, self.blocks, self.run = nn.Linear(4, 4), nn.ModuleList([nn.Linear(4, 4)]), run
-
-    def forward(self, x: Tensor) -> Any:
-        return self.run(self, self.enter(x))
-
-
 def reentrant(net: Any, x: Tensor) -> Any:
     return checkpoint(net.blocks[0], x, use_reentrant=True) + checkpoint(net.blocks[0], x, use_reentrant=True)
 
@@ -189,7 +179,9 @@ def test_what_fails_in_the_backward_is_named() -> None:
         (reentrant, False, UsageError, "use_reentrant=False"),
         (changing, True, RuntimeError, "an input of a recomputed block was modified in place"),
     ):
-        engine = start(Net(run), recompute="full", offload_activations=offloads)
+        parts = {"enter": nn.Linear(4, 4), "blocks": nn.ModuleList([nn.Linear(4, 4)])}
+        model = Net(lambda net, x, run=run: run(net, net.enter(x)), **parts)
+        engine = start(model, recompute="full", offload_activations=offloads)
         loss = engine(torch.ones(2, 4)).mean()
         with pytest.raises(error, match=message):
             engine.backward(loss)

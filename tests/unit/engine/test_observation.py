@@ -17,6 +17,7 @@ from dtrain.errors import ContractError
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast
 from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.net import Net
 
 BF16 = torch.bfloat16
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
@@ -129,18 +130,6 @@ def test_gradient_of_another_dtype_is_an_error_in_the_first_backward_only() -> N
     later.float().sum().backward()
 
 
-class InTransform(nn.Module):
-    """Calls a module inside a transform of torch.func."""
-
-    def __init__(self, transform: Callable[..., Any]) -> None:
-        super().__init__()
-        self.inner, self.transform = nn.Linear(8, 8), transform
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.transform(self.inner, x)
-        return output
-
-
 TRANSFORMS: dict[str, Callable[..., Any]] = {
     "jvp": lambda module, x: torch.func.jvp(module, (x,), (torch.ones_like(x),))[1],
     "vjp": lambda module, x: torch.func.vjp(module, x)[0],
@@ -152,7 +141,8 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 
 @pytest.mark.parametrize("name", TRANSFORMS)
 def test_a_module_inside_a_transform_of_torch_func_is_called_as_ever(name: str) -> None:
-    model, contract, autocast = prepared(InTransform(TRANSFORMS[name]))
+    inside = Net(lambda net, x: TRANSFORMS[name](net.inner, x), inner=nn.Linear(8, 8))
+    model, contract, autocast = prepared(inside)
     run(model, contract, autocast).float().square().sum().backward()
     assert model.inner.weight.grad is not None
     assert model.inner.weight.grad.any()

@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtrain
 from dtrain.errors import UsageError
@@ -16,6 +16,7 @@ from dtrain.parameters import guarded_reads
 from dtrain.parameters.guarded_reads import GuardedParameter
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.options import Recipe
+from tests.helpers.net import Net
 
 NO_VALUES = """is_cpu is_cuda is_ipu is_maia is_meta is_mps is_mtia is_vulkan is_xla is_xpu is_pinned is_shared is_leaf
     is_distributed is_inference is_quantized is_sparse is_sparse_csr is_coalesced is_mkldnn is_nested is_complex is_conj
@@ -24,17 +25,9 @@ NO_VALUES = """is_cpu is_cuda is_ipu is_maia is_meta is_mps is_mtia is_vulkan is
     _is_zerotensor __dlpack_device__ __len__ __hash__""".split()  # noqa: SIM905 - words are easier to read
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(self.first(x)).float().square().mean()
-
-
 def begin() -> tuple[nn.Module, Any]:
-    model = Model()
+    parts = {"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)}
+    model = Net(lambda net, x: net.second(net.first(x)).float().square().mean(), **parts)
     engine = dtrain.initialize(model, engine="native", precision="bf16", seed=0)
     engine.guard_reads(shows_masters=True)
     return model, engine

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from dtrain.precision.contract import Contract, resolve
 from dtrain.precision.forward import Autocast, find_loss
 from dtrain.precision.policy import PrecisionPolicy
+from tests.helpers.net import Net
 from tests.helpers.op_dtypes import OpDtypes
 
 CPU = torch.device("cpu")
@@ -55,20 +56,10 @@ def test_a_norm_module_computes_in_fp32(module: nn.Module, shape: tuple[int, ...
     assert torch.equal(output, module(x.float()))
 
 
-class Heads(nn.Module):
-    """Calls the elements of a ModuleList, and a child of a child, whose own forward never runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList([nn.Linear(8, 4)])
-        self.wrapper = nn.Sequential(nn.Linear(8, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.heads[0](x) + self.wrapper[0](x)
-
-
 def test_children_of_an_fp32_module_run_in_fp32_for_any_caller() -> None:
-    model = Heads()
+    # calls the elements of a ModuleList, and a child of a child, whose own forward never runs
+    parts = {"heads": nn.ModuleList([nn.Linear(8, 4)]), "wrapper": nn.Sequential(nn.Linear(8, 4))}
+    model = Net(lambda net, x: net.heads[0](x) + net.wrapper[0](x), **parts)
     autocast, contract = prepared(model, in_fp32=("heads", "wrapper"))
     assert set(contract.replica_dtypes.values()) == {FP32}
     x = torch.randn(3, 8)

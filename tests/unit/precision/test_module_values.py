@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from dtrain.precision import module_values
 from dtrain.precision.module_values import Measured, ModuleRecorder, named_tensors
+from tests.helpers.net import Net
 
 SPECIAL = [math.inf, -math.inf, math.nan, 0.0, -0.0, 1e-45, 3e38, -65504.0]
 
@@ -72,14 +73,9 @@ def test_tensors_are_found_in_what_modules_take_and_return() -> None:
         assert [name for name, _ in named_tensors("a", value)] == names
 
 
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.side = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)
-
-    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
-        h = self.a(x) * scale
-        return (self.b(h).relu_() + self.side(x)).sum()
+def make_model() -> Any:
+    parts = {name: nn.Linear(3, 3) for name in ("a", "b", "side")}
+    return Net(lambda net, x, *, scale: (net.b(net.a(x) * scale).relu_() + net.side(x)).sum(), **parts)
 
 
 def record(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModuleRecorder, Tensor]:
@@ -91,7 +87,7 @@ def record(model: nn.Module, *args: Any, **kwargs: Any) -> tuple[ModuleRecorder,
 
 def test_records_are_in_the_order_of_time_and_name_the_caller() -> None:
     x, scale = torch.randn(2, 3), torch.tensor(2.0)
-    recorder, _ = record(Model(), x, scale=scale)
+    recorder, _ = record(make_model(), x, scale=scale)
     linears = [row for name in ("a", "b", "side") for row in ((name, "", False, "0"), (name, "", True, "output"))]
     given = [("", None, False, "0"), ("", None, False, "scale")]
     found = [(r.module, r.caller, r.is_output, r.name) for r in recorder.records]
@@ -103,7 +99,7 @@ def test_records_are_in_the_order_of_time_and_name_the_caller() -> None:
 
 def test_hooks_are_gone_afterwards_and_change_no_bit() -> None:
     torch.manual_seed(0)
-    model, x, scale = Model(), torch.randn(2, 3), torch.tensor(2.0)
+    model, x, scale = make_model(), torch.randn(2, 3), torch.tensor(2.0)
     model(x, scale=scale).backward()
     want = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -118,7 +114,7 @@ def test_hooks_are_gone_afterwards_and_change_no_bit() -> None:
 
 
 def test_a_backward_reaches_every_tensor_and_no_parameter() -> None:
-    model = Model()
+    model = make_model()
     recorder, loss = record(model, torch.randn(2, 3), scale=torch.tensor(2.0))
     recorder.run_backward(loss * 8)
     got = {(r.module, r.is_output): r.gradient for r in recorder.records if r.forward.numel and r.gradient is not None}
@@ -129,6 +125,6 @@ def test_a_backward_reaches_every_tensor_and_no_parameter() -> None:
 
 def test_an_error_in_a_hook_is_noted_and_the_forward_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Measured, "of", mock.Mock(side_effect=RuntimeError("no memory")))
-    recorder, loss = record(Model(), torch.randn(2, 3), scale=torch.tensor(2.0))
+    recorder, loss = record(make_model(), torch.randn(2, 3), scale=torch.tensor(2.0))
     assert loss.isfinite()
     assert "'': RuntimeError: no memory" in recorder.failures

@@ -24,6 +24,7 @@ from dtrain.tasks import IGNORE_INDEX, Classification, Denoising, Regression, Sa
 from dtrain.tasks.task import gather_samples
 from dtrain.train.validation import validate
 from tests.helpers.image_models import classification, start
+from tests.helpers.net import Net
 from tests.helpers.ranks import run_ranks
 
 OPTIONS = SampleOptions(num_tokens=0, max_seq_len=1, seed=0)
@@ -38,15 +39,6 @@ class Fixed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + self.bias
-
-
-class Velocity(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.share = nn.Parameter(torch.tensor(0.5))
-
-    def forward(self, noisy: Tensor, times: Tensor, classes: Tensor) -> Tensor:
-        return self.share * noisy
 
 
 def in_parts(batch: dict[str, Tensor], *sizes: int) -> Iterator[tuple[dict[str, Tensor], bool]]:
@@ -132,7 +124,8 @@ def test_a_tiny_unit_and_a_spread_of_rounding_are_measured_as_they_are() -> None
 @pytest.mark.parametrize("classes", [3, 62])
 def test_the_picture_of_drawn_images_is_about_square_and_classes_are_its_columns(classes: int) -> None:
     task = Denoising(tuple(f"class {index}" for index in range(classes)), (1, 8, 8))
-    figure = task.sample(start(TaskModel(Velocity(), task)), iter(()), OPTIONS).figure
+    model = Net(lambda net, noisy, times, classes: net.share * noisy, share=nn.Parameter(torch.tensor(0.5)))
+    figure = task.sample(start(TaskModel(model, task)), iter(()), OPTIONS).figure
     assert figure is not None
     pixels = figure.axes[0].images[0].get_array()
     assert pixels is not None

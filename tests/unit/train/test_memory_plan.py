@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from dtrain.train.memory.receipt import PEAK, Receipt, is_out_of_memory, plan_no
 from dtrain.train.planned import PlannedRun
 from dtrain.train.run import run_training
 from tests.helpers.hf_models import build_hf, save_hf
+from tests.helpers.net import Net
 from tests.helpers.token_shards import write_packed_shards
 from tests.unit.measure.plan.planned_runs import planned_run
 
@@ -152,20 +154,14 @@ def test_changes_are_added_up_if_none_is_enough() -> None:
     assert len(set(names)) == len(names) > 2, "one value of each key"
 
 
-class Greedy(nn.Module):
+def build(config: object, vocab_size: int) -> nn.Module:
     """A model that asks for more memory than any machine has, in a real forward."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(8))
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        scores = self.weight.sum() * tokens.float().mean()
+    def run(net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        scores: Tensor = net.weight.sum() * tokens.float().mean()
         return scores + torch.empty(2**60, dtype=torch.uint8)[0].float() * 0
 
-
-def build(config: object, vocab_size: int) -> nn.Module:
-    return Greedy()
+    return Net(run, weight=nn.Parameter(torch.zeros(8)))
 
 
 def test_a_failed_allocation_shows_the_plan(tmp_path: object) -> None:

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from dtrain.train.run import run_training
 from tests.helpers import hf_models
 from tests.helpers.hf_models import TOKENS, build_hf, load_hf, model_config, save_hf
 from tests.helpers.language_models import BRIEF_RUN
+from tests.helpers.net import Net
 
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
@@ -81,22 +81,14 @@ def test_a_run_is_planned_trained_sampled_and_exported(tmp_path: Path, capsys: p
     assert all(torch.equal(moved[name].bfloat16(), weights[name]) for name in weights)
 
 
-class _WithBuffers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hf = nn.Linear(2, 2)
-        self.hf.register_buffer("counts", torch.tensor([1, 2, 3]))
-        self.hf.register_buffer("passing", torch.ones(1), persistent=False)
-
-    def forward(self, x: Any) -> Any:
-        return self.hf(x)
-
-
 def test_persistent_buffers_keep_their_dtype(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
     (base / "config.json").write_text('{"model_type": "mine", "torch_dtype": "float16", "auto_map": {"A": "a.B"}}')
-    engine = dtrain.initialize(_WithBuffers(), precision="fp32")
+    hf = nn.Linear(2, 2)
+    hf.register_buffer("counts", torch.tensor([1, 2, 3]))
+    hf.register_buffer("passing", torch.ones(1), persistent=False)
+    engine = dtrain.initialize(Net(lambda net, x: net.hf(x), hf=hf), precision="fp32")
     model = {"factory": "dtrain.models.hf:build", "path": str(base), "args": {"hidden_size": 2}}
     engine.save(tmp_path / "run" / "checkpoints", config={"model": model})
     out = export(tmp_path / "run", tmp_path / "out", dtype="bf16")

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import dtrain
 from dtrain.errors import ModelError
 from dtrain.parameters.escapes import kept_tensors, storage_key, tensors_in
-
-
-class Keeping(nn.Module):
-    def __init__(self, keep: Callable[[nn.Parameter], Any]) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(3))
-        self.kept = keep(self.weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ next(tensors_in(self.kept))
+from tests.helpers.net import Net
 
 
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("keep", [lambda w: [w], lambda w: {"weight": w}, lambda w: ((w,),)])
 def test_a_parameter_in_a_list_that_fully_shard_does_not_renew_is_refused(keep: Any, stage: int) -> None:
     """Forwards would read its first values for ever."""
-    model = nn.Sequential(Keeping(keep), nn.Linear(3, 1))
+    weight = nn.Parameter(torch.eye(3))
+    keeping = Net(lambda net, x: x @ next(tensors_in(net.kept)), weight=weight, kept=keep(weight))
+    model = nn.Sequential(keeping, nn.Linear(3, 1))
     with pytest.raises(ModelError, match=r"attribute '0.kept' keeps the parameter '0.weight'"):
         dtrain.initialize(model, engine="fsdp2", zero_stage=stage, precision="fp32", seed=0)
 

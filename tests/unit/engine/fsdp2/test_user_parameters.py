@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.errors import UsageError
+from tests.helpers.net import Net
 from tests.helpers.one_rank import X, build, loss_of, start
 
 
@@ -103,15 +104,8 @@ def test_a_hook_sees_whole_gradients_until_it_is_removed(kind: str, where: str) 
 def test_a_unit_that_only_evaluates_between_two_steps_shows_no_gradient() -> None:
     """Its unsharded parameters appear after the gradients of the others have been chosen."""
 
-    class Heads(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
-
-        def forward(self, x: Tensor, head: int) -> Tensor:
-            return self.heads[head](x)  # type: ignore[no-any-return]
-
-    engine = begin(Heads(), 2)
+    heads = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+    engine = begin(Net(lambda net, x, head: net.heads[head](x), heads=heads), 2)
     for micro in engine.accumulate([X, X]):
         engine.backward(engine(micro, 0).square().mean())
         with torch.no_grad():
