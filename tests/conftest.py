@@ -127,6 +127,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The override that names a text; see :func:`tests.helpers.launch.write_samples`."""
+    from tests.helpers.launch import write_samples
+
+    return write_samples(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="session")
 def fault_totals() -> dict[str, FaultTotals]:
     """Findings of the fault suite so far, by test."""
     return {}
@@ -146,10 +154,11 @@ _LOGGER = (list(logger.handlers), logger.level, logger.propagate)
 
 @pytest.fixture(autouse=True)
 def _same_start() -> Iterator[None]:
-    """Gives each test the same logger, random numbers, settings of torch and environment, and no process group."""
+    """Gives each test the same logger, random numbers, settings of torch, environment, one thread, and no group."""
     from dtrain.train.setup import torch_settings_restored  # imports dtrain.kernels, which reads TRITON_INTERPRET
 
     _seed(0)
+    torch.set_num_threads(1)
     _restore_logger()
     is_connected = dist.is_initialized()
     with torch_settings_restored(), mock.patch.dict(os.environ):

@@ -72,7 +72,6 @@ def build() -> Model:
 
 def start(recipe: str = "tensorwise", model: nn.Module | None = None, **options: Any) -> Any:
     """The engine of a model; a learning rate at which the largest weights change their binade within a few steps."""
-    torch.set_num_threads(1)
     precision = dtrain.PrecisionPolicy.named("fp8", float8=Float8(recipe))
     defaults = {"precision": precision, "seed": 1, "max_grad_norm": 0.1, "optimizer": dtrain.AdamW(lr=0.01)}
     return dtrain.initialize(model or build(), **defaults | options)

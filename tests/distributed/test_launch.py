@@ -30,18 +30,13 @@ from dtrain.errors import DtrainError, LaunchError
 from dtrain.integrations.accelerate import Accelerator
 from dtrain.train import launcher
 from dtrain.train.launcher import exit_code
-from tests.helpers.launch import SMALL, command_line, fork_command, summary, write_samples
+from tests.helpers.launch import SMALL, command_line, fork_command, summary
 from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
 LONG_S = 60.0  # a group waits for others for 30 minutes
 SHORT = ("train.steps=2", "train.save_every=0", "train.eval_every=0", "checkpoint.save_at_end=false")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
 
 
 STAND_IN = """#!{python} -IS

@@ -15,7 +15,7 @@ import pytest
 
 from tests.helpers import launch
 from tests.helpers.fault_counts import FaultCounts
-from tests.helpers.launch import ROOT, SMALL, Job, Record, newest_step, record_of, summary, train, write_samples
+from tests.helpers.launch import ROOT, SMALL, Job, Record, newest_step, record_of, summary, train
 
 pytestmark = pytest.mark.processes
 
@@ -23,11 +23,6 @@ QUIET = ("train.save_every=0", "train.eval_every=0")
 SHORT = (*QUIET, "train.steps=4")
 ENDLESS = (*QUIET, "train.steps=100000")
 LOOPBACK = {"0100007F"}
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

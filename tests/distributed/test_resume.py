@@ -7,17 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.damage import R0, flip
-from tests.helpers.launch import SEQ_LEN, SMALL, checkpoints, log_of, newest_step, record_of, train, write_samples
+from tests.helpers.launch import SEQ_LEN, SMALL, checkpoints, log_of, newest_step, record_of, train
 from tests.helpers.mishap import Mishap
 
 pytestmark = pytest.mark.processes
 
 REPRODUCIBLE = "engine.reproducible=true"
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
 
 
 def test_a_batch_that_grows_has_the_same_bits_on_other_ranks_after_a_kill(tmp_path: Path, data: str) -> None:

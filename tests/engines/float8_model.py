@@ -45,7 +45,6 @@ def batch(index: int) -> Tensor:
 
 def start(engine: str, zero_stage: int, precision: Any = "fp8", **options: Any) -> Any:
     """The model under an engine, before its first step."""
-    torch.set_num_threads(1)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         model = Float8Model()

@@ -255,7 +255,6 @@ def test_a_part_can_be_left_out_and_only_its_promise_fails() -> None:
 
 @pytest.mark.parametrize("field", NAMES)
 def test_a_part_does_not_hold_the_engine(field: str) -> None:
-    torch.manual_seed(0)
     engine = dtrain.initialize(Model(), precision="fp32")
     assert isinstance(engine, StepEngine)
     part = getattr(engine._between.parts, field)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.launch import CORE, checkpoints, command_line, listing, log_of, losses, summary, train, write_samples
+from tests.helpers.launch import CORE, checkpoints, command_line, listing, log_of, losses, summary, train
 
 pytestmark = pytest.mark.processes
 
@@ -17,11 +17,6 @@ COMMAND = (
     *("train.save_every=2", f"train.eval_every={STEPS}"),
 )
 TOLERANCE = 1e-5  # relative; promise P5
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return write_samples(tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")

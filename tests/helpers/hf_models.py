@@ -70,7 +70,8 @@ def build_hf(folder: Path | str, **changes: Any) -> nn.Module:
     return build_model(model_config(folder, **changes), VOCAB, seed=0)
 
 
-def block_network(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every connection to another host, and every look-up of a name, fail the test."""
     connect = socket.socket.connect
 

@@ -20,7 +20,8 @@ from dtrain.errors import ConfigError
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train.run import run_training
-from tests.helpers.hf_models import block_network
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 MARKED = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
@@ -44,11 +45,6 @@ SPACED = (  # a space is the last character before the answer
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
 SPECIAL = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from dtrain.errors import UsageError
 from tests.helpers.one_rank import X, loss_of, start, train_step
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """``fsdp2`` makes a process group of one rank."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
 
 ENGINES = [("native", 2), ("native", 3), ("fsdp2", 2), ("ddp", 0)]
 

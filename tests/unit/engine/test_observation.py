@@ -230,7 +230,6 @@ class Inside(nn.Module):
 
 def test_fp32_modules_compute_in_fp32_over_low_precision_weights() -> None:
     """As DeepSpeed holds them."""
-    torch.manual_seed(0)
     low = nn.Sequential(Inside(), nn.LayerNorm(8), nn.Linear(8, 8))
     contract = resolve(PrecisionPolicy.named("bf16", rules={"0": "fp32"}), low, "compute")
     assert set(contract.replica_dtypes.values()) == {BF16}

@@ -71,7 +71,6 @@ def train(accelerator: Any, model: Any, optimizer: Any) -> dict[str, torch.Tenso
 
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_second_engine_continues_with_the_weights_of_the_first(name: str) -> None:
-    torch.manual_seed(0)
     net, fresh = Net(), Net()
     first = prepare(net, ENGINES[name])
     middle = train(*first)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.hf_models import FAMILIES, block_network, save_hf
+from tests.helpers.hf_models import FAMILIES, save_hf
 
 
 @pytest.fixture(scope="session")
@@ -16,5 +16,5 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
+def _no_network(no_network: None) -> None:
+    pass

@@ -22,17 +22,13 @@ from dtrain.errors import CheckpointError, ConfigError
 from dtrain.measure.plan.precision import show_plan
 from dtrain.tools.checkpoint.cli import main
 from dtrain.train.run import run_training
-from tests.helpers import hf_models
-from tests.helpers.hf_models import TOKENS, build_hf, load_hf, model_config, save_hf
+from tests.helpers.hf_models import SIZES, TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf
 from tests.helpers.language_models import BRIEF_RUN
 from tests.helpers.net import Net
 
+pytestmark = pytest.mark.usefixtures("no_network")
+
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    hf_models.block_network(monkeypatch)
 
 
 def save_with_tokenizer(folder: Path) -> Path:
@@ -180,7 +176,7 @@ def save_with_images(folder: Path) -> Path:
     """Writes a model of images and text, of which ``model=hf`` builds the text half."""
     from transformers import Llama4Config, Llama4ForConditionalGeneration
 
-    text = hf_models.SIZES | {"vocab_size": hf_models.VOCAB, "max_position_embeddings": 32, "head_dim": 8}
+    text = SIZES | {"vocab_size": VOCAB, "max_position_embeddings": 32, "head_dim": 8}
     text |= {"pad_token_id": 0, "intermediate_size_mlp": 64, "num_local_experts": 2, "moe_layers": []}
     vision = {"hidden_size": 32, "intermediate_size": 64, "patch_size": 14, "image_size": 28, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}

@@ -35,7 +35,8 @@ from dtrain.tasks.description import describe_task
 from dtrain.train.run import run_training
 from dtrain.train.setup import make_engine
 from tests.helpers.damage import R0, flip
-from tests.helpers.hf_models import block_network
+
+pytestmark = pytest.mark.usefixtures("no_network")
 
 _SMALL = ["train.steps=3", "train.eval_every=0", "train.save_every=0", "train.global_batch_size=8"]
 _SMALL += ["train.micro_batch_size=8", "train.eval_batches=1", "train.sample_tokens=0", "report=false"]
@@ -51,11 +52,6 @@ _RUNS = {
 
 def keys(name: str, run_dir: Path, *overrides: str) -> list[str]:
     return [*_SMALL, *_RUNS[name], f"run_dir={run_dir}", *overrides]
-
-
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    block_network(monkeypatch)
 
 
 @pytest.fixture(scope="module")

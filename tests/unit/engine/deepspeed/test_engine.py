@@ -26,7 +26,6 @@ pytestmark = pytest.mark.processes
 
 
 def start(model: nn.Module | str = "mlp", **options: Any) -> DeepSpeedEngine:
-    torch.set_num_threads(1)
     built = make(model).build(0) if isinstance(model, str) else model
     engine = dtrain.initialize(built, engine="deepspeed", **{"precision": "fp32", "seed": 0, **options})
     assert isinstance(engine, DeepSpeedEngine)

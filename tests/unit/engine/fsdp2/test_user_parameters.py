@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import dtrain
 from dtrain.errors import UsageError
 from tests.helpers.net import Net
 from tests.helpers.one_rank import X, build, loss_of, start
-
-
-@pytest.fixture(autouse=True)
-def _no_group_is_left() -> Iterator[None]:
-    """``fsdp2`` makes a process group of one rank."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def changed(engine: Any, before: dict[str, Tensor]) -> set[str]:

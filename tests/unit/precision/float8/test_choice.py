@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,15 +17,6 @@ from dtrain.precision.float8.options import Recipe, resolve_float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BY_SHAPE = resolve_float8(Float8(choice="all"), CPU)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Uses one thread: on a busy machine threads wait for each other and distort the times."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, *capability: int) -> None:
@@ -52,7 +42,6 @@ def test_by_shape(out_features: int, in_features: int, is_float8: bool, reason: 
     assert decision == choice.Float8Decision("blocks.0.out", is_float8, reason)
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_timing_keeps_emulated_matmuls_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times each shape once; shapes that cannot be FP8 are not timed."""
     times, shapes = choice._times, []
@@ -83,7 +72,6 @@ def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float
     assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("casts_each_time", [False, True])
 def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(monkeypatch: Any, casts_each_time: bool) -> None:
     cast: list[tuple[int, ...]] = []
