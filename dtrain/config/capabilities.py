@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
+from functools import cache
+from importlib import metadata
 from importlib.util import find_spec
 from typing import Any, TypeAlias
 
@@ -18,6 +19,7 @@ from dtrain.errors import ConfigError, nearest
 
 Setting: TypeAlias = Any
 """Value of one key: a name, a number, or true or false."""
+_version = cache(metadata.version)  # it parses a file, which takes as long as the start of a small engine
 
 
 @dataclass(frozen=True)
@@ -79,8 +81,8 @@ class Capabilities:
         """The requirement that this machine lacks, as a clause; empty if there is none."""
         if self.package is not None and find_spec(self.package) is None:
             return f"needs the package {self.package}, which is not installed: pip install {self.package}"
-        if _release(version("torch")) < _release(self.torch):
-            return f"needs torch {self.torch} or later; this is {version('torch')}"
+        if _release(_version("torch")) < _release(self.torch):
+            return f"needs torch {self.torch} or later; this is {_version('torch')}"
         return ""
 
     def values(self, key: str) -> tuple[Setting, ...]:
