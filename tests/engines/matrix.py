@@ -15,6 +15,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
+import dtrain
 from dtrain.config.capabilities import CAPABILITIES
 from tests.engines import helpers
 from tests.helpers.ranks import run_ranks
@@ -118,6 +121,11 @@ class Trial:
         """The odd model under the engine of the case, with the options of its variant and these."""
         options = {"precision": self.case.precision, **self.options, **options}
         return helpers.start(self.case.engine, self.case.stage, **options)
+
+    def engine(self, model: nn.Module, **options: Any) -> Any:
+        """The engine of the case for ``model``, with these options."""
+        case = {"engine": self.case.engine, "zero_stage": self.case.stage, "precision": self.case.precision, "seed": 0}
+        return dtrain.initialize(model, **case | options)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from dtrain.engine.blocks.compiled import CompiledBlocks
 from dtrain.measure.parity.compare import BOUNDS, NOISE_FACTOR
 from dtrain.precision.hardware import has_compiler
 from dtrain.sharding.group import ParameterGroup
-from tests.engines.checks.training import language_model, start_language_model, tokens_of, train_language_model
-from tests.engines.matrix import Case
+from tests.engines.checks.training import language_model, tokens_of, train_language_model
 from tests.helpers.oracle import extract_loss
 from tests.helpers.ranks import run_ranks
 
@@ -29,8 +28,8 @@ needs_compiler = pytest.mark.skipif(not has_compiler(torch.device("cpu")), reaso
 
 
 def start(stage: int, precision: str = "bf16", **blocks: Any) -> Any:
-    options = {"reproducible": True, "blocks": dtrain.Blocks(**blocks)}
-    return start_language_model(Case("native", stage, precision), language_model(dropout=0.0), **options)
+    options = {"zero_stage": stage, "reproducible": True, "blocks": dtrain.Blocks(**blocks)}
+    return dtrain.initialize(language_model(dropout=0.0), precision=precision, seed=3, audit=0, **options)
 
 
 def count_unshards(engine: Any) -> list[Counter[str]]:

@@ -89,16 +89,15 @@ def _hooked(start: Callable[[nn.Module], Any]) -> tuple[Any, Hooks]:
 def hooks_of_a_user_run(trial: Trial) -> None:
     """Before and after ``initialize``, once a micro-batch, on its whole gradient, which is still scaled."""
     case = trial.case
-    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "loss_scale": SCALE}
-    sgd = dtrain.SGD(lr=0.1, momentum=0, weight_decay=0)
-    engine, hooks = _hooked(lambda model: dtrain.initialize(model, optimizer=sgd, max_grad_norm=None, **options))
-    before = _gathered(engine)
+    options = {"optimizer": dtrain.SGD(lr=0.1, momentum=0, weight_decay=0), "max_grad_norm": None, "loss_scale": SCALE}
+    engine, hooks = _hooked(lambda model: trial.engine(model, **options))
+    before = engine.master_state()
     for _ in range(2):
         for micro in engine.accumulate([X, X]):
             engine.backward(engine(micro).square().mean())
         assert engine.step().applied
     low = case.precision == "bf16" and not (case.engine == "ddp" or (case.engine, case.stage) == ("deepspeed", 0))
-    for name, weight in _gathered(engine).items():
+    for name, weight in engine.master_state().items():
         way = name.split(".")[1].split("_before")[0].split("_after")[0]
         if "weight" not in name:
             continue
@@ -117,11 +116,6 @@ def hooks_of_a_user_run(trial: Trial) -> None:
             factor = MASK + 1 if running else torch.ones(())
             torch.testing.assert_close(grads[1] / SCALE, want[name] * factor, rtol=1e-5, atol=1e-5)
     assert len(hooks.seen) == 6
-
-
-def _gathered(engine: Any) -> dict[str, Tensor]:
-    states: dict[str, Tensor] = engine.master_state()
-    return states
 
 
 def _plain_gradients(x: Tensor) -> dict[str, Tensor]:
@@ -155,12 +149,9 @@ def _trainable(parameters: list[nn.Parameter], is_trained: bool) -> None:
 
 @check(precisions=("fp32", "bf16"), ranks=(2, 1))
 def a_weight_frozen_around_a_forward_without_gradients_trains(trial: Trial) -> None:
-    case = trial.case
-    sgd = dtrain.SGD(lr=0.1, momentum=0)
-    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision}
     for label, (prefix, is_fetched_again, in_eval) in FROZEN.items():
-        engine = dtrain.initialize(_small(), optimizer=sgd, seed=0, **options)
-        before = _gathered(engine)
+        engine = trial.engine(_small(), optimizer=dtrain.SGD(lr=0.1, momentum=0))
+        before = engine.master_state()
         for _ in range(2):
             frozen = _named(engine.module, prefix)
             _trainable(frozen, False)
@@ -169,17 +160,15 @@ def a_weight_frozen_around_a_forward_without_gradients_trains(trial: Trial) -> N
             _trainable(_named(engine.module, prefix) if is_fetched_again else frozen, True)
             engine.backward(engine(X).square().mean())
             assert engine.step().applied
-        assert all(not torch.equal(weight, before[name]) for name, weight in _gathered(engine).items()), label
+        assert all(not torch.equal(weight, before[name]) for name, weight in engine.master_state().items()), label
 
 
 @check(ranks=(2, 1))
 def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> None:
     """As in plain PyTorch: its gradient is that of the other micro-batch alone, and zero if it was frozen in both."""
-    case, lr = trial.case, 0.1
-    sgd = dtrain.SGD(lr=lr, momentum=0, weight_decay=0)
-    options = {"engine": case.engine, "zero_stage": case.stage, "precision": "fp32", "max_grad_norm": None}
+    sgd = dtrain.SGD(lr=0.1, momentum=0, weight_decay=0)
     for frozen_in in ((0,), (1,), (0, 1)):
-        engine, plain = dtrain.initialize(_small(), optimizer=sgd, **options), _small()
+        engine, plain = trial.engine(_small(), optimizer=sgd, max_grad_norm=None), _small()
         theirs, own = _named(plain, "3"), _named(engine.module, "3")
         for _ in range(2):
             for index, micro in enumerate(engine.accumulate([X, 2 * X])):
@@ -191,9 +180,9 @@ def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> Non
             with torch.no_grad():
                 for parameter in plain.parameters():
                     if parameter.grad is not None:
-                        parameter -= lr * parameter.grad / 2
+                        parameter -= sgd.lr * parameter.grad / 2
                     parameter.grad = None
-        for name, weight in _gathered(engine).items():
+        for name, weight in engine.master_state().items():
             torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -201,11 +190,10 @@ def a_weight_frozen_for_a_micro_batch_has_no_gradient_in_it(trial: Trial) -> Non
 def gradients_show_that_they_are_taken(trial: Trial) -> None:
     """Reads are NaN, changes are refused before anything is lost, and the step has the bits of one without them."""
     case = trial.case
-    options = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "seed": 0}
 
     def trained(by_hand: Callable[[Any, str], None]) -> dict[str, Tensor]:
         model = Net(lambda net, x: net.used(x), used=_small(), unused=nn.Linear(2, 2))
-        engine = dtrain.initialize(model, optimizer=dtrain.AdamW(lr=0.1), **options)
+        engine = trial.engine(model, optimizer=dtrain.AdamW(lr=0.1))
         for _ in range(2):
             for index, micro in enumerate(engine.accumulate([X, 2 * X])):
                 loss = engine(micro).square().mean()
@@ -214,7 +202,7 @@ def gradients_show_that_they_are_taken(trial: Trial) -> None:
             by_hand(engine, "before the step")
             assert engine.step().applied
             by_hand(engine, "after the step")
-        return _gathered(engine)
+        return engine.master_state()
 
     at_first: dict[str, int] = {}
 
@@ -267,9 +255,7 @@ def a_late_decision_finds_the_same_culprit(trial: Trial) -> None:
     """On a GPU the host reads the decision in the next call; only the sum of the gradients is infinite."""
     found = []
     for is_synchronous in (True, False):
-        torch.manual_seed(0)
-        case = trial.case
-        engine: Any = dtrain.initialize(_small(), engine=case.engine, zero_stage=case.stage, precision="bf16", seed=0)
+        engine = trial.engine(_small())
         engine.module[3].weight.register_hook(_almost_infinite)
         engine._finalizer.is_synchronous = is_synchronous
         for micro in engine.accumulate([X, X, X]):

@@ -75,10 +75,8 @@ def varies_in(case: Case) -> bool:
 
 
 def start(trial: Trial, **options: Any) -> Any:
-    torch.set_num_threads(1)
-    settings = {"precision": trial.case.precision, "max_grad_norm": None, "seed": 0, **trial.options, **options}
     with trained_by():
-        return dtrain.initialize(build(), engine=trial.case.engine, zero_stage=trial.case.stage, **settings)
+        return trial.engine(build(), **{"max_grad_norm": None, **trial.options, **options})
 
 
 def train(engine: Any, steps: Sequence[int], num_micro_batches: int = 2, *, varies: bool) -> None:

@@ -66,13 +66,6 @@ class Attend(nn.Module):
         return self.combine(scores, hidden).softmax(-1)
 
 
-def start(trial: Trial, model: nn.Module, **options: Any) -> Any:
-    torch.set_num_threads(1)
-    case = trial.case
-    settings = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision, "seed": 0, **options}
-    return dtrain.initialize(model, **settings)
-
-
 @check(precisions=("bf16", "fp16"), ranks=(1, 2))
 def fp32_of_norms_meets_what_weights_have_made(trial: Trial) -> None:
     torch.manual_seed(0)
@@ -80,7 +73,7 @@ def fp32_of_norms_meets_what_weights_have_made(trial: Trial) -> None:
     model = Net(lambda net, x: torch.stack([unit(x) for unit in net.units]), units=units)
     x = torch.randn(4, 4)
     expected = model(x).square().mean()
-    engine = start(trial, model, loss_scale=1.0)
+    engine = trial.engine(model, loss_scale=1.0)
     engine.backward(engine(x).square().mean())
     outcome = engine.step()
     assert outcome.applied
@@ -124,7 +117,7 @@ def a_checkpoint_knows_no_wrapper(trial: Trial) -> None:
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(trial.rank))
     wrap, names = trial.case.variant, {}
     for number, (first, second) in enumerate(((wrap, ""), ("", wrap), (wrap, wrap))):
-        saving, loading = start(trial, wrapped(first, 1)), start(trial, wrapped(second, 2))
+        saving, loading = trial.engine(wrapped(first, 1)), trial.engine(wrapped(second, 2))
         saving.backward(saving(x).square().mean())
         assert saving.step().applied
         saving.copy_buffers()
@@ -203,14 +196,14 @@ class Taking(nn.Module):
         taken = []
         for unit in self.units:
             given = unit(x)
-            leaves = list(tensors_in(given)) if isinstance(given, tuple | list | Output | Box) else [given, *kept(unit)]
+            leaves = (
+                list(tensors_in(given))
+                if isinstance(given, tuple | list | Output | Box)
+                else [given, *tensors_in(unit.kept)]
+            )
             x, weight = leaves
             taken.append(weight)
         return x.square().mean() + sum(weight.square().mean() for weight in taken)
-
-
-def kept(unit: nn.Module) -> list[Tensor]:
-    return list(tensors_in(unit.kept))
 
 
 @check(ranks=(2, 1))
@@ -224,7 +217,7 @@ def a_weight_that_leaves_its_unit_has_its_values_or_is_refused(trial: Trial) -> 
     for kind in kinds:
         torch.manual_seed(0)
         model = Taking(kind)
-        plain, engine = deepcopy(model), start(trial, model, optimizer=SGD, max_grad_norm=None)
+        plain, engine = deepcopy(model), trial.engine(model, optimizer=SGD, max_grad_norm=None)
         if kind in refused:
             with pytest.raises(ModelError, match="parameter"):
                 engine.backward(engine(x))
@@ -267,7 +260,7 @@ def a_unit_that_is_not_called_trains_or_is_refused_in_every_precision(trial: Tri
     is_refused = trial.case.engine == "fsdp2" or (trial.case.engine, trial.case.stage) == ("native", 3)
     for method in ("forward", "part", "weight"):
         torch.manual_seed(0)
-        engine = start(trial, Direct(method))
+        engine = trial.engine(Direct(method))
         if not is_refused:
             engine.backward(engine(torch.ones(2, 4)))
             assert engine.step().applied
@@ -344,7 +337,7 @@ def a_parameter_that_appears_or_disappears_is_refused(trial: Trial) -> None:
     def begin(change: Callable[[Changing], Any]) -> Any:
         torch.manual_seed(0)
         model = Changing()
-        engine = start(trial, model)
+        engine = trial.engine(model)
         engine.backward(engine(x))
         engine.step()
         if trial.case.variant == "between":
@@ -394,7 +387,7 @@ def modules_that_are_wrapped_later_train_and_are_saved_as_before(trial: Trial) -
 
     def begin(steps: int) -> Any:
         torch.manual_seed(1)
-        engine = start(trial, Wrapping(), audit=1)
+        engine = trial.engine(Wrapping(), audit=1)
         for _ in range(steps):
             step(engine, x)
         return engine
@@ -437,7 +430,7 @@ def modules_that_are_wrapped_later_train_and_are_saved_as_before(trial: Trial) -
 @check(ranks=(2, 1), unless=lambda case: (case.engine, case.stage) == ("deepspeed", 3))  # gathers it anywhere
 def a_second_name_of_a_weight_is_its_values_or_refused(trial: Trial) -> None:
     x, model = torch.ones(2, 4), Changing()
-    engine = start(trial, model)
+    engine = trial.engine(model)
     step(engine, x)
     model.register_parameter("scale_too", model.scale)
     model.units[1].register_parameter("first", model.units[0][0].weight)

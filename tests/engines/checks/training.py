@@ -78,11 +78,6 @@ def language_model(**config: Any) -> nn.Module:
     return build_model(ModelConfig(num_layers=4, hidden_dim=32, num_heads=2, max_seq_len=16, **config), 64, seed=0)
 
 
-def start_language_model(case: Case, model: nn.Module, **options: Any) -> Any:
-    place = {"engine": case.engine, "zero_stage": case.stage, "precision": case.precision}
-    return dtrain.initialize(model, seed=3, audit=0, **place, **options)
-
-
 def tokens_of(step: int, index: int) -> Tensor:
     return torch.randint(64, (2, 17), generator=torch.Generator().manual_seed(100 * step + index))
 
@@ -106,7 +101,7 @@ def train_language_model(engine: StepEngine, steps: int = 2) -> list[float]:
 def recomputed_blocks_have_the_bits_of_stored_ones(trial: Trial) -> None:
     runs = []
     for options in ({}, trial.options):
-        engine = start_language_model(trial.case, language_model(dropout=0.2), **options)
+        engine = trial.engine(language_model(dropout=0.2), seed=3, audit=0, **options)
         runs.append((train_language_model(engine, 1), state_digests(engine)))
     assert runs[0] == runs[1]
 
@@ -117,7 +112,7 @@ def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
     found = []
     for chunk in (5, "none"):
         model = language_model(dropout=0.0, loss_chunk=chunk, tie_embeddings=trial.case.stage % 2 == 0)
-        engine = start_language_model(trial.case, model)
+        engine = trial.engine(model, audit=0)
         losses, tokens = train_language_model(engine, 1), tokens_of(9, 0)
         found.append((losses, engine.master_state()))
         output: Any = engine(tokens[:, :-1], targets=tokens[:, 1:])
@@ -134,8 +129,7 @@ def losses_and_weights_are_those_of_full_logits(trial: Trial) -> None:
 def refuses_a_chunked_loss_if_the_head_is_a_unit_of_sharding(trial: Trial) -> None:
     units, tokens = {"sharding_units": ["blocks.*", "head"]}, tokens_of(0, trial.rank)
     chunked, automatic = (
-        start_language_model(trial.case, language_model(tie_embeddings=False, loss_chunk=chunk), **units)
-        for chunk in (5, "auto")
+        trial.engine(language_model(tie_embeddings=False, loss_chunk=chunk), audit=0, **units) for chunk in (5, "auto")
     )
     with pytest.raises(ConfigError, match=r"model.loss_chunk=5: the output layer 'head' .* use model.loss_chunk=none"):
         chunked(tokens[:, :-1], targets=tokens[:, 1:])
@@ -223,7 +217,7 @@ class Delayed(nn.Module):
 def names_a_delayed_rank_with_its_phase(trial: Trial) -> None:
     """In each phase in which the engine sees its waits; the last of them is the update, which no user code delays."""
     model = Delayed()
-    engine: Any = dtrain.initialize(model, engine=trial.case.engine, zero_stage=trial.case.stage, precision="fp32")
+    engine = trial.engine(model)
     engine.busy.every = 2
     phases = {("native", 3): Phase.BACKWARD, ("ddp", 0): Phase.FORWARD, ("fsdp2", 3): Phase.DATA}
     assert phases.get((trial.case.engine, trial.case.stage), Phase.DATA) in engine.timed_phases[:3]

@@ -116,10 +116,8 @@ def plain(kind: str) -> Masters:
 
 
 def start(trial: Trial) -> dict[str, Any]:
-    options: dict[str, Any] = {"engine": trial.case.engine, "zero_stage": trial.case.stage, "max_grad_norm": None}
-    options |= {"precision": trial.case.precision, "seed": 0}
     return {
-        name: dtrain.initialize(model, optimizer=dtrain.AdamW(lr=LR[name]), **options)
+        name: trial.engine(model, optimizer=dtrain.AdamW(lr=LR[name]), max_grad_norm=None)
         for name, model in models().items()
     }
 
