@@ -18,9 +18,12 @@ from dtrain.config.tool_schema import (
     EngineSuiteConfig,
     Float8SuiteConfig,
     LossHeadSuiteConfig,
+    MemorySuiteConfig,
     OptimizerSuiteConfig,
     ParitySuiteConfig,
     PrecisionSuiteConfig,
+    ProductsSuiteConfig,
+    ProfileSuiteConfig,
     StepSuiteConfig,
     TelemetrySuiteConfig,
     VoteSuiteConfig,
@@ -53,6 +56,9 @@ class Primary(Generic[Root]):
 
 _TRAINING = {"model": "gpt-11m", "data": "stdlib", "optim": "adamw", "optim.lr": 3e-4}
 """Defaults of a suite that trains; there is no warm-up of the learning rate."""
+
+_TINY = {"model": "tiny", "model.vocab_size": 4096}
+"""Defaults of a suite without data."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,27 @@ SUITES: dict[str, Suite] = {
             "output layer and loss by chunks of tokens, against full logits and torch's own function",
             LossHeadSuiteConfig,
             "operations.loss_head:run_loss_head_suite",
+        ),
+        Suite(
+            "products",
+            "rates of matrix products by format and shape, of attention, and of copies",
+            ProductsSuiteConfig,
+            "operations.products:run_products_suite",
+            _TINY,
+        ),
+        Suite(
+            "memory",
+            "model states of the native engine by precision and stage, against the formula",
+            MemorySuiteConfig,
+            "training.memory:run_memory_suite",
+            _TINY,
+        ),
+        Suite(
+            "profile",
+            "a training step by class of kernel; launches and waits of its optimizer phase",
+            ProfileSuiteConfig,
+            "training.profile:run_profile_suite",
+            {**_TINY, "optim": "adamw"},
         ),
         Suite(
             "collectives",

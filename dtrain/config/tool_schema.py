@@ -210,10 +210,54 @@ class LossHeadBenchConfig(CheckedRecord):
     tokens: int = at_least(4096, 1, "Tokens of a micro-batch.")
     hidden_dim: int = at_least(256, 1, "Width of the hidden states.")
     vocab_size: int = at_least(32768, 1, "Classes.")
+    dtypes: list[str] = setting([], "Dtypes of the operands: fp32, bf16; []: those that the device multiplies fast.")
     threads: int = at_least(1, 1, "PyTorch threads.")
     device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
     compiled: bool = setting(True, "Measure compiled full logits too, which needs a compiler.")
     rounds: int = at_least(5, 1, _ROUNDS)
+    out: str | None = setting(None, _OUT, is_path=True)
+
+
+@dataclass(frozen=True)
+class ProductsBenchConfig(CheckedRecord):
+    """Rates of matrix products by format and shape, of attention, and of copies, by which other figures are divided.
+
+    The Linears and the attention are those of a Llama with the keys of ``model``. On one GPU: ``model=llama-1b
+    model.max_seq_len=4096 model.vocab_size=128256 bench.rows=8192 bench.squares=[4096,8192,16384]
+    bench.copied=268435456``.
+    """
+
+    formats: list[str] = setting([], "Formats of products, such as bf16 or fp8 rowwise; []: those of the device.")
+    squares: list[int] = setting([256, 512, 1024], "Sizes of square products.")
+    rows: int = at_least(256, 1, "Tokens of the products with weights of `model`, and of attention.")
+    copied: int = at_least(1 << 24, 4, "FP32 elements of a copy.")
+    case_s: float = at_least(0.05, 0.0, "Seconds for the rounds of a case; there are at least three.")
+    limit_s: float | None = setting(None, "Seconds after which no case is begun; null: all are.", above=0.0)
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    out: str | None = setting(None, _OUT, is_path=True)
+
+
+@dataclass(frozen=True)
+class MemoryBenchConfig(CheckedRecord):
+    """Model states of the native engine on one rank, against the ZeRO formula."""
+
+    precisions: list[str] = setting(["bf16", "fp8", "fp32"], "Precisions to measure.")
+    stages: list[int] = setting([0, 1, 2, 3], "ZeRO stages to measure.")
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    out: str | None = setting(None, _OUT, is_path=True)
+
+
+@dataclass(frozen=True)
+class ProfileBenchConfig(CheckedRecord):
+    """A training step of the native engine by class of kernel, and its optimizer phase, on random tokens."""
+
+    precisions: list[str] = setting(["bf16"], "Precisions to profile.")
+    micro_batch_size: int = at_least(2, 1, "Sequences in a step; halved if they do not fit the GPU's memory.")
+    warmup_steps: int = at_least(4, 1, "Steps before those that are timed.")
+    steps: int = at_least(5, 1, "Steps that are timed; one more is profiled.")
+    zero_stage: int = between(2, 0, 3, _STAGE)
+    device: str = one_of("auto", "cpu", "cuda", doc=_DEVICE)
+    keep_trace: str | None = setting(None, "Folder for the raw traces; null: they are not kept.", is_path=True)
     out: str | None = setting(None, _OUT, is_path=True)
 
 
@@ -309,6 +353,26 @@ class OptimizerSuiteConfig(CheckedRecord):
 @dataclass(frozen=True)
 class LossHeadSuiteConfig(CheckedRecord):
     bench: LossHeadBenchConfig = group(LossHeadBenchConfig)
+
+
+@dataclass(frozen=True)
+class ProductsSuiteConfig(CheckedRecord):
+    bench: ProductsBenchConfig = group(ProductsBenchConfig)
+    model: ModelConfig = group(ModelConfig)
+
+
+@dataclass(frozen=True)
+class MemorySuiteConfig(CheckedRecord):
+    bench: MemoryBenchConfig = group(MemoryBenchConfig)
+    model: ModelConfig = group(ModelConfig)
+
+
+@dataclass(frozen=True)
+class ProfileSuiteConfig(CheckedRecord):
+    seed: int = at_least(0, 0, "Seed of the weights.")
+    bench: ProfileBenchConfig = group(ProfileBenchConfig)
+    model: ModelConfig = group(ModelConfig)
+    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from dtrain.errors import RankError
 from dtrain.measure.accept import run as accept_run
 from dtrain.measure.accept.job import PartJob
 from dtrain.measure.accept.page import summary
-from dtrain.measure.accept.plan import Plan
+from dtrain.measure.accept.table import Plan
 from dtrain.measure.bench.records import FailedCase, TrainingResults
 from dtrain.measure.bench.training import suites
 from dtrain.measure.parity import run as parity_run
@@ -143,18 +143,20 @@ def test_bench_leaves_no_secret(words: list[str], tmp_path: Path, capsys: Any, m
 def test_accept_leaves_no_secret(tmp_path: Path, monkeypatch: Any, capsys: Any, faults: FaultCounts) -> None:
     """A job fails with secrets in its results, its log and its reason; page, results, archive and console have none."""
     monkeypatch.setenv("WANDB_API_KEY", canaries.ENVIRONMENT["WANDB_API_KEY"])
-    lines = [f"yield {{'first': {FAILURE!r}}}", f"print({FAILURE!r})", f"sys.exit({FAILURE!r})"]
-    text = "import sys\ndef run(request):\n" + "".join(f"    {line}\n" for line in lines)
+    step = {"step": "leaky", "s": 1.0, "found": FAILURE, "error": FAILURE}
+    lines = ["import pathlib, sys", "from dtrain.telemetry.metrics import write_json", f"print({FAILURE!r})"]
+    lines += [f"write_json(pathlib.Path(sys.argv[1]), {{'host': {{}}, 'steps': [{step!r}]}})", f"sys.exit({FAILURE!r})"]
+    text = "\n".join(lines)
     (tmp_path / "leaky_package").mkdir()
     (tmp_path / "leaky_package" / "leaky.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = PartJob("leaky", "rates", "leaky_package.leaky", 5.0, 60.0)
+    job = PartJob("leaky", "rates", ("leaky_package.leaky", "{out}", "+token=PWD-c4nary"), 60.0, imported="-")
     monkeypatch.setattr(accept_run, "make_plan", lambda *_, **__: Plan([], 0.0, [job]))
     command = command_text("accept", ["out=https://me:c4nary-url1@x.org", "+token=PWD-c4nary"])
     out = tmp_path / "a"
     acceptance = accept_run.accept(AcceptConfig(device="cpu"), command, out, 0.0)
     assert acceptance.ended[0].error.startswith("ended with exit code 1: ")
-    print(summary(acceptance))
+    print(summary(acceptance, out))
     assert_nothing_leaked(out, "".join(capsys.readouterr()))
     faults.passed("P16", len(TOOL_SECRETS))
 

@@ -48,7 +48,7 @@ WITHOUT_TORCH = (
     "import dtrain.errors, dtrain.config.schema, dtrain.config.capabilities, dtrain.telemetry.gpu",
     "import dtrain; dtrain.Native(zero_stage=3); dtrain.AdamW(); dtrain.LossScale('dynamic'); dtrain.Cosine(1, 2)",
     "import dtrain.checkpoint; dir(dtrain.checkpoint)",
-    "import dtrain.telemetry.metrics, dtrain.telemetry.console, dtrain.measure.accept.worker",
+    "import dtrain.telemetry.metrics, dtrain.telemetry.console, dtrain.measure.accept.start, dtrain.measure.accept.run",
     "from dtrain.__main__ import main; assert main(['--help']) == 0",
     "from dtrain.__main__ import main; assert main(['trian']) == 2",
     "from dtrain.__main__ import main; assert main(['checkpoint', 'export', 'a', 'b', '--dtype', 'fp8']) == 2",

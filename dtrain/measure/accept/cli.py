@@ -17,8 +17,8 @@ from dtrain.distributed.logging import configure_logging, logger
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.errors import ConfigError
 from dtrain.measure.accept.page import summary
-from dtrain.measure.accept.plan import LIMITS_S
 from dtrain.measure.accept.run import PAGE_FILE, accept, check_parts
+from dtrain.measure.accept.table import LIMITS_S
 from dtrain.tools.command import command_text
 
 _NOT_ENDED = 124  # as timeout(1)
@@ -45,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
     age_s = process_age_s() if is_command else 0.0
     with _ended_after(limit_s - age_s) if is_command else nullcontext():
         acceptance = accept(config, command_text("accept", argv), folder, age_s)
-    print(summary(acceptance))
+    print(summary(acceptance, folder))
     logger.info("the page is %s", folder / PAGE_FILE)
-    return 1 if acceptance.failures else 0
+    return 1 if acceptance.failures(folder) else 0
 
 
 @contextmanager

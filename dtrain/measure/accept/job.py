@@ -1,82 +1,70 @@
-"""Jobs of an acceptance: each is a process that measures one thing and writes its results to a file as it goes.
-
-A module of ``dtrain.measure.accept.parts`` that a job names has up to three functions::
-
-    run(request: Request) -> Iterator[dict[str, Any]]        results so far, JSON-able; the last ones are complete
-    conclusions(results: Mapping[str, Any]) -> list[str]     one line each, for the console and the top of the page
-    section(results: Mapping[str, Any]) -> list[str]         Markdown lines of the page
-
-All run in the job's process, because they import torch, and the command must stay ready to end what hangs. The file has
-the results with these lines under ``conclusions`` and ``section``, so a job that is killed loses only what it had not
-yielded. Two more keys mean the same in every job: ``failures``, lines on what does not hold on this machine, and
-``left_out``, names of cases that did not run, with the reason.
-"""
+"""A job of an acceptance: a command in a process of its own, whose results are a file as they come. No torch."""
 
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dtrain.redaction.redact import redact_file, redact_text
 from dtrain.tools.processes import describe_exit, kill_group, send_line, start_rank
 
-WORKER = "dtrain.measure.accept.worker"
-DONE, FAILED, LATE, CUT = "done", "failed", "late", "cut short"
-"""Statuses of a job: it ended by itself, with an error, at its own limit, or because the command had no time left."""
+DONE, FAILED, LATE, CUT, UNDER_WAY = "done", "failed", "late", "cut short", "under way"
+"""Statuses of a job: it ended by itself, with an error, at its own limit, because the command had no time left; or not
+yet."""
 
 _TAIL_LINES = 15
-
-
-@dataclass(frozen=True)
-class Request:
-    """The order that a job's process gets.
-
-    Attributes:
-        device: ``cuda`` or ``cpu``.
-        small: a CPU or a small GPU: shapes at which every case takes a second.
-        output: file of the results.
-        directory: for scratch files; other jobs use it too.
-        seconds: time that the job may plan with.
-        options: of the module.
-    """
-
-    device: str
-    small: bool
-    output: str
-    directory: str
-    seconds: float
-    options: Mapping[str, Any] = field(default_factory=dict)
+_ERROR = "dtrain: "
+"""Start of the last line of a command that ended with an error."""
 
 
 @dataclass(frozen=True)
 class PartJob:
-    """A job of a part, to be done.
+    """A row of the table, made for a machine.
 
     Attributes:
-        part: key of :data:`dtrain.measure.accept.plan.PARTS`, under whose title the page shows it.
-        module: in ``dtrain.measure.accept.parts``, or a full name.
-        seconds: time to plan with.
+        name: unique.
+        part: key of :data:`dtrain.measure.accept.table.PARTS`, under whose title the page shows it.
+        command: module and words of ``python -m``, after variables of the environment; ``{out}`` is the results file,
+            ``{folder}`` where it lies.
         limit_s: time after which it is killed.
-        again: returns the job that does what is left after this one failed, or None; see :class:`Ended`.
+        results: end of the path of its results, after the name.
+        imported: by its process while it waits.
+        threads: of the processor.
+        starts: times that it is started again if its process crashes; it then does what is left.
     """
 
     name: str
     part: str
-    module: str
-    seconds: float
+    command: tuple[str, ...]
     limit_s: float
-    options: Mapping[str, Any] = field(default_factory=dict)
+    results: str = ".json"
+    imported: str = "torch"
     threads: int = 1
-    again: Callable[[PartJob, Ended], PartJob | None] | None = None
+    starts: int = 1
 
     @property
     def file_name(self) -> str:
         return "".join(letter if letter.isalnum() or letter in "._-" else "_" for letter in self.name)
+
+    def words(self, out: Path) -> list[str]:
+        """Returns the words of the command with results in ``out``."""
+        return [word.replace("{out}", str(out)).replace("{folder}", str(out.parent)) for word in self.command]
+
+    @property
+    def shown(self) -> str:
+        """The command for a shell, without the place of its results."""
+        words = [word for word in self.command if "{out}" not in word and "{folder}" not in word]
+        module = next(number for number, word in enumerate(words) if "=" not in word)
+        if words[module] != "dtrain":
+            words[module:module] = ["python", "-m"]
+        return shlex.join(words)
 
 
 @dataclass(frozen=True)
@@ -84,44 +72,66 @@ class Ended:
     """The end of a job, as a file of the results directory holds it.
 
     Attributes:
-        status: :data:`DONE`; with any other, ``results`` are those that it had written.
+        command: which repeats it alone.
+        status: :data:`DONE`; with any other, its results are those that it had written.
+        results: path of its results in the results directory.
         fingerprint: machine and versions; results with another one are not reused.
         tail: last lines of its log unless it is done.
     """
 
     name: str
     part: str
+    command: str
     status: str
     seconds: float
-    results: dict[str, Any]
+    results: str
     error: str = ""
     tail: list[str] = field(default_factory=list)
     fingerprint: dict[str, Any] = field(default_factory=dict)
 
-    @property
-    def failures(self) -> list[str]:
-        """Returns what does not hold, one line each."""
-        found = [str(line) for line in self.results.get("failures") or []]
-        return [f"{self.name} {self.status}: {self.error}", *found] if self.status in (FAILED, LATE) else found
+
+@dataclass(frozen=True)
+class Lines:
+    """Lines of one job.
+
+    Attributes:
+        conclusions: what works, how fast, what to set.
+        failures: what does not hold on this machine; the exit code is then 1.
+        left_out: name of each case that did not run, with the reason.
+        section: Markdown.
+    """
+
+    conclusions: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    section: list[str] = field(default_factory=list)
 
 
 class Running:
-    """The process of a job. It imports its module at once, and begins its work with :meth:`send`."""
+    """The process of a job. It imports at once, and begins its work with :meth:`send`.
 
-    def __init__(self, job: PartJob, folder: Path, device: str, *, small: bool) -> None:
+    Args:
+        job: to be done.
+        folder: of the results.
+        continues: whether earlier results of the job stay.
+    """
+
+    def __init__(self, job: PartJob, folder: Path, *, continues: bool) -> None:
         self.job = job
         self.log = folder / "logs" / f"{job.file_name}.log"
-        self.output = folder / "jobs" / f"{job.file_name}.partial.json"
-        self._request = Request(
-            device, small, str(self.output.absolute()), str((folder / "scratch").absolute()), job.seconds, job.options
-        )
+        self.output = Path(f"{folder}/results/{job.file_name}{job.results}")
+        if not continues:
+            self.output.unlink(missing_ok=True)
+            if job.results.startswith("/"):
+                shutil.rmtree(self.output.parent, ignore_errors=True)
         for path in (self.log, self.output):
             path.parent.mkdir(parents=True, exist_ok=True)
-        Path(self._request.directory).mkdir(exist_ok=True)
-        self.output.unlink(missing_ok=True)
-        module = job.module if "." in job.module else f"dtrain.measure.accept.parts.{job.module}"
-        with self.log.open("w", encoding="utf-8") as log:
-            self._process = start_rank(WORKER, module, threads=job.threads, stdout=log, stderr=log)
+        words = [job.imported, *job.words(self.output.absolute())]
+        with self.log.open("a", encoding="utf-8") as log:
+            self._log_start = log.tell()
+            self._process = start_rank(
+                "dtrain.measure.accept.start", *words, threads=job.threads, stdout=log, stderr=log
+            )
         self._begin = self._end = float("inf")
         self._is_cut = False
 
@@ -134,13 +144,8 @@ class Running:
         self._begin = time.monotonic()
         self._end = self._begin + min(self.job.limit_s, left_s)
         self._is_cut = left_s < self.job.limit_s
-        request = asdict(self._request) | {"seconds": min(self.job.seconds, left_s)}
         with suppress(BrokenPipeError):  # the exit code says why it has ended
-            send_line(self._process, json.dumps(request))
-
-    def results(self) -> dict[str, Any]:
-        """Returns what the job has written so far."""
-        return read_json(self.output)
+            send_line(self._process, "begin")
 
     def poll(self) -> Ended | None:
         """Returns how the job ended, or None; kills it when its time is over."""
@@ -148,7 +153,22 @@ class Running:
         is_late = code is None and time.monotonic() > self._end
         if code is None and not is_late:
             return None
-        return self._ended(code, is_late=is_late)
+        seconds = time.monotonic() - self._begin if self.has_begun else 0.0
+        self.kill()
+        if is_late:
+            why = "no time was left" if self._is_cut else "this is its limit"
+            return self.ended(CUT if self._is_cut else LATE, seconds, f"killed after {seconds:.0f} s: {why}")
+        reason = self._last_line().removeprefix(_ERROR)
+        # a command whose results say what failed ends with 1, and pytest with 5 if it has nothing to do
+        if code == 0 or (code in (1, 5) and self.output.exists() and reason == self._last_line()):
+            return self.ended(DONE, seconds)
+        return self.ended(FAILED, seconds, f"{describe_exit(code or 0)}: {reason}")
+
+    def ended(self, status: str, seconds: float = 0.0, error: str = "") -> Ended:
+        """Returns the end with a status."""
+        job, path = self.job, f"results/{self.job.file_name}{self.job.results}"
+        tail = self._lines()[-_TAIL_LINES:] if status in (FAILED, LATE, CUT) else []
+        return Ended(job.name, job.part, redact_text(job.shown), status, seconds, path, error, tail)
 
     def kill(self) -> None:
         """Ends the process, and what it has started and left behind."""
@@ -159,22 +179,14 @@ class Running:
             self._process.stdin.close()
         redact_file(self.log)
 
-    def _ended(self, code: int | None, *, is_late: bool) -> Ended:
-        seconds = time.monotonic() - self._begin if self.has_begun else 0.0
-        self.kill()
-        results = self.results()
-        if code == 0 and results:
-            return Ended(self.job.name, self.job.part, DONE, seconds, results)
-        tail = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-        status = FAILED
-        if is_late:
-            status = CUT if self._is_cut else LATE
-            why = "no time was left" if self._is_cut else "this is its limit"
-            error = f"not finished after {seconds:.0f} s, so it was killed: {why}"
-        else:
-            reason = results.pop("error", "") or next((line for line in reversed(tail) if line.strip()), "no output")
-            error = f"{describe_exit(code or 0)}: {redact_text(str(reason).strip())}"
-        return Ended(self.job.name, self.job.part, status, seconds, results, error, tail)
+    def _lines(self) -> list[str]:
+        """Returns the lines that this process has written to the log."""
+        with self.log.open(encoding="utf-8", errors="replace") as log:
+            log.seek(self._log_start)
+            return log.read().splitlines()
+
+    def _last_line(self) -> str:
+        return redact_text(next((line.strip() for line in reversed(self._lines()) if line.strip()), "no output"))
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -1,10 +1,9 @@
-"""A plugin of pytest (``-p dtrain.measure.accept.recorder``) that writes one line as soon as a test begins or ends.
+"""A plugin of pytest (``-p dtrain.measure.accept.recorder``) that writes a line as soon as a test begins or ends.
 
-A killed process loses nothing then. After a test that failed, the device is asked whether it still answers: an illegal
-access fails every later call of its process, so the process ends, and pytest-xdist or the job starts another one for
-the tests that are left.
-
-Environment: ``DTRAIN_RECORDS``, the file to which all processes append; ``DTRAIN_BEGUN``, a file of tests to leave out.
+The file is ``DTRAIN_RECORDS``; all processes append to it, so a killed one loses nothing. A process that is started
+again with the same file leaves out the tests that have begun. After a test that failed, the device is asked whether it
+still answers: an illegal access fails every later call of its process, so the process ends, and pytest-xdist or the
+command starts another one for the tests that are left.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.measure.accept.parts.gpu_tests import BEGUN, RECORDS
+from dtrain.measure.accept.tests_report import RECORDS, read_records
 
 DEAD_CODE = 86
 _MOST = 6000  # characters of a traceback
@@ -26,25 +25,34 @@ _MOST = 6000  # characters of a traceback
 
 def pytest_configure(config: pytest.Config) -> None:
     """Registers the recorder in the processes that run tests: the workers of xdist, or the only process."""
-    if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):
-        config.pluginmanager.register(_Recorder(), "dtrain-recorder")
+    if RECORDS not in os.environ:
+        return
+    own = getattr(config, "workerinput", None)
+    is_runner = own is not None or not getattr(config.option, "numprocesses", None)
+    begun = set(read_records(Path(os.environ[RECORDS]))) if own is None else set(own["begun"])
+    config.pluginmanager.register(Recorder(begun, is_runner=is_runner), "dtrain-recorder")
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out the tests that an earlier process has begun."""
-    path = Path(os.environ.get(BEGUN, ""))
-    begun = set(path.read_text(encoding="utf-8").splitlines()) if path.is_file() else set()
-    items[:] = [item for item in items if item.nodeid not in begun]
+class Recorder:
+    """The hooks; ``begun`` has the tests of earlier processes, the same in all workers of xdist."""
 
+    def __init__(self, begun: set[str], *, is_runner: bool) -> None:
+        self._begun, self._is_runner = begun, is_runner
 
-class _Recorder:
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        node.workerinput["begun"] = sorted(self._begun)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items[:] = [item for item in items if item.nodeid not in self._begun]
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_logstart(self, nodeid: str) -> None:
-        _write({"begin": nodeid, "t": time.time()})
+        if self._is_runner:
+            _write({"begin": nodeid, "t": time.time()})
 
-    @pytest.hookimpl
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:  # a file that cannot be imported
+        if report.failed and self._is_runner:  # a file that cannot be imported
             _write({"begin": report.nodeid, "t": time.time()})
             _write(_line(report, "collect", 0.0))
 

@@ -14,7 +14,7 @@ from dtrain.config.tool_schema import EngineSuiteConfig
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.peers import check_peers
-from dtrain.measure.bench.records import AnyResults, OperationResults, read_results
+from dtrain.measure.bench.records import AnyResults, OperationResults, TableResults, read_results
 from dtrain.measure.bench.report.document import describe, update_document
 from dtrain.measure.bench.training.cases import check_engines
 from dtrain.measure.record import write_record
@@ -60,9 +60,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _finish(results: AnyResults, path: Path) -> int:
-    """Prints; returns 1 if an engine of dtrain failed. Peers may fail."""
+    """Prints; returns 1 if something of dtrain failed. Peers may fail."""
     describe(results).print()
     logger.info("results in %s", path)
+    if isinstance(results, TableResults):
+        return 1 if results.failures else 0
     failures = [] if isinstance(results, OperationResults) else results.failures
     return 1 if any(failure.case.is_dtrain for failure in failures) else 0
 

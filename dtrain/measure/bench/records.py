@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from dtrain.config.blocks import Blocks
 from dtrain.measure.record import RecordHead, read_record
 from dtrain.telemetry.gpu import GPUState
+from dtrain.tools.tables import Table
 
 
 @dataclass(frozen=True)
@@ -211,6 +212,7 @@ class OperationTiming:
         workload: the operation and its size; cases of one workload are compared.
         flops: floating-point operations of its products; 0 if it is bound by memory.
         tokens: tokens that it writes or reads, or targets that it learns from.
+        shares: other figures, by the title of their column.
     """
 
     case: str
@@ -219,6 +221,7 @@ class OperationTiming:
     workload: str = ""
     flops: int = 0
     tokens: int = 0
+    shares: dict[str, float] = field(default_factory=dict)
 
     def gb_per_s(self) -> list[float]:
         return [self.nbytes / value / 1e6 for value in self.ms]
@@ -314,7 +317,34 @@ class Float8Results(SuiteRun):
         return [failure for width in self.widths for failure in width.failures]
 
 
-AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results
+@dataclass(frozen=True)
+class TableResults(SuiteRun):
+    """One run of a suite whose cases have figures of their own; it is written again after each case.
+
+    Attributes:
+        description: the workload, and what the columns mean.
+        tables: the first is the one that documents show.
+        conclusions: one line each: what works, how fast, what to set.
+        rows: the figures of each case, as plain values.
+        failures: what does not hold on this machine; the exit code is then 1.
+        left_out: cases that did not run, by name, with the reason.
+    """
+
+    description: str
+    tables: list[Table]
+    conclusions: list[str]
+    rows: list[dict[str, Any]]
+    failures: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        """Returns all but the tables, for the end of a report."""
+        failures = [f"Failed: {line}" for line in self.failures]
+        return [*self.conclusions, *failures, *(f"Left out: {name}: {why}" for name, why in self.left_out.items())]
+
+
+AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results | TableResults
 
 
 def read_results(path: Path) -> AnyResults:
@@ -323,4 +353,6 @@ def read_results(path: Path) -> AnyResults:
 
 
 def _kind(values: dict[str, Any]) -> type[AnyResults]:
-    return OperationResults if "timings" in values else Float8Results if "widths" in values else TrainingResults
+    """Returns the class whose results alone have a certain field."""
+    kinds = {"tables": TableResults, "timings": OperationResults, "widths": Float8Results}
+    return next((kind for name, kind in kinds.items() if name in values), TrainingResults)

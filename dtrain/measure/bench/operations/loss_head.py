@@ -13,6 +13,7 @@ from torch import Tensor
 from dtrain.config.tool_schema import LossHeadBenchConfig, LossHeadSuiteConfig
 from dtrain.device import PeakMemory
 from dtrain.distributed.startup.setup import choose_device
+from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.measure.bench.records import OperationResults, OperationTiming
 from dtrain.models.causal_lm import causal_lm_output
@@ -22,32 +23,36 @@ from dtrain.precision.hardware import has_bf16_products
 from dtrain.tools.tables import plural
 
 _BASELINE = "full logits"
-_COMPILED = "full logits, compiled"
+COMPILED = "full logits, compiled"
+PEAK, BESIDE = "peak", "beside the gradients"
+"""Titles of the shares of the memory of FP32 logits."""
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 _DESCRIPTION = (
     "Output layer, cross entropy and their backward: {tokens:,} tokens, hidden dim {hidden}, vocabulary {vocab:,}, "
     "{threads} on {device}. full logits: F.linear, FP32 logits, F.cross_entropy. torch: F.linear_cross_entropy by its "
-    "default options, which returns a BF16 loss for BF16 inputs. TFLOP/s counts three products. Peak memory over FP32 "
-    "logits, both gradients included: {memory}."
+    "default options, which returns a BF16 loss for BF16 inputs. TFLOP/s counts three products. Peak: the highest "
+    "memory beside the operands over that of FP32 logits, first with both gradients, then without them."
 )
 
 
 def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> Iterator[OperationResults]:
-    """Times each case in FP32, and in BF16 where the device has such products."""
+    """Times each case in ``bench.dtypes``: in FP32, and in BF16 where the device has such products."""
     bench = config.bench
     device = choose_device(bench.device, 0)
     torch.set_num_threads(bench.threads)
-    heads = [_Head.of(bench, dtype, device) for dtype in _dtypes(device)]
-    memory = "; ".join(f"{head.name}: {head.peaks(compiled=bench.compiled)}" for head in heads)
 
     def measure() -> Iterator[OperationTiming]:
-        for head in heads:
+        for dtype in _dtypes(bench, device):
+            head = _Head.of(bench, dtype, device)
+            shares = head.shares(compiled=bench.compiled)
             operations = {
                 name: Operation(run, 0, 6 * bench.tokens * bench.hidden_dim * bench.vocab_size)
                 for name, run in head.cases(compiled=bench.compiled).items()
             }
             for timing in time_rounds(operations, bench.rounds, device):
-                yield replace(timing, workload=head.name)
+                yield replace(timing, workload=head.name, shares=shares.get(timing.case, {}))
 
     description = _DESCRIPTION.format(
         tokens=bench.tokens,
@@ -55,13 +60,17 @@ def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> Iterator[O
         vocab=bench.vocab_size,
         threads=plural(bench.threads, "thread"),
         device=device.type,
-        memory=memory,
     )
-    baselines = [_BASELINE, *([_COMPILED] if bench.compiled else [])]
+    baselines = [_BASELINE, *([COMPILED] if bench.compiled else [])]
     yield from measure_operations("loss-head", command, config, description, measure, baselines=baselines)
 
 
-def _dtypes(device: torch.device) -> list[torch.dtype]:
+def _dtypes(bench: LossHeadBenchConfig, device: torch.device) -> list[torch.dtype]:
+    if bench.dtypes:
+        for name in bench.dtypes:
+            if name not in _DTYPES:
+                raise ConfigError(f"bench.dtypes: '{name}' is not one of {', '.join(_DTYPES)}{nearest(name, _DTYPES)}")
+        return [_DTYPES[name] for name in bench.dtypes]
     return [torch.float32, *([torch.bfloat16] if has_bf16_products(device) else [])]
 
 
@@ -86,12 +95,12 @@ class _Head:
 
     @property
     def name(self) -> str:
-        return {torch.float32: "fp32", torch.bfloat16: "bf16"}[self.hidden.dtype]
+        return next(name for name, dtype in _DTYPES.items() if dtype == self.hidden.dtype)
 
     def cases(self, *, compiled: bool) -> dict[str, Callable[[], None]]:
         found: dict[str, Callable[..., Tensor]] = {_BASELINE: _full}
         if compiled:
-            found[_COMPILED] = torch.compile(_full, dynamic=False)
+            found[COMPILED] = torch.compile(_full, dynamic=False)
         if hasattr(F, "linear_cross_entropy"):
             options: Any = torch.nn.LinearCrossEntropyOptions()
             found["torch"] = lambda h, w, t: F.linear_cross_entropy(h, w, t, options=options)
@@ -106,13 +115,14 @@ class _Head:
 
         return run
 
-    def peaks(self, *, compiled: bool) -> str:
-        """Returns the peak memory of each case over the bytes of FP32 logits, in words."""
+    def shares(self, *, compiled: bool) -> dict[str, dict[str, float]]:
+        """Returns the peak memory of each case over the bytes of FP32 logits."""
         logits = 4 * len(self.hidden) * len(self.weight)
+        gradients = self.hidden.nbytes + 4 * self.weight.numel()  # the weight's is summed in FP32
         # a compiled graph allocates without an operation that could be counted on a CPU
         is_counted = self.hidden.is_cuda
-        cases = self.cases(compiled=compiled and is_counted)
-        return ", ".join(f"{name} {self._peak(run) / logits:.1%}" for name, run in cases.items())
+        peaks = {name: self._peak(run) for name, run in self.cases(compiled=compiled and is_counted).items()}
+        return {name: {PEAK: peak / logits, BESIDE: (peak - gradients) / logits} for name, peak in peaks.items()}
 
     def _peak(self, run: Callable[[], None]) -> int:
         run()  # compiles, and loads libraries

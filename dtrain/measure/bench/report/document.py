@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtrain.errors import BenchError
-from dtrain.measure.bench.records import AnyResults, Float8Results, OperationResults
+from dtrain.measure.bench.records import AnyResults, Float8Results, OperationResults, TableResults
 from dtrain.measure.bench.report.float8 import describe_float8
 from dtrain.measure.bench.report.operations import describe_operations
-from dtrain.measure.bench.report.report import Report
+from dtrain.measure.bench.report.report import Report, origin
 from dtrain.measure.bench.report.step import describe_step
 from dtrain.measure.bench.report.training import describe_training
 from dtrain.telemetry.metrics import write_atomically
@@ -21,6 +21,8 @@ def describe(results: AnyResults) -> Report:
         return describe_operations(results)
     if isinstance(results, Float8Results):
         return describe_float8(results)
+    if isinstance(results, TableResults):
+        return Report([*origin(results), results.description], results.tables, results.notes, results.conclusions)
     return describe_step(results) if results.suite == "step" else describe_training(results)
 
 

@@ -41,12 +41,18 @@ def describe_operations(results: OperationResults) -> Report:
         columns.append(("TFLOP/s", lambda timing: f"{median(timing.tflop_per_s()):.3f}" if timing.flops else ""))
     if any(timing.tokens for timing in results.timings):
         columns.append(("tokens/s", lambda timing: compact(median(timing.tokens_per_s()))))
+    for name in dict.fromkeys(name for timing in results.timings for name in timing.shares):
+        columns.append((name, lambda timing, name=name: _share(timing, name)))  # type: ignore[misc]
     for name in results.baselines:
         columns.append((f"speed-up over {name}", lambda timing, name=name: speed_up(timing, name)))  # type: ignore[misc]
     rounds = f"{len(results.timings[0].ms)} rounds; load before them {results.load:.1f}."
     facts = [*origin(results), f"{results.description} {rounds}"]
     facts += [_traffic(results.traffic)] if results.traffic else []
     return Report(facts, [Table.of("Times", columns, results.timings)], [_NOTE])
+
+
+def _share(timing: OperationTiming, name: str) -> str:
+    return f"{timing.shares[name]:.1%}" if name in timing.shares else ""
 
 
 def _traffic(traffic: Sequence[MatrixTraffic]) -> str:

@@ -31,7 +31,7 @@ class Report:
 
     def summary(self) -> str:
         """Returns the facts and the first table, for a document that explains the columns itself."""
-        return "\n\n".join([*self.facts, self.tables[0].markdown()])
+        return "\n\n".join([*self.facts, *(table.markdown() for table in self.tables[:1])])
 
     def print(self) -> None:
         """Prints all parts: on a terminal with drawn tables, elsewhere as :meth:`markdown`."""

@@ -17,7 +17,7 @@ from dtrain.config.tool_schema import AcceptConfig
 from dtrain.measure.accept import cli
 from dtrain.measure.accept.job import FAILED, Ended
 from dtrain.measure.accept.page import Acceptance
-from dtrain.measure.accept.plan import LIMITS_S, PARTS, Machine, make_plan
+from dtrain.measure.accept.table import LIMITS_S, PARTS, Machine, make_plan
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def accepted(monkeypatch: pytest.MonkeyPatch) -> list[tuple[AcceptConfig, Path]]
     def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Acceptance:
         assert 0 <= age_s < 3600
         seen.append((config, folder))
-        ended = [Ended("rates", "rates", FAILED, 1.0, {}, "no kernel")] if folder.name == "wrong" else []
+        ended = [Ended("rates", "rates", "", FAILED, 1.0, "none")] if folder.name == "wrong" else []
         return Acceptance(command, "now", config.goal, 1.0, {"device": "cpu", "packages": {}}, ended)
 
     monkeypatch.setattr(cli, "accept", accept)
@@ -90,6 +90,7 @@ def check_results(folder: Path, shown: str, goal: str, parts: list[str] | None, 
     page = (folder / "out/accept.md").read_text()
     assert all(f"| G{number} |" in page and f"| G{number} |" in shown for number in range(1, 8))
     assert all(f"\n## {PARTS[found['part']]}\n" in page for found in content["ended"])
+    assert all(f"\n### {found['name']}\n\n`{found['command']}`\n" in page for found in content["ended"])
     assert sorted(path.name for path in folder.iterdir()) == ["all.tar.gz", "caches.tar.gz", "out"]
 
 
@@ -103,12 +104,12 @@ def test_a_dry_run_of_two_parts(tmp_path: Path, monkeypatch: Any, capsys: Any) -
         monkeypatch.delenv(name)
     assert main(["accept", "goal=figures", "parts=rates,memory", *FILES]) == 0
     shown = capsys.readouterr().out
-    check_results(tmp_path, shown, "figures", ["rates", "memory"], {"rates", "loss head", "states"})
+    check_results(tmp_path, shown, "figures", ["rates", "memory"], {"products", "loss head", "states"})
 
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-@pytest.mark.parametrize(("goal", "ended"), [("facts", {"environment"}), ("figures", {"optimizer", "rates"})])
+@pytest.mark.parametrize(("goal", "ended"), [("facts", {"first uses"}), ("figures", {"optimizer"})])
 def test_a_dry_run_as_a_user_types_it(goal: str, ended: set[str], tmp_path: Path) -> None:
     begin = time.monotonic()
     command = [sys.executable, "-m", "dtrain", "accept", f"goal={goal}", "limit_s=40", *FILES]

@@ -1,26 +1,28 @@
-"""First uses of a machine, what nvidia-smi says of a GPU, and one run of a case of training."""
+"""First uses of a machine, the bits of its casts, and what nvidia-smi says of a GPU."""
 
 from __future__ import annotations
 
+import json
 import subprocess
-from dataclasses import replace
+import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from dtrain.config.dump import from_plain
-from dtrain.measure.accept import steps
-from dtrain.measure.accept.models import MODELS, count_flops
-from dtrain.measure.accept.parts import environment, step
-from dtrain.measure.accept.parts.environment import conclusions, driver_facts
-from dtrain.measure.accept.parts.step import CaseJob, measure
-from tests.unit.measure.accept.made import request
+from dtrain.measure.accept import first_uses
+from dtrain.measure.accept.job import DONE, Ended, Lines
+from dtrain.measure.accept.lines import read_lines
+from dtrain.measure.accept.run import driver_facts
+from dtrain.precision.float8 import proof
 
-CPU = torch.device("cpu")
+
+def shown(folder: Path) -> Lines:
+    return read_lines(Ended("uses", "environment", "", DONE, 1.0, "r.json"), folder)
 
 
 def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,37 +31,67 @@ def test_a_run_on_a_cpu_goes_to_its_end(tmp_path: Path, monkeypatch: pytest.Monk
             raise ImportError(f"No module named '{name}'")
         return import_module(name)
 
-    monkeypatch.setattr(environment, "import_module", find)
-    *_, results = environment.run(request(tmp_path))
+    monkeypatch.setattr(first_uses, "import_module", find)
+    assert first_uses.main(["device=cpu", f"out={tmp_path}/r.json"]) == 1
     assert not dist.is_initialized()
-    found = {row["step"]: row["error"] or row["found"] for row in results["steps"]}
-    assert found == {
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert {row["step"]: row["error"] or row["found"] for row in results["steps"]} == {
         "import torch": torch.__version__,
         "import dtrain's engine": "ImportError: No module named 'dtrain.engine.adapters.native'",
         "import deepspeed": "ImportError: No module named 'deepspeed'",
         "process group of one rank": "gloo",
     }
     # one that need not work is a fact
-    assert results["failures"] == [
-        "import dtrain's engine: ImportError: No module named 'dtrain.engine.adapters.native'"
-    ]
-    assert conclusions(results)[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
+    wrong = "import dtrain's engine: ImportError: No module named 'dtrain.engine.adapters.native'"
+    assert shown(tmp_path).failures == [wrong]
+    assert shown(tmp_path).conclusions[1:] == ["import deepspeed fails: ImportError: No module named 'deepspeed'"]
 
 
-def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other() -> None:
+def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other(tmp_path: Path, monkeypatch: Any) -> None:
+    written: list[int] = []
+
     def fail() -> None:
+        written.append(len(json.loads((tmp_path / "r.json").read_text())["steps"]))
         raise ArithmeticError("the result is 1.0\nexpected 2.0")
 
-    results: dict[str, Any] = {"steps": []}
     uses = {"device": lambda: "x" * 500, "Triton kernel": fail, "scaled_mm, blocks of 128": fail, "last": lambda: 4}
-    assert [len(found["steps"]) for found in environment._timed(uses, results)] == [1, 2, 3, 4]
-    assert [row["found"] for row in results["steps"]] == ["x" * 400, "", "", "4"]
-    assert results["failures"] == ["Triton kernel: ArithmeticError: the result is 1.0 expected 2.0"]
-    assert conclusions(results)[1] == "scaled_mm, blocks of 128 fails: ArithmeticError: the result is 1.0 expected 2.0"
-    environment._require(2.01, 2.0, 1e-2)
+    monkeypatch.setattr(first_uses, "first_uses", lambda device: iter(uses.items()))
+    assert first_uses.main([f"out={tmp_path}/r.json"]) == 1
+    assert written == [1, 2]
+    lines = shown(tmp_path)
+    assert lines.failures == ["Triton kernel: ArithmeticError: the result is 1.0 expected 2.0"]
+    assert lines.conclusions == [
+        "2 of 4 work: all within 0.05 s",
+        "scaled_mm, blocks of 128 fails: ArithmeticError: the result is 1.0 expected 2.0",
+        f"device: {'x' * 400}",
+    ]
+    first_uses._require(2.01, 2.0, 1e-2)
     for wrong in (2.1, float("nan")):
         with pytest.raises(ArithmeticError, match="expected 2"):
-            environment._require(wrong, 2.0, 1e-2)
+            first_uses._require(wrong, 2.0, 1e-2)
+
+
+def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_path: Path, monkeypatch: Any) -> None:
+    seen: list[Any] = []
+
+    def check_quantize(*variant: Any, **options: bool) -> str:
+        seen.append((*variant, *options.items()))
+        is_wrong = variant[1] == torch.float32 and options == {"rowwise": True, "both": True, "turned": True}
+        return f"{variant[2]} of {variant[0]}: other bits" if is_wrong else ""
+
+    monkeypatch.setattr(proof, "check_quantize", check_quantize)
+    monkeypatch.setattr(proof, "check_weights", lambda device, *, rowwise: "weights: other bits" if rowwise else "")
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.8.0"))
+    assert first_uses.main(["what=casts", f"out={tmp_path}/r.json"]) == 1
+    # two sources, two formats, three shapes, three flags
+    assert len(set(seen)) == len(seen) == 2 * 2 * 3 * 8
+    lines = shown(tmp_path)
+    assert lines.failures[0] == "weights, rowwise=True: ArithmeticError: weights: other bits"
+    assert len(lines.failures) == 7
+    assert lines.conclusions[0].startswith(f"{99 - 7} of 99 work")
+    assert lines.conclusions[1].startswith("Triton: 3.8.0: this version may store garbage")
+    assert first_uses.main(["what=casts", "device=cpu"]) == 0
 
 
 @pytest.mark.parametrize(
@@ -95,24 +127,3 @@ def test_the_driver_describes_the_first_visible_gpu(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
         assert driver_facts() == {}
     assert given == [["-i", "0"], ["-i", "3"]]
-
-
-def job(name: str, number: int = 0, **changes: Any) -> CaseJob:
-    planned = steps.step_job("tiny", name, number, device="cpu", threads=1, size=2)
-    return replace(from_plain(CaseJob, planned.options["job"]), warmup=1, windows=1, steps=1, **changes)
-
-
-def test_a_peer_and_dtrain_start_from_the_same_weights_and_tokens(tmp_path: Path) -> None:
-    plain = measure(job(steps.PLAIN))
-    planned = steps.step_job("tiny", steps.DTRAIN, 0, device="cpu", threads=1, size=2)
-    (results,) = step.run(request(tmp_path, **planned.options))
-    own = results["figures"]
-    assert own["losses"][:2] == pytest.approx(plain.losses, rel=2e-3)
-    # a step before two windows of three, as planned for a CPU
-    assert (own["micro_batch"], len(own["losses"]), len(own["window_ms"])) == (2, 7, 2)
-    flops = count_flops(MODELS["tiny"])
-    assert (own["flops_causal"], own["flops_full"], own["state"]) == (flops.causal, flops.full, None)
-    assert plain.formula is None
-    held, formula = steps.device_states(own)
-    assert formula <= held < 1.02 * formula
-    assert own["num_parameters"] == plain.num_parameters

@@ -5,101 +5,144 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import pytest
-
-from dtrain.measure.accept.curves import REFERENCE, REFERENCE_JOB
-from dtrain.measure.accept.job import CUT, FAILED, LATE, Ended
-from dtrain.measure.accept.page import Acceptance, compiled_report, render, summary
-from dtrain.measure.accept.parts import memory, optimizer, rates
-from dtrain.measure.accept.steps import CHUNKED, DTRAIN, EAGER, FSDP2, PLAIN, TENSORWISE
-from tests.unit.measure.accept.made import H100, ended, phase, step
+from dtrain.measure.accept.job import CUT, DONE, FAILED, LATE, UNDER_WAY, Ended
+from dtrain.measure.accept.lines import read_lines
+from dtrain.measure.accept.page import Acceptance, render, summary
+from dtrain.measure.accept.tests_report import read_records
+from dtrain.measure.bench.records import TableResults
+from dtrain.telemetry.host import Host
+from dtrain.telemetry.metrics import to_json
+from dtrain.tools.tables import Table
 
 GOLDEN = Path(__file__).parent / "page.md"
+H100 = "NVIDIA H100 80GB HBM3"
 MACHINE: dict[str, Any] = {
     "device": "cuda", "name": H100, "memory_gib": 79.6, "power_limit_w": 700.0, "packages": {"torch": "2.13.0"},
 }  # fmt: skip
-GIB = 2**30
-STATES = {"compute": 2 * GIB, "master": 4 * GIB}
-LINEARS = [
-    {
-        "name": f"blocks.{number}", "out_features": out, "in_features": 2048, "format": kind,
-        "reason": f"timed {fp8 / bf16:.2f} of BF16", "bf16_ms": bf16, "float8_ms": fp8,
-    }
-    for number in range(2)
-    for out, kind, bf16, fp8 in ((3072, "bf16", 0.4, 0.41), (16384, "fp8", 2.0, 1.3))
-]  # fmt: skip
-COMPILED = {"figures": {"graphs": 1, "graph_breaks": 2, "first_step_s": 31.25, "warnings": ["cut here"]}}
-HEAD = {"micro_batch": 2, "peak": 12 * GIB, "gradients": 11 * GIB, "full_logits": 4 * GIB, "ms": [2.0], "full_ms": [3]}
+PRODUCTS = TableResults(
+    suite="products",
+    command="dtrain bench products",
+    date="2026-07-29T12:00:00",
+    host=Host(**dict.fromkeys(Host.__dataclass_fields__, None)),  # type: ignore[arg-type]
+    config={},
+    description="Random data.",
+    tables=[Table("Products", ("TFLOP/s", "bf16"), [("square", "742")]), Table("Copies", ("copy", "GB/s"), [])],
+    conclusions=["highest matrix rates, TFLOP/s: bf16 742"],
+    rows=[],
+    failures=["a format does not work"],
+    left_out={"fp8 fast": "no time left", "fp8": "no time left"},
+)
+STEPS = [
+    {"step": "import torch", "s": 5.0, "found": "2.13.0", "error": ""},
+    {"step": "device", "s": 0.01, "found": "{'GiB': 79.6}", "error": ""},
+    {"step": "import deepspeed", "s": 0.5, "found": "", "error": "ImportError: none"},
+    {"step": "Triton kernel", "s": 0.5, "found": "", "error": "ArithmeticError: the result is 1"},
+]
 
 
-def measured(name: str, module: ModuleType, **results: Any) -> Ended:
-    """A done job whose results have the texts that its process adds."""
-    texts = {"conclusions": module.conclusions(results), "section": module.section(results)}
-    return ended(name, module.__name__.rpartition(".")[2], results | texts)
+def curve(engine: str, stage: int, precision: str, status: str, **more: Any) -> dict[str, Any]:
+    row = {"engine": engine, "zero_stage": stage, "precision": precision, "status": status, "reason": ""}
+    return row | {"deviation": 1e-5, "bound": 5e-3, "losses": [4.0], "seconds": 1.0} | more
 
 
-def steps_of_training() -> list[Ended]:
-    unknown = {"power_limit_w": None, "sm_clock_mhz": 1230.0}
-    fp8: dict[str, Any] = {"losses": [8.0, 7.0, 6.0, 5.005], "linears": LINEARS, "warnings": ["cut"], "state": unknown}
-    lost: dict[str, Any] = {"host_kinds": ["master"], "losses": [8.0, None], "formula": STATES, "model_states": STATES}
-    stopped = ((DTRAIN, FAILED), (TENSORWISE, LATE), (CHUNKED, CUT), (FSDP2, FAILED), (PLAIN, LATE))
-    return [
-        step("1.2B", FSDP2, 0, 130.0, device="a new GPU"),
-        step("1.2B", DTRAIN, 1, [100.0, 101.0, 99.0], formula=STATES, model_states={**STATES, "gone": 1}),
-        step("1.2B", FSDP2, 1, 120.0, device="a new GPU"),
-        step("1.2B", TENSORWISE, 1, 80.0, emulates_float8=True, **fp8),
-        step("1.2B", EAGER, 0, 150.0, fitted=[3, 4], failed=5, activations=20 * GIB),
-        step("1.2B", "offload=cpu", 0, 300.0, **lost),
-        *(ended(f"1.2B, {name}, run 3", "steps", status=how, error=f"why {how}") for name, how in stopped),
+CURVES = {
+    "reference": [4.0, 3.0, 2.0],
+    "rows": [
+        curve("native", 2, "fp8", "left out", reason="no FP8 Tensor Cores", losses=[]),
+        curve("native", 2, "bf16", "agrees"),
+        curve("native", 3, "bf16", "deviates", deviation=0.1, reason="off at step 3"),
+        curve("native", 2, "fp32", "deviates", deviation=None, bound=5e-5, reason="not finite"),
+        curve("native", 3, "fp32", "failed", deviation=None, bound=None, losses=[], reason="no kernel"),
+    ],
+}
+
+
+def record(test: str, outcome: str, text: str = "", when: str = "call", **more: Any) -> str:
+    begin = json.dumps({"begin": test, "t": 1.0})
+    line = {"test": test, "when": when, "outcome": outcome, "s": 1.0, "text": text}
+    return f"{begin}\n{json.dumps(line | more)}\n"
+
+
+RECORDS = "".join(
+    [
+        record("tests/gpu/test_engine.py::test_passes", "passed"),
+        record("tests/gpu/test_engine.py::test_fails", "failed", "def test_fails():\nE   assert 1 == 2"),
+        record("tests/gpu/test_engine.py::test_dies", "failed", "E   illegal", "setup", dead="CUDA error"),
+        record("tests/gpu/test_kernels.py::test_skipped", "skipped", "Skipped: older than Ampere"),
+        '{"begin": "tests/gpu/test_kernels.py::test_crashes", "t": 1.0}\n{"test": "half a line',
     ]
+)
 
 
-def acceptance() -> Acceptance:
-    square = [("bf16", 4096, 600.0, 989.4), ("bf16", 8192, 742.0, 989.4), ("fp8", 8192, 1336.0, 1978.9)]
-    matmuls = [
-        {"label": "square", "m": size, "n": size, "k": size, "format": name, "tflops": tflops, "peak_tflops": peak}
-        for name, size, tflops, peak in square
-    ]
-    copies = [{"name": "copy, read + write", "bytes": 1 << 31, "ms": [0.8], "gb_per_s": 2684.4}]
-    curve = [asdict(REFERENCE) | {"losses": [4.0, 3.0, 2.0], "skipped": []}]
+def ended(name: str, part: str, results: str, status: str = DONE, **more: Any) -> Ended:
+    return Ended(name, part, f"dtrain {name}", status, 30.0, f"results/{results}", **more)
+
+
+def acceptance(folder: Path) -> Acceptance:
+    """An acceptance whose results lie in ``folder``."""
+    for name, text in {
+        "products.json": to_json(asdict(PRODUCTS)),
+        "first_uses.json": to_json({"host": {"python": "3.11", "packages": {"torch": "2.13.0"}}, "steps": STEPS}),
+        "curves/report.json": to_json(CURVES),
+        "tests.jsonl": RECORDS,
+        "broken.json": "{}",
+    }.items():
+        path = folder / "results" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
     jobs = [
-        *steps_of_training(),
-        measured("rates", rates, device=H100, matmuls=matmuls, copies=copies, left_out={"fp8 fast": "no time"}),
-        measured("optimizer", optimizer, device=H100, cases=[phase(), phase("50M", 50_000_000, trace=None)]),
-        measured("loss head", memory, failures=[], left_out={}, states=[], head=HEAD),
-        ended("environment", "environment", status=LATE, error="not finished after 9 s", tail=["in nccl", "killed"]),
-        ended("casts", "casts", {"failures": ["quantize: other bits"], "section": ["Casts."], "conclusions": ["97"]}),
-        ended("compiled, dtrain", "compiled", COMPILED),
-        ended("compiled, FP8 tensorwise", "compiled", status=FAILED, error="no kernel", tail=["Traceback"]),
-        ended(REFERENCE_JOB, "curves", {"rows": curve, "begun": None}),
-        ended("profile", "profile"),
+        ended("products", "rates", "products.json"),
+        ended("first uses", "environment", "first_uses.json"),
+        ended("curves of native", "curves", "curves/report.json"),
+        ended("tests", "tests", "tests.jsonl"),
+        ended("casts", "casts", "none.json", LATE, error="killed after 9 s: this is its limit", tail=["in nccl", "x"]),
+        ended("profile of fp8", "profile", "none.json", FAILED, error="was ended by SIGSEGV: no output"),
+        ended("profile of bf16", "profile", "broken.json"),
+        ended("3B", "steps", "none.json", CUT, error="killed after 5 s: no time was left"),
     ]
-    left_out = {"steps": {"1.2B, DeepSpeed": "not installed", "3B, DeepSpeed": "not installed"}, "streams": {"a": "b"}}
     command, date = "dtrain accept goal=figures", "2026-07-29T12:00:00"
-    return Acceptance(command, date, "figures", 280.0, MACHINE, jobs, {"3B, dtrain, run 1": "no time left"}, left_out)
+    not_run, left_out = {"loss head": "no time left"}, {"compiled, FSDP2": "no GPU"}
+    return Acceptance(command, date, "figures", 280.0, MACHINE, jobs, not_run, left_out)
 
 
-def test_the_page() -> None:
-    made = acceptance()
-    page = render(made)
+def page_of(folder: Path) -> str:
+    return render(acceptance(folder), folder).replace(str(folder), "OUT")
+
+
+def test_the_page(tmp_path: Path) -> None:
+    made, page = acceptance(tmp_path), page_of(tmp_path)
     assert page == GOLDEN.read_text(encoding="utf-8")
-    text = summary(made)
+    text = summary(made, tmp_path)
     assert page.startswith(text), "the console shows the page up to the jobs"
     assert text.endswith("\n")
     assert "### Jobs" not in text
-    assert len(compiled_report([]).section) == 0
+    plain = made.as_plain(tmp_path)
+    assert plain["ended"][2]["results"] == CURVES
 
 
-@pytest.mark.parametrize("failures", [[], ["other bits"]])
-def test_a_job_under_way_is_no_failure_yet_unless_it_has_found_one(failures: list[str]) -> None:
-    under_way = ended("casts", "casts", {"failures": failures}, status="under way")
-    assert replace(acceptance(), ended=[under_way]).failures == [f"casts: {line}" for line in failures]
+def test_a_test_under_way_is_no_failure_yet(tmp_path: Path) -> None:
+    tests = acceptance(tmp_path).ended[3]
+    crash = "tests/gpu/test_kernels.py::test_crashes: its process ended in it"
+    assert crash in read_lines(tests, tmp_path).failures
+    assert crash not in read_lines(replace(tests, status=UNDER_WAY), tmp_path).failures
+
+
+def test_half_a_record_does_not_count_and_the_worse_phase_of_a_test_does(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    lines = ['{"begin": "a"}', '{"test": "a", "outcome": "failed", "when": "call"}']
+    lines += ['{"test": "a", "outcome": "skipped", "when": "teardown"}', '{"begin": "b"}', '{"test": "b", "outc']
+    path.write_text("\n".join(lines))
+    found = read_records(path)
+    assert found["b"] is None
+    assert (found["a"] or {})["outcome"] == "failed"
 
 
 if __name__ == "__main__":
-    GOLDEN.write_text(render(acceptance()), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as name:
+        GOLDEN.write_text(page_of(Path(name)), encoding="utf-8")

@@ -20,43 +20,45 @@ import pytest
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.errors import ConfigError
 from dtrain.measure.accept import run as accept_run
-from dtrain.measure.accept.job import CUT, DONE, FAILED, LATE, Ended, PartJob
+from dtrain.measure.accept.job import CUT, DONE, FAILED, LATE, UNDER_WAY, Ended, PartJob
 from dtrain.measure.accept.page import Acceptance
-from dtrain.measure.accept.plan import Plan
 from dtrain.measure.accept.run import accept
+from dtrain.measure.accept.table import Plan
 from tests.helpers.launch import ROOT, is_gone
 
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
-# jobs that do what their source says, without torch
-GOOD = """
-import time
-IMPORTED = time.time()
-def run(request):
-    times = {"imported": IMPORTED, "began": time.time()}
-    yield {"seconds": request.seconds, "left_out": {"a peer": "not installed"}, **times}
-def conclusions(results):
-    return [f"fast within {results['seconds']:.0f} s"]
-def section(results):
-    return ["section of good"]
-"""
+# modules that do what their source says, with results as of first uses, without torch
 _BEGIN = """
-import ctypes, os, pathlib, subprocess, time
-def run(request):
-    yield {"first": 1.0}
+import ctypes, json, os, pathlib, subprocess, sys, time
+out = pathlib.Path(sys.argv[1].removeprefix("out="))
+def write(*found):
+    steps = [{"step": "fast", "s": 1.0, "found": text, "error": ""} for text in (*found, str(time.time()))]
+    out.write_text(json.dumps({"host": {}, "steps": steps}))
 """
-EXCEPTION = _BEGIN + "    raise ValueError('no such\\nkernel')\n"
-EXIT = _BEGIN + "    os._exit(7)\n"
-FAULT = _BEGIN + "    ctypes.string_at(0)\n"
-HANG = """
-import pathlib, subprocess, time
-def run(request):
-    child = subprocess.Popen(["sleep", "600"])
-    pathlib.Path(request.directory, "child").write_text(str(child.pid))
-    yield {"first": 1.0}
-    time.sleep(600)
+GOOD = _BEGIN + "write()\n"
+EXCEPTION = _BEGIN + "write('first')\nraise ValueError('no such\\nkernel')\n"
+EXIT = _BEGIN + "write('first')\nos._exit(7)\n"
+FAULT = _BEGIN + "write('first')\nctypes.string_at(0)\n"
+HANG = (
+    _BEGIN
+    + """
+child = subprocess.Popen(["sleep", "600"])
+(out.parents[1] / "child").write_text(str(child.pid))
+write("first")
+time.sleep(600)
 """
+)
 MISSING = "import no_such_library\n"
+CRASHES_TWICE = (
+    _BEGIN
+    + """
+if not out.exists() or "twice" not in out.read_text():
+    write("twice" if out.exists() else "once")
+    ctypes.string_at(0)
+write("three")
+"""
+)
 
 
 def make_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> list[PartJob]:
@@ -67,7 +69,14 @@ def make_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> 
     for name, source in sources.items():
         (package / f"{name}.py").write_text(source, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return [PartJob(name, "environment", f"planted_jobs.{name}", 5.0, 60.0) for name in sources]
+    return [planted(name) for name in sources]
+
+
+def planted(name: str, **changes: Any) -> PartJob:
+    command = (f"planted_jobs.{name}", "out={out}")
+    return PartJob(
+        **{"name": name, "part": "environment", "command": command, "limit_s": 60.0, "imported": "-"} | changes
+    )
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, together: list[PartJob], alone: list[PartJob], seconds: float) -> None:
@@ -80,9 +89,9 @@ import sys
 from pathlib import Path
 from dtrain.config.tool_schema import AcceptConfig
 from dtrain.measure.accept import run
-from dtrain.measure.accept.job import PartJob
-from dtrain.measure.accept.plan import Plan
-jobs = [PartJob(name, "environment", f"planted_jobs.{name}", 5.0, 600.0) for name in ("good", sys.argv[1])]
+from dtrain.measure.accept.table import Plan
+from tests.unit.measure.accept.test_run import planted
+jobs = [planted(name, limit_s=600.0) for name in ("good", sys.argv[1])]
 run.make_plan = lambda *_, **__: Plan([], 0.0, jobs)
 run.accept(AcceptConfig(device="cpu", archive="a.tar.gz"), "dtrain accept", Path("out"), 0.0)
 """
@@ -103,15 +112,20 @@ def by_name(acceptance: Acceptance) -> dict[str, Ended]:
     return {found.name: found for found in acceptance.ended}
 
 
+def found_in(folder: Path, name: str) -> list[Any]:
+    """What the steps in the results of a job have found; the last is the time of its end."""
+    return [step["found"] for step in json.loads((folder / "results" / f"{name}.json").read_text())["steps"]]
+
+
 @pytest.mark.parametrize("side_by_side", [True, False])
 def test_a_failure_of_one_job_costs_no_other(side_by_side: bool, tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     sources = {"exit": EXIT, "hang": HANG, "fault": FAULT, "raises": EXCEPTION, "missing": MISSING, "good": GOOD}
     made = make_jobs(tmp_path, monkeypatch, **sources)
     jobs = [replace(job, limit_s=1.5) if job.name == "hang" else job for job in made]
     plan_of(monkeypatch, jobs if side_by_side else [], [] if side_by_side else jobs, 300.0)
-    archive = tmp_path / "a.tar.gz"
+    archive, out = tmp_path / "a.tar.gz", tmp_path / "out"
     with caplog.at_level(logging.INFO):
-        acceptance = run(tmp_path / "out", archive=str(archive))
+        acceptance = run(out, archive=str(archive))
     found = by_name(acceptance)
     statuses = {"exit": FAILED, "hang": LATE, "fault": FAILED, "raises": FAILED, "missing": FAILED, "good": DONE}
     assert {name: ended.status for name, ended in found.items()} == statuses
@@ -121,16 +135,15 @@ def test_a_failure_of_one_job_costs_no_other(side_by_side: bool, tmp_path: Path,
     assert "this is its limit" in found["hang"].error
     assert "No module named 'no_such_library'" in found["missing"].error
     for name in ("exit", "hang", "fault", "raises"):
-        assert found[name].results["first"] == 1.0, "partial results stay"
+        assert found_in(out, name)[0] == "first", "partial results stay"
     assert any("ValueError: no such" in line for line in found["raises"].tail)
-    assert len(acceptance.failures) == 5
-    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))
-    assert "  fast within 5 s" in caplog.messages
-    assert any("FAILED fault failed: was ended by SIGSEGV" in line for line in caplog.messages)
-    page = (tmp_path / "out/accept.md").read_text()
+    assert len(acceptance.failures(out)) == 5
+    wait_for(lambda: is_gone(int((out / "child").read_text())))
+    assert "  1 of 1 work: fast 1.0 s" in caplog.messages
+    assert any(line.startswith("fault: failed, ") and "was ended by SIGSEGV" in line for line in caplog.messages)
+    page = (out / "accept.md").read_text()
     assert "**1 of 6 jobs done; 5 things did not work:**" in page
-    assert "section of good" in page
-    assert "- environment: a peer: not installed" in page
+    assert "`python -m planted_jobs.good`" in page
     with tarfile.open(archive) as tar:
         inside = set(tar.getnames())
     assert {f"out/jobs/{name}.json" for name in sources} | {"out/accept.md", "out/accept.json"} <= inside
@@ -144,76 +157,64 @@ def test_a_killed_command_leaves_in_its_archive_what_was_found_and_goes_on(tmp_p
     def start(second: str) -> subprocess.Popen[bytes]:
         return subprocess.Popen([sys.executable, "-c", COMMAND, second], cwd=tmp_path, env=environment)
 
-    def archived() -> list[tuple[str, str, Any]]:
+    def archived() -> list[tuple[str, str, int]]:
         if not (tmp_path / "a.tar.gz").exists():
             return []
         with tarfile.open(tmp_path / "a.tar.gz") as tar:
             file = tar.extractfile("out/accept.json")
             assert file is not None
             ended = json.load(file)["ended"]
-        return [(job["name"], job["status"], job["results"].get("first")) for job in ended]
+        return [(job["name"], job["status"], len(job["results"]["steps"])) for job in ended]
 
     command = start("hang")
     wait_for(lambda: len(archived()) == 2)
     command.send_signal(signal.SIGKILL)
     command.wait()
-    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))  # what the job had started ends too
-    assert archived() == [("good", DONE, None), ("hang", "under way", 1.0)]
+    wait_for(lambda: is_gone(int((tmp_path / "out/child").read_text())))  # what the job had started ends too
+    assert archived() == [("good", DONE, 1), ("hang", UNDER_WAY, 2)]
     first = (tmp_path / "out/jobs/good.json").read_text()
     assert start("quick").wait() == 0
-    assert archived() == [("good", DONE, None), ("quick", DONE, None)]
+    assert archived() == [("good", DONE, 1), ("quick", DONE, 1)]
     assert (tmp_path / "out/jobs/good.json").read_text() == first
 
 
 @pytest.mark.parametrize("side_by_side", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_nothing_outlives_the_limit_and_a_cut_fails_none(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
     hang, good = make_jobs(tmp_path, monkeypatch, hang=HANG, good=GOOD)
-    hang = replace(hang, again=lambda job, ended: replace(job, name="again"))
+    hang = replace(hang, starts=9)
     plan_of(monkeypatch, [hang] if side_by_side else [], [good] if side_by_side else [hang, good], 1000.0)
     monkeypatch.setattr(accept_run, "LIMITS_S", {"all": 109.0})
-    begin = time.monotonic()
-    acceptance = run(tmp_path / "out", age_s=100.0)  # imports took long
+    begin, out = time.monotonic(), tmp_path / "out"
+    acceptance = run(out, age_s=100.0)  # imports took long
     assert time.monotonic() - begin < 9.0
     (ended,) = acceptance.ended
-    assert (ended.status, ended.results) == (CUT, {"first": 1.0})
+    assert ended.status == CUT
+    assert found_in(out, "hang")[0] == "first"
     assert "no time was left" in ended.error
-    assert acceptance.failures == []
+    assert acceptance.failures(out) == []
     assert acceptance.not_run == {"good": "no time left"}
-    wait_for(lambda: is_gone(int((tmp_path / "out/scratch/child").read_text())))
+    wait_for(lambda: is_gone(int((out / "child").read_text())))
 
 
 @pytest.mark.parametrize("side_by_side", [True, False])
-def test_what_a_failed_job_has_left_is_done_by_another(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
-    first, smaller, last = make_jobs(tmp_path, monkeypatch, first=FAULT, smaller=GOOD, last=GOOD)
-    seen: list[Ended] = []
-
-    def again(job: PartJob, ended: Ended) -> PartJob:
-        seen.append(ended)
-        return replace(smaller, name="first")
-
-    jobs = [replace(first, again=again), last]
-    plan_of(monkeypatch, jobs if side_by_side else [], [] if side_by_side else jobs, 300.0)
-    acceptance = run(tmp_path / "out")
-    assert [ended.status for ended in seen] == [FAILED]
-    assert {name: ended.status for name, ended in by_name(acceptance).items()} == {"first": DONE, "last": DONE}
-
-
-def test_a_case_that_failed_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, other = make_jobs(tmp_path, monkeypatch, first=EXCEPTION, second=GOOD, other=GOOD)
-    names = ("3B, dtrain, run 1", "3B, dtrain, run 2", "3B, dtrain, eager, run 1")
-    jobs = [replace(job, name=name) for job, name in zip((first, second, other), names, strict=True)]
-    plan_of(monkeypatch, [], jobs, 0.0)
-    acceptance = run(tmp_path / "out")
-    assert {name: ended.status for name, ended in by_name(acceptance).items()} == {names[0]: FAILED, names[2]: DONE}
-    assert acceptance.not_run == {names[1]: "3B, dtrain, run 1 failed"}
+def test_what_a_crash_has_left_is_done_by_another_start(side_by_side: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    first, last = make_jobs(tmp_path, monkeypatch, first=CRASHES_TWICE, last=GOOD)
+    for starts, status in ((3, DONE), (2, FAILED)):
+        jobs, out = [replace(first, starts=starts), last], tmp_path / f"out{starts}"
+        plan_of(monkeypatch, jobs if side_by_side else [], [] if side_by_side else jobs, 300.0)
+        found = by_name(run(out))
+        assert {name: ended.status for name, ended in found.items()} == {"first": status, "last": DONE}
+        assert found_in(out, "first")[0] == ("three" if status == DONE else "twice")
 
 
 def test_results_of_another_version_are_not_reused(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     plan_of(monkeypatch, [], make_jobs(tmp_path, monkeypatch, good=GOOD), 0.0)
-    began = [by_name(run(tmp_path / "out"))["good"].results["began"] for _ in range(2)]
-    assert began[0] == began[1]
-    monkeypatch.setattr(accept_run, "version", lambda: "9.9")
-    assert by_name(run(tmp_path / "out"))["good"].results["began"] > began[1]
+    out, times = tmp_path / "out", []
+    for number in ("1.0", "1.0", "9.9"):
+        monkeypatch.setattr(accept_run, "version", lambda number=number: number)
+        run(out)
+        times.append(found_in(out, "good")[-1])
+    assert times[0] == times[1] < times[2]
     assert "good: measured on another machine or with other versions" in caplog.messages
 
 

@@ -16,7 +16,7 @@ from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig, LossHead
 from dtrain.data.text import Document
 from dtrain.errors import BenchError
 from dtrain.measure.bench.operations import data
-from dtrain.measure.bench.operations.loss_head import _Head
+from dtrain.measure.bench.operations.loss_head import BESIDE, PEAK, _Head
 from dtrain.measure.bench.operations.muon import MuonPhase
 from dtrain.measure.bench.operations.optimizer import OptimizerPhase, _record
 from dtrain.measure.bench.records import OperationResults, read_results
@@ -69,10 +69,16 @@ def test_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_loss_head(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["bench.tokens=64", "bench.hidden_dim=16", "bench.vocab_size=200", "bench.compiled=false"]
-    results = bench(capsys, tmp_path, "loss-head", *sizes)
+    results = bench(capsys, tmp_path, "loss-head", *sizes, "bench.dtypes=[fp32]")
     assert {"full logits", "dtrain, 128 rows"} <= set(cases_of(results)["fp32"])
+    assert {timing.workload for timing in results.timings} == {"fp32"}
     assert {timing.flops for timing in results.timings} == {6 * 64 * 16 * 200}
-    assert "fp32: full logits 3" in results.description, "three copies of the logits"
+    gradients = (64 * 16 + 200 * 16) / (64 * 200)
+    full = next(timing.shares for timing in results.timings if timing.case == "full logits")
+    assert full[PEAK] == pytest.approx(3, abs=0.3), "three copies of the logits"
+    assert all(timing.shares[PEAK] - timing.shares[BESIDE] == pytest.approx(gradients) for timing in results.timings)
+    assert main(["bench", "loss-head", "bench.dtypes=[fp61]"]) == 2
+    assert "bench.dtypes: 'fp61' is not one of fp32, bf16" in capsys.readouterr().err
 
 
 @pytest.mark.processes

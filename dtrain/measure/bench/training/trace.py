@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from dtrain.errors import AcceptError
+from dtrain.errors import BenchError
 
 WORK, OPTIMIZER = "dtrain::work", "dtrain::optimizer"
 """Names of ranges for ``record_function``: all that is measured, and the optimizer phase in it."""
@@ -197,7 +197,7 @@ def record_trace(run: Callable[[], object], device: torch.device, *, keep: Path 
     The returned trace counts neither the profiler's start nor the final wait for the device.
 
     Raises:
-        AcceptError: the profiler cannot record the device.
+        BenchError: the profiler cannot record the device.
     """
     activities = [ProfilerActivity.CPU]
     if device.type == "cuda":
@@ -216,7 +216,7 @@ def record_trace(run: Callable[[], object], device: torch.device, *, keep: Path 
         # not strict: names of kernels may have control characters
         trace = Trace(read_events(json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)))
     if device.type == "cuda" and not trace.is_on_device:
-        raise AcceptError("the profiler recorded no kernel of the GPU; CUPTI is missing, or another profiler is in use")
+        raise BenchError("the profiler recorded no kernel of the GPU; CUPTI is missing, or another profiler is in use")
     return trace
 
 

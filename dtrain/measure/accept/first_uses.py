@@ -1,115 +1,135 @@
 """First uses on a machine, each with its time or its error: imports, products, kernels, NCCL, compiler.
 
-It imports torch as its first step, because a cold import is one of the costs.
+``python -m dtrain.measure.accept.first_uses device=cuda [out=FILE]``. It imports torch as its first step, because a
+cold import is one of the costs. ``what=casts`` compares the bits of the FP8 cast kernels with tensor code instead: all
+variants, of which an engine proves those that it needs.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
-from dtrain.measure.accept.job import Request
+from dtrain.telemetry.metrics import write_json
 from dtrain.tools.processes import failure_reason
-from dtrain.tools.tables import Table
 
-_PACKAGES = [
-    "torch",
-    "triton",
-    "transformers",
-    "deepspeed",
-    "torchao",
-    "hydra-core",
-    "omegaconf",
-    "pydantic",
-    "numpy",
-    "safetensors",
-    "blake3",
-    "rich",
-    "jinja2",
-    "matplotlib",
-    "pillow",
-    "pytest",
-    "pytest-timeout",
-    "pytest-xdist",
-    "hypothesis",
-    "ninja",
-    "accelerate",
-    "peft",
-]
+_PACKAGES = (
+    "torch", "triton", "transformers", "deepspeed", "torchao", "hydra-core", "omegaconf", "pydantic", "numpy",
+    "safetensors", "blake3", "rich", "jinja2", "matplotlib", "pillow", "pytest", "pytest-timeout", "pytest-xdist",
+    "hypothesis", "ninja", "accelerate", "peft",
+)  # fmt: skip
 _TOOLS = ("nvidia-smi", "gcc", "g++", "clang", "nvcc", "ninja", "ncu", "git")
 _VARIABLES = ("CUDA", "NCCL", "TORCH", "TRITON", "LD", "OMP", "CUBLAS", "PYTHONPATH")
-_OPTIONAL = {"import deepspeed", "scaled_mm, blocks of 128"}
+OPTIONAL = ("import deepspeed", "scaled_mm, blocks of 128")
 """First uses whose failure is a fact and no failure."""
 
+SAME_BITS = "the bits of tensor code"
+_CAST_SHAPES = {"aligned": (272, 208), "any": (259, 195), "rows aligned": (272, 195)}
 
-def run(request: Request) -> Iterator[dict[str, Any]]:
-    """Yields after each step; a step that fails keeps its error, and the next ones run."""
-    results: dict[str, Any] = {"steps": [], "host": _host()}
-    yield results
-    steps: dict[str, Callable[[], object]] = {
-        "import torch": lambda: import_module("torch").__version__,
-        "import dtrain's engine": lambda: import_module("dtrain.engine.adapters.native").__name__,
-        "import deepspeed": lambda: import_module("deepspeed").__version__,
-    }
-    yield from _timed(steps, results)
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the steps; prints each, and writes all so far to the file; returns 1 if one failed that should work."""
+    options = {"device": "cuda", "what": "uses", "out": "", **dict(word.split("=", 1) for word in argv)}
+    steps = first_uses(options["device"]) if options["what"] == "uses" else casts(options["device"])
+    results: dict[str, Any] = {"host": host(), "steps": []}
+    for row in timed(steps):
+        results["steps"].append(row)
+        print(f"{row['step']}: {row['s']:.2f} s, {row['error'] or row['found']}", flush=True)
+        if options["out"]:
+            write_json(Path(options["out"]), results, indent=1)
+    return int(any(row["error"] and row["step"] not in OPTIONAL for row in results["steps"]))
+
+
+def timed(steps: Iterator[tuple[str, Callable[[], object]]]) -> Iterator[dict[str, Any]]:
+    """Yields the result of each step; one that fails keeps its error, and the next ones run."""
+    for name, step in steps:
+        begin, found, error = time.perf_counter(), "", ""
+        try:
+            found = str(step())[:400]
+        except Exception as failure:
+            error = failure_reason(failure)
+        yield {"step": name, "s": round(time.perf_counter() - begin, 3), "found": found, "error": error}
+
+
+def first_uses(device_type: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields a function for each thing that training needs."""
+    yield "import torch", lambda: import_module("torch").__version__
+    yield "import dtrain's engine", lambda: import_module("dtrain.engine.adapters.native").__name__
+    yield "import deepspeed", lambda: import_module("deepspeed").__version__
     import torch
 
-    device = torch.device("cuda", 0) if request.device == "cuda" else torch.device("cpu")
-    first_uses = _FirstUses(device)
-    if device.type == "cuda":
-        steps = {
-            "CUDA context": lambda: torch.zeros(1, device=device).item(),
-            "device": first_uses.describe,
-            "compiler for kernels": first_uses.compiler,
-            "cuBLAS product": lambda: first_uses.ones(64, 64).mm(first_uses.ones(64, 64)).sum().item(),
-            "Triton kernel": first_uses.triton_kernel,
-            "scaled_mm, one scale": lambda: first_uses.scaled_mm(rowwise=False),
-            "scaled_mm, a scale for each row": lambda: first_uses.scaled_mm(rowwise=True),
-            "scaled_mm, blocks of 128": first_uses.scaled_mm_blocks,
-            "addmm to FP32, in place": first_uses.addmm,
-            "attention, grouped queries": first_uses.attention,
-        }
-        yield from _timed(steps, results)
-    yield from _timed({"process group of one rank": first_uses.process_group}, results)
-    if device.type == "cuda":  # on a CPU it takes up to a minute
-        yield from _timed({"Inductor": first_uses.inductor}, results)
+    uses = _FirstUses(torch.device(device_type, 0) if device_type == "cuda" else torch.device("cpu"))
+    if device_type == "cuda":
+        yield "CUDA context", lambda: uses.ones(1).item()
+        yield "device", uses.describe
+        yield "compiler for kernels", uses.compiler
+        yield "cuBLAS product", lambda: uses.ones(64, 64).mm(uses.ones(64, 64)).sum().item()
+        yield "Triton kernel", uses.triton_kernel
+        yield "scaled_mm, one scale", lambda: uses.scaled_mm(rowwise=False)
+        yield "scaled_mm, a scale for each row", lambda: uses.scaled_mm(rowwise=True)
+        yield "scaled_mm, blocks of 128", uses.scaled_mm_blocks
+        yield "addmm to FP32, in place", uses.addmm
+        yield "attention, grouped queries", uses.attention
+    yield "process group of one rank", uses.process_group
+    if device_type == "cuda":  # on a CPU it takes up to a minute
+        yield "Inductor", uses.inductor
 
 
-def _timed(steps: Mapping[str, Callable[[], object]], results: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for name, step in steps.items():
-        begin = time.perf_counter()
-        row: dict[str, Any] = {"step": name, "s": 0.0, "found": "", "error": ""}
-        try:
-            row["found"] = str(step())[:400]
-        except Exception as error:
-            row["error"] = failure_reason(error)
-        row["s"] = round(time.perf_counter() - begin, 3)
-        results["steps"].append(row)
-        results["failures"] = [
-            f"{found['step']}: {found['error']}"
-            for found in results["steps"]
-            if found["error"] and found["step"] not in _OPTIONAL
-        ]
-        yield results
+def casts(device_type: str) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Yields a comparison for each variant of the cast kernels; without a GPU there are none."""
+    if device_type != "cuda":
+        return
+    import torch
+
+    from dtrain.precision.float8.cast import E4M3, E5M2
+    from dtrain.precision.float8.proof import check_quantize, check_weights
+    from dtrain.precision.hardware import triton_problem
+
+    device, both = torch.device("cuda", 0), (False, True)
+
+    def describe_triton() -> str:
+        torch.cuda.set_device(device)
+        version = str(import_module("triton").__version__)
+        problem = triton_problem(version)
+        return f"{version}{f': this version {problem}' if problem else ''}"
+
+    def equal(check: Callable[[], str]) -> str:
+        if wrong := check():
+            raise ArithmeticError(wrong)
+        return SAME_BITS
+
+    yield "Triton", describe_triton
+    for rowwise in both:
+        yield f"weights, rowwise={rowwise}", partial(equal, partial(check_weights, device, rowwise=rowwise))
+    sources = (torch.bfloat16, torch.float32)
+    for source, dtype, (label, shape), *flags in itertools.product(
+        sources, (E4M3, E5M2), _CAST_SHAPES.items(), both, both, both
+    ):
+        options = dict(zip(("rowwise", "both", "turned"), flags, strict=True))
+        name = f"{source} to {dtype}, {label}, {', '.join(f'{key}={value}' for key, value in options.items())}"
+        yield name, partial(equal, partial(check_quantize, shape, source, dtype, device, **options))
 
 
-def _host() -> dict[str, Any]:
+def host() -> dict[str, Any]:
+    """Returns the facts of this host."""
     packages = {}
     for name in _PACKAGES:
         try:
             packages[name] = package_version(name)
         except PackageNotFoundError:
             packages[name] = "not installed"
+    interfaces = Path("/sys/class/net")
     return {
         "python": sys.version.split()[0],
         "packages": packages,
@@ -117,14 +137,9 @@ def _host() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "home is writable": os.access(Path.home(), os.W_OK),
-        "interfaces": _interfaces(),
+        "interfaces": sorted(path.name for path in interfaces.iterdir()) if interfaces.is_dir() else [],
         "environment": {key: value for key, value in os.environ.items() if key.split("_")[0] in _VARIABLES},
     }
-
-
-def _interfaces() -> list[str]:
-    folder = Path("/sys/class/net")
-    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 class _FirstUses:
@@ -260,51 +275,5 @@ def _require(got: float, want: float, tolerance: float = 0.0) -> None:
         raise ArithmeticError(f"the result is {got}; expected {want}")
 
 
-def conclusions(results: Mapping[str, Any]) -> list[str]:
-    """Returns a line with the costs of first uses, and one for each that fails and need not work."""
-    steps = results["steps"]
-    lines = []
-    if steps:
-        costs = ", ".join(f"{row['step']} {row['s']:.1f} s" for row in steps if not row["error"] and row["s"] >= 0.05)
-        lines.append(f"first uses: {costs or 'all within 0.05 s'}")
-    lines += [f"{row['step']} fails: {row['error']}" for row in steps if row["error"] and row["step"] in _OPTIONAL]
-    lines += [f"device: {row['found']}" for row in steps if row["step"] == "device" and not row["error"]]
-    return lines
-
-
-def section(results: Mapping[str, Any]) -> list[str]:
-    """Returns the table of first uses, and the facts of the host."""
-    rows = [
-        (row["step"], f"{row['s']:.2f}", (row["error"] and f"FAILS: {row['error']}") or row["found"])
-        for row in results["steps"]
-    ]
-    lines = [Table("First uses", ("first use", "s", "result"), rows).markdown()] if rows else []
-    for name, value in results["host"].items():
-        text = ", ".join(f"{key} {item}" for key, item in value.items()) if isinstance(value, dict) else value
-        lines += ["", f"- {name}: {text}"] if name == "python" else [f"- {name}: {text}"]
-    return lines
-
-
-def driver_facts() -> dict[str, Any]:
-    """Returns name, memory, driver, power limit and clock of the first visible GPU by nvidia-smi; empty without one."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
-    if not visible or visible == "-1":
-        return {}
-    fields = ("name", "memory.total", "driver_version", "power.limit", "clocks.max.sm")
-    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits", "-i", visible]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return {}
-    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")] if done.stdout.strip() else []
-    if len(values) != len(fields):
-        return {}
-    numbers = [float(value) if value.replace(".", "", 1).isdigit() else None for value in values]
-    memory = numbers[1]
-    return {
-        "name": values[0],
-        "memory_gib": round(memory / 1024, 1) if memory else None,
-        "driver": values[2],
-        "power_limit_w": numbers[3],
-        "max_sm_clock_mhz": numbers[4],
-    }
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

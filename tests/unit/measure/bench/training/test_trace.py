@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dtrain.measure.accept.trace import OPTIMIZER, WORK, Trace, kernel_class, read_events
+from dtrain.measure.bench.training.trace import OPTIMIZER, WORK, Trace, kernel_class, read_events
 
 # as the profiler writes them on Hopper, template arguments shortened
 KERNELS = {

@@ -1,0 +1,113 @@
+"""The suites whose cases have figures of their own: each once on a CPU, their arithmetic by hand, what they survive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dtrain.__main__ import main
+from dtrain.config.model import ModelConfig
+from dtrain.config.tool_schema import ProductsBenchConfig, ProductsSuiteConfig
+from dtrain.measure.bench.operations import products
+from dtrain.measure.bench.records import TableResults, read_results
+from dtrain.measure.bench.report.document import describe
+from dtrain.measure.bench.training import memory, profile
+from dtrain.measure.bench.training.trace import read_events
+
+TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=16", "model.vocab_size=64"]
+
+
+def bench(folder: Path, suite: str, *words: str, code: int = 0) -> TableResults:
+    """The results of a suite on a CPU, which are also what a report on their file shows."""
+    out, document = folder / "r.json", folder / "doc.md"
+    assert main(["bench", suite, *TINY, "bench.device=cpu", f"bench.out={out}", *words]) == code
+    results = read_results(out)
+    assert isinstance(results, TableResults)
+    document.write_text("# Title\n")
+    assert main(["bench", "report", str(out), f"bench.docs={document}"]) == 0
+    assert describe(results).summary() in document.read_text()
+    return results
+
+
+def test_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "repeated_ms", lambda operation, device, *, budget_s: [9.0, 2.0, 1.0])
+    results = bench(tmp_path, "products", "bench.squares=[100]", "bench.rows=32", "bench.copied=1000")
+    (first, *rows), by_label = results.rows, {row["label"]: row for row in results.rows}
+    assert (first["format"], first["label"], first["tflops"]) == ("bf16", "square", pytest.approx(0.001))  # in 2 ms
+    assert by_label["copy, read + write"]["gb_per_s"] == pytest.approx(8000 / 2 / 1e6)
+    # of 2 sequences and 2 heads of 16: two products forward, five backward, half of each
+    assert by_label["attention"]["tflops"] == pytest.approx(7 * 2 * 2 * 16 * 16 * 16 / 2 / 1e9)
+    assert by_label["head"]["shape"] == "32 x 64 x 32"
+    assert [row["format"] for row in rows if row["label"] == "square"] == ["fp8", "fp32"]
+    assert results.left_out == {}
+    assert results.conclusions[0].startswith("highest matrix rates, TFLOP/s: fp32 0.001, bf16 0.001, fp8 0.001")
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (RuntimeError("no such\nformat"), "no such")],
+)
+def test_a_product_that_cannot_run_costs_no_other(error: Exception, reason: str, monkeypatch: Any) -> None:
+    def fail(name: str, shape: tuple[int, ...], device: torch.device) -> products.Operation:
+        if name == "bf16":
+            raise error
+        return lambda: None, 0, 1
+
+    monkeypatch.setattr(products, "multiplication", fail)
+    config = ProductsSuiteConfig(ProductsBenchConfig(["bf16", "fp32"], [8], copied=4, device="cpu"), ModelConfig())
+    *_, last = products.run_products_suite(config, "dtrain bench products")
+    assert last.left_out["bf16 square 8 x 8 x 8"] == reason
+    assert [row["format"] for row in last.rows if row["label"] == "square"] == ["fp32"]
+    limited = ProductsSuiteConfig(ProductsBenchConfig(["fp32"], [8, 16], copied=4, device="cpu", limit_s=1e-9))
+    *_, last = products.run_products_suite(limited, "dtrain bench products")
+    assert (len(last.rows), last.left_out["fp32 square 16 x 16 x 16"]) == (1, "no time left")
+
+
+def test_engines_hold_what_the_formula_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = bench(tmp_path, "memory", "bench.precisions=[bf16]", "model.hidden_dim=64")
+    assert [row["stage"] for row in results.rows] == [0, 1, 2, 3]
+    for row in results.rows:
+        assert 1.0 <= row["ratio"] < 1.05
+        held = sum(row["memory"][kind] for kind in row["formula"])
+        assert held / sum(row["formula"].values()) == pytest.approx(row["ratio"])
+    states = memory._states
+    monkeypatch.setattr(memory, "_states", lambda config, name, stage, device: states(config, name, 1 // stage, device))
+    results = bench(tmp_path, "memory", "bench.precisions=[bf16]", "bench.stages=[0,1]", code=1)
+    assert results.failures == ["states, bf16, stage 0: ZeroDivisionError: integer division or modulo by zero"]
+    assert len(results.rows) == 1
+
+
+def test_a_step_of_a_small_model(tmp_path: Path) -> None:
+    traces = tmp_path / "traces"
+    results = bench(tmp_path, "profile", "bench.steps=2", f"bench.keep_trace={traces}", "model.loss_chunk=8")
+    (row,) = results.rows
+    ms, phase = row["ms_by_class"], row["optimizer"]
+    assert min(ms["matmul"], ms["attention"], ms["optimizer"]) > 0
+    assert sum(ms.values()) <= row["wall_ms"] * 1.01
+    assert 0 < phase["num_launches"] < row["num_launches"]
+    assert len(row["step_ms"]) == len(phase["ms"]) == len(phase["host_ms"]) == 2
+    assert phase["bytes"] / row["num_parameters"] == pytest.approx(34, rel=0.1)
+    assert "optimizer phase" in results.conclusions[0]
+    assert read_events(json.loads((traces / "bf16.json").read_text()))
+    states = {"master": 4000, "moments": 8000, "compute": 2000, "buffers": 17}
+    assert [profile._moved_bytes({**states, "main_grad": 1000 * size}) for size in (2, 4)] == [30_000, 34_000]
+    assert profile.copy_share([9.0, 10.0, 11.0], 30e9, 3333.0) == pytest.approx(0.9, abs=1e-3)  # 30 GB in 10 ms
+
+
+def test_without_memory_the_micro_batch_is_halved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def fail(config: object, precision: object, micro_batch: int, device: object) -> None:
+        tried.append(micro_batch)
+        raise torch.OutOfMemoryError("CUDA out of memory") if micro_batch < 9 else RuntimeError("no kernel")
+
+    monkeypatch.setattr(profile, "_profile", fail)
+    results = bench(tmp_path, "profile", "bench.micro_batch_size=6")
+    assert (tried, list(results.left_out), results.failures) == ([6, 3, 1], ["bf16"], [])
+    results = bench(tmp_path, "profile", "bench.micro_batch_size=9", "bench.precisions=[bf16,fp8]", code=1)
+    assert results.failures == ["bf16: RuntimeError: no kernel"]
+    assert results.left_out == {"fp8": "no FP8 Tensor Cores"}
