@@ -1,5 +1,7 @@
 """A module of named parts whose forward is a function."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
