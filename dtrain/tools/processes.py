@@ -7,18 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from dtrain.errors import DtrainError, RankError
-from dtrain.redaction.redact import redact_file, redact_text
+from dtrain.errors import DtrainError
+from dtrain.redaction.redact import redact_text
 
-_POLL_S = 0.02
 _MAX_REASON_LENGTH = 500
 
 
@@ -51,48 +47,6 @@ def send_line(process: subprocess.Popen[str], line: str) -> None:
     assert process.stdin is not None
     process.stdin.write(line + "\n")
     process.stdin.flush()
-
-
-def run_ranks(module: str, jobs: Sequence[str], *, threads: int, folder: Path) -> list[str]:
-    """Runs ``python -m module`` once for each job, all at the same time, and waits for them.
-
-    A rank reads its job with :func:`read_job`. What it writes to :func:`open_result` is its result, or the reason of
-    its failure; standard error goes to ``folder/<rank>.log``, from which secrets are removed at the end.
-
-    Returns:
-        The results, by rank.
-
-    Raises:
-        RankError: a rank failed; the others were ended.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as logs, ExitStack() as stack:
-        processes: list[subprocess.Popen[str]] = []
-        stack.callback(_end_all, processes)
-        outputs: list[IO[str]] = []
-        for rank, job in enumerate(jobs):
-            path = folder / f"{rank}.log"
-            log = stack.enter_context(path.open("w", encoding="utf-8"))
-            logs.callback(redact_file, path)
-            outputs.append(stack.enter_context(tempfile.TemporaryFile("w+", encoding="utf-8")))
-            processes.append(start_rank(module, threads=threads, stdout=outputs[rank], stderr=log))
-            with suppress(BrokenPipeError):  # the exit code says why it has ended
-                send_line(processes[rank], job)
-        codes = [process.poll() for process in processes]
-        while None in codes and not any(codes):
-            time.sleep(_POLL_S)
-            codes = [process.poll() for process in processes]
-        for output in outputs:
-            output.seek(0)
-        results = [output.read() for output in outputs]
-        failed = [(code, rank) for rank, code in enumerate(codes) if code]
-        if failed:
-            # A rank that a signal ended has a negative code. It comes first: its end may have made the others fail.
-            code, rank = min(failed)
-            stderr = (folder / f"{rank}.log").read_text(encoding="utf-8", errors="replace")
-            reason = (results[rank].strip() or stderr.strip() or "no output").splitlines()[-1]
-            raise RankError(f"rank {rank} {describe_exit(code)}: {redact_text(reason)}")
-        return results
 
 
 def read_job() -> str:
@@ -129,16 +83,6 @@ def failure_reason(error: Exception) -> str:
 def kill_group(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def _end_all(processes: Sequence[subprocess.Popen[str]]) -> None:
-    for process in processes:
-        if process.poll() is None:
-            kill_group(process)
-            process.wait()
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):
-            process.stdin.close()
 
 
 def describe_exit(code: int) -> str:

@@ -19,7 +19,6 @@ from dtrain.tools.processes import environment
 from tests.helpers.ranks import fork
 
 _STARTERS = (
-    "dtrain.tools.processes",
     "dtrain.measure.ranks",
     "dtrain.tools.data.pool",
     "dtrain.measure.accept.job",
