@@ -42,7 +42,7 @@ class Target:
     def text(self) -> str:
         return f"{self.comparison} {self.bound:{self.digits}}"
 
-    def verdict(self, value: float) -> str:
+    def judgment(self, value: float) -> str:
         return f"{self.figure} {self.text}: {'met' if self.is_met(value) else 'NOT MET'}"
 
 
@@ -80,7 +80,7 @@ def is_judged(gpus: Sequence[str]) -> bool:
     return any("80GB" in name or name == "NVIDIA H100 PCIe" for name in gpus)
 
 
-def verdicts(suite: str, case: str, figures: Mapping[str, float], num_parameters: int | None = None) -> str:
+def judgments(suite: str, case: str, figures: Mapping[str, float], num_parameters: int | None = None) -> str:
     """Returns the cell of a case in the column of targets; ``figures`` are its own, by name."""
     found = targets_of(suite, case, num_parameters)
-    return "; ".join(one.verdict(figures[one.figure]) for one in found if one.figure in figures)
+    return "; ".join(one.judgment(figures[one.figure]) for one in found if one.figure in figures)
