@@ -80,7 +80,7 @@ def is_judged(gpus: Sequence[str]) -> bool:
     return any("80GB" in name or name == "NVIDIA H100 PCIe" for name in gpus)
 
 
-def judgments(suite: str, case: str, figures: Mapping[str, float], num_parameters: int | None = None) -> str:
+def judge(suite: str, case: str, figures: Mapping[str, float], num_parameters: int | None = None) -> str:
     """Returns the cell of a case in the column of targets; ``figures`` are its own, by name."""
     found = targets_of(suite, case, num_parameters)
     return "; ".join(one.judgment(figures[one.figure]) for one in found if one.figure in figures)

@@ -9,7 +9,7 @@ from dtrain.config.tool_schema import STEP_CASES
 from dtrain.measure.bench.records import CaseResult, Footprint, LinearFormat, TrainingResults
 from dtrain.measure.bench.report.report import Report, origin
 from dtrain.measure.bench.report.statistics import all_steps_ms, ratios, spread, step_ms, timed, tokens_per_s
-from dtrain.measure.bench.targets import is_judged, judgments
+from dtrain.measure.bench.targets import is_judged, judge
 from dtrain.precision.hardware import rate
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Column, Table
@@ -60,7 +60,7 @@ def _table(results: TrainingResults, cases: Sequence[CaseResult]) -> Table:
         ("graphs, breaks", lambda result: f"{result.footprint.graphs or 0}, {result.footprint.graph_breaks}"),
     ]
     if is_judged(results.host.gpus):
-        columns.append(("target", lambda result: _judgments(results, result)))
+        columns.append(("target", lambda result: _judgment(results, result)))
     return Table.of("Steps", columns, cases)
 
 
@@ -81,9 +81,9 @@ def figures_of(results: TrainingResults, result: CaseResult) -> dict[str, float]
     return found
 
 
-def _judgments(results: TrainingResults, result: CaseResult) -> str:
+def _judgment(results: TrainingResults, result: CaseResult) -> str:
     numel = result.footprint.num_parameters
-    return judgments(results.suite, result.case.name, figures_of(results, result), numel)
+    return judge(results.suite, result.case.name, figures_of(results, result), numel)
 
 
 def _line(results: TrainingResults, result: CaseResult) -> str:

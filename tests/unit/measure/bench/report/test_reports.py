@@ -5,11 +5,13 @@ import random
 import re
 from dataclasses import replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 
 from dtrain.__main__ import main
+from dtrain.config.commands import SUITES
 from dtrain.errors import ConfigError
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe, update_document
@@ -57,6 +59,27 @@ def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
         assert f"bench.out=docs/results/{name}.json" in results.command
     update_document(tmp_path / "new.md", {})
     assert (tmp_path / "new.md").read_text() == "# Benchmarks\n"
+
+
+def test_document_lists_the_suites() -> None:
+    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    rows = [f"| [`{name}`](#{name}) | {suite.measures} |" for name, suite in SUITES.items()]
+    assert "\n".join(["| suite | tables |", "| --- | --- |", *rows, ""]) in text
+    assert [name for name in SUITES if f"\n## {name}\n" not in text] == []
+
+
+def test_the_example_of_a_suite_is_its_code() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split("## Measure something new\n")[1]
+    blocks = re.findall(r"```python\n(.*?)\n```", section.split("\n## ")[0], re.DOTALL)
+    sources = (
+        "config/commands",
+        "config/tool_schema",
+        "measure/bench/training/suites",
+        "measure/bench/training/suites",
+    )
+    for block, source in zip(blocks, sources, strict=True):
+        text = (ROOT / f"dtrain/{source}.py").read_text(encoding="utf-8")
+        assert block in text or indent(block, " " * 8) in text, f"{source}.py has changed"
 
 
 def test_files_that_are_no_results_are_refused(tmp_path: Path) -> None:
