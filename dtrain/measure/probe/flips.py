@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dtrain.engine.rng import keyed_rng
-from dtrain.measure.probe.one_module import FormatSwitch, device_of, observe_handovers
+from dtrain.measure.probe.one_module import FormatSwitch, device_of
 from dtrain.measure.probe.products import is_product
 from dtrain.measure.probe.recording import micro_batch_key, unchanged
 from dtrain.measure.probe.records import Analysis, Flip
@@ -60,9 +60,7 @@ class _Flipper:
     ) -> None:
         self.model, self.micro_batches, self.format, self.settings = model, micro_batches, format_name, settings
         self.device = device_of(model)
-        with keyed_rng(self.device, micro_batch_key(settings.seed, 0)):
-            handovers = observe_handovers(model, lambda: settings.loss_of(model, micro_batches[0]), self.device)
-        self._switch = FormatSwitch(model, handovers, settings.float8)
+        self._switch = FormatSwitch(model, settings.handovers(model, micro_batches[0]), settings.float8)
         self._losses = self._run(nullcontext())
 
     def measure(self, name: str) -> float:

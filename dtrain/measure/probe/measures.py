@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import add
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -19,8 +22,21 @@ WORTH_NAMING_DB = 40.0
 """A result with a higher signal-to-noise ratio (an error below 1 %) has no cause named."""
 
 
+class _Summed:
+    """Records whose fields add up."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [item.name for item in fields(self)]  # type: ignore[arg-type]
+        return type(self)(*(getattr(self, name) + getattr(other, name) for name in names))
+
+
+def add_to(sums: dict[Any, Any], key: object, value: Any) -> None:
+    """Adds ``value`` to the sum of that key, which may be the first."""
+    sums[key] = sums[key] + value if key in sums else value
+
+
 @dataclass(frozen=True)
-class Operand:
+class Operand(_Summed):
     """Counts of one operand's elements: nonzero ones, those that became zero, all, and those out of range."""
 
     nonzero: int = 0
@@ -28,17 +44,9 @@ class Operand:
     numel: int = 0
     saturated: int = 0
 
-    def __add__(self, other: Operand) -> Operand:
-        return Operand(
-            self.nonzero + other.nonzero,
-            self.underflows + other.underflows,
-            self.numel + other.numel,
-            self.saturated + other.saturated,
-        )
-
 
 @dataclass(frozen=True)
-class Measure:
+class Measure(_Summed):
     """One product of one call, in one format.
 
     Attributes:
@@ -53,15 +61,6 @@ class Measure:
     noise: float
     unlimited_noise: float
     change: float
-
-    def __add__(self, other: Measure) -> Measure:
-        return Measure(
-            self.operands + other.operands,
-            self.signal + other.signal,
-            self.noise + other.noise,
-            self.unlimited_noise + other.unlimited_noise,
-            self.change + other.change,
-        )
 
 
 def count(x: Tensor, quantized: Tensor) -> Operand:
@@ -89,9 +88,7 @@ def energies(exact: Tensor, computed: Tensor, gradient: Tensor | None = None) ->
 
 def result(module: str, product: str, format_name: str, measures: Sequence[Measure]) -> ProductResult:
     """Returns the result of ``measures``, one for each micro-batch."""
-    total = measures[0]
-    for measure in measures[1:]:
-        total += measure
+    total = reduce(add, measures)
     counted = total.operands
     return ProductResult(
         module,

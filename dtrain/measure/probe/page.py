@@ -27,16 +27,7 @@ pre { background: #f2f2f2; padding: 0.8rem; overflow-x: auto; font-size: 0.95rem
 
 
 def write_page(path: Path, report: ProbeReport, picture: bytes) -> None:
-    """Writes the page atomically.
-
-    Args:
-        picture: the PNG, which becomes part of the page.
-    """
-    write_atomically(path, page(report, picture))
-
-
-def page(report: ProbeReport, picture: bytes) -> str:
-    """Returns the page. All text is escaped: names of modules are the user's."""
+    """Writes the page, with the PNG in it, atomically. All text is escaped: names of modules are the user's."""
     encoded = base64.b64encode(picture).decode("ascii")
     parts = [
         "<h1>Precision probe</h1>",
@@ -55,13 +46,14 @@ def page(report: ProbeReport, picture: bytes) -> str:
         _bullets(report.advice.untested),
         f'<p class="small">{escape(sections.time_note(report))}</p>',
     ]
-    return (
+    text = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>Precision probe</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n"
         + "\n".join(part for part in parts if part)
         + "\n</body>\n</html>\n"
     )
+    write_atomically(path, text)
 
 
 def _caption(report: ProbeReport) -> str:

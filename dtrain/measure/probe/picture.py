@@ -43,7 +43,7 @@ def _title(report: ProbeReport) -> str:
     advised = report.advice.precision
     num_rules = len(report.advice.rules)
     rules = f" with {plural(num_rules, 'rule')}" if num_rules else ""
-    bf16 = next((trial for trial in report.trials if trial.format == "bf16"), None)
+    bf16 = report.trial("bf16")
     if bf16 is None:
         return f"Advice: {advised}{rules}"
     if not report.is_off(bf16):

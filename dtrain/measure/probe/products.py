@@ -50,17 +50,8 @@ class Operands:
     needs_dw: bool
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The FP32 results."""
-
-    y: Tensor
-    dx: Tensor | None
-    dw: Tensor | None
-
-
-Results = list[Tensor | None]
-"""y, dx and dW; None for those that the call does not need."""
+Results = dict[str, Tensor]
+"""y, dx and dW by ``fprop``, ``dgrad`` and ``wgrad``, those that the call needs."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +105,12 @@ class ProductCall:
     def __init__(self, module: nn.Module, operands: Operands) -> None:
         self._module = module
         self._operands = operands
-        y, dx, dw = self._multiply(operands.x, operands.weight, operands.bias, operands.dy)
-        assert y is not None
-        self.exact = Exact(y, dx, dw)
+        self.exact = self._multiply(operands.x, operands.weight, operands.bias, operands.dy)
 
     @property
     def gain(self) -> float:
         """Change of the loss by one step along the exact weight gradient, per unit of the learning rate."""
-        dw = self.exact.dw
+        dw = self.exact.get("wgrad")
         return 0.0 if dw is None else float((dw * _preconditioned(dw)).sum(dtype=torch.float64))
 
     def measure(self, format_name: str, recipe: Recipe, scale: float = 1.0) -> dict[str, Measure]:
@@ -148,11 +137,11 @@ class ProductCall:
         cut = partial(round_mantissa, mantissa_bits=floats.mantissa_bits)
         results = self._multiply(*quantized)  # type: ignore[arg-type]
         if floats is not TF32:  # whose results are FP32
-            results = [_stored(t, partial(rounded, floats=floats)) for t in results]
+            results = {name: rounded(result, floats) for name, result in results.items()}
 
         def without_limit() -> Results:
             unlimited = self._multiply(*(_stored(t, cut) for t in exact))  # type: ignore[arg-type]
-            return unlimited if floats is TF32 else [_stored(t, cut) for t in unlimited]
+            return unlimited if floats is TF32 else {name: cut(result) for name, result in unlimited.items()}
 
         # the exponents of BF16 and TF32 are those of FP32
         may_be_range = floats is FP16 or any(c.underflows or c.saturated for c in (x, w, b, dy))
@@ -167,18 +156,17 @@ class ProductCall:
         pairs: dict[str, tuple[_Matrix, _Matrix]] = {}
         by_rows = _Matrix.of(x, E4M3, recipe), _Matrix.of(w, E4M3, recipe)
         pairs["fprop"] = by_rows
-        if dy is not None and self.exact.dx is not None:
+        if dy is not None and "dgrad" in self.exact:
             gradient = _Matrix.of(dy, recipe.grad_dtype, recipe)
             pairs["dgrad"] = gradient, by_rows[1].transposed(recipe)
-        if dy is not None and self.exact.dw is not None:
+        if dy is not None and "wgrad" in self.exact:
             gradient = pairs["dgrad"][0] if "dgrad" in pairs else _Matrix.of(dy, recipe.grad_dtype, recipe)
             pairs["wgrad"] = gradient.transposed(recipe), by_rows[0].transposed(recipe)
 
         def multiply(part: str) -> Results:
-            return [
-                self._float8_result(name, *(getattr(side, part) for side in pairs[name])) if name in pairs else None
-                for name in ("fprop", "dgrad", "wgrad")
-            ]
+            return {
+                name: self._float8_result(name, *(getattr(side, part) for side in pair)) for name, pair in pairs.items()
+            }
 
         counts = {name: left.count() + right.count() for name, (left, right) in pairs.items()}
         may_be_range = any(side.loses_range() for pair in pairs.values() for side in pair)
@@ -188,19 +176,14 @@ class ProductCall:
         out = rounded(left @ right.t(), BF16)
         if name == "fprop" and self._operands.bias is not None:
             out = rounded(out + rounded(self._operands.bias, BF16), BF16)
-        exact = {"fprop": self.exact.y, "dgrad": self.exact.dx, "wgrad": self.exact.dw}[name]
-        assert exact is not None
-        return out.reshape(exact.shape)
+        return out.reshape(self.exact[name].shape)
 
     def _compare(
         self, used: Mapping[str, Operand], results: Results, wide: Results, scale: float
     ) -> Iterator[tuple[str, Measure]]:
-        exact = self.exact
-        gradients = {"fprop": self._operands.dy, "dgrad": exact.dx, "wgrad": None}
-        triples = zip(("fprop", "dgrad", "wgrad"), (exact.y, exact.dx, exact.dw), results, wide, strict=True)
-        for name, reference, computed, unlimited in triples:
-            if reference is None or computed is None or unlimited is None:
-                continue
+        gradients = {"fprop": self._operands.dy, "dgrad": self.exact.get("dgrad")}
+        for name, reference in self.exact.items():
+            computed, unlimited = results[name], wide[name]
             factor = 1.0 if name == "fprop" else 1.0 / scale
             gradient = _preconditioned(reference) if name == "wgrad" else gradients[name]
             signal, noise, change = energies(reference, computed * factor, gradient)
@@ -214,24 +197,23 @@ class ProductCall:
             yield name, Measure(used[name], signal, noise, wide_noise, change)
 
     def _multiply(self, x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor | None) -> Results:
-        """Returns y, dx and dW of FP32 operands."""
+        """Returns the results for FP32 operands."""
         given, module = self._operands, self._module
         needs_dx, needs_dw = given.needs_dx and dy is not None, given.needs_dw and dy is not None
         if isinstance(module, nn.Linear):
-            y = F.linear(x, weight, bias)
-            if dy is None:
-                return [y, None, None]
-            rows = dy.reshape(-1, dy.shape[-1])
-            dw = rows.t() @ x.reshape(-1, x.shape[-1]) if needs_dw else None
-            return [y, dy @ weight if needs_dx else None, dw]
+            results = {"fprop": F.linear(x, weight, bias)}
+            if needs_dx and dy is not None:
+                results["dgrad"] = dy @ weight
+            if needs_dw and dy is not None:
+                results["wgrad"] = dy.reshape(-1, dy.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+            return results
         with torch.enable_grad():
             x, weight = x.detach().requires_grad_(needs_dx), weight.detach().requires_grad_(needs_dw)
             replaced = {"weight": weight} | ({} if bias is None else {"bias": bias})
             y = torch.func.functional_call(module, replaced, (x,))
-        wanted = [t for t in (x, weight) if t.requires_grad]
-        gradients = list(torch.autograd.grad(y, wanted, dy)) if wanted else []
-        dx = gradients.pop(0) if needs_dx else None
-        return [y.detach(), dx, gradients.pop(0) if needs_dw else None]
+        wanted = {name: t for name, t in (("dgrad", x), ("wgrad", weight)) if t.requires_grad}
+        gradients = torch.autograd.grad(y, [*wanted.values()], dy) if wanted else ()
+        return {"fprop": y.detach(), **dict(zip(wanted, gradients, strict=True))}
 
 
 def _stored(result: Tensor | None, store: Callable[[Tensor], Tensor]) -> Tensor | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from functools import reduce
+from operator import add
 from pathlib import Path
 
 from dtrain.measure.probe.evidence import Evidence
@@ -92,12 +94,7 @@ class ConstantScale:
 def all_gradients(analysis: Analysis) -> Histogram | None:
     """Returns the histogram of the gradients of all weights and of all products' outputs; None if there are none."""
     histograms = [*analysis.gradients.values(), *analysis.activation_gradients.values()]
-    if not histograms:
-        return None
-    total = histograms[0]
-    for histogram in histograms[1:]:
-        total = total + histogram
-    return total
+    return reduce(add, histograms) if histograms else None
 
 
 def write_report(path: Path, report: ProbeReport) -> None:

@@ -24,6 +24,7 @@ from dtrain.errors import ConfigError, ProbeError
 from dtrain.measure.noise import Noise
 from dtrain.measure.probe.advice import advise
 from dtrain.measure.probe.flips import flip
+from dtrain.measure.probe.measures import add_to
 from dtrain.measure.probe.records import Analysis, Flip, Trial, final_loss, last_quarter
 from dtrain.measure.probe.report import NoiseRun, ProbeReport
 from dtrain.measure.probe.sensitivity import ProbeSettings, analyze
@@ -207,7 +208,9 @@ class _Probe:
         )
         # gradients are largest at the start, and a constant loss scale must hold there too
         start = build_model(config.model, self.dataset.task, config.seed).float().to(self.device)
-        first = analyze(start, self._on_device(self.steps[0]), self._formats_of_gradients(), settings)
+        first = analyze(
+            start, self._on_device(self.steps[0]), [name for name in self.formats if name == "fp16"], settings
+        )
         if first.loss_scale is not None:
             settings = replace(settings, max_scale=first.loss_scale)
         model, micro_batches = reference.plain_model(), self._on_device(self.steps[-1])
@@ -221,9 +224,6 @@ class _Probe:
             activation_gradients=_merge(first.activation_gradients, analysis.activation_gradients),
         )
         return merged, flips
-
-    def _formats_of_gradients(self) -> list[str]:
-        return [name for name in self.formats if name == "fp16"]
 
     def _on_device(self, batch: Batch) -> Batch:
         return [to_device(micro_batch, self.device) for micro_batch in batch]
@@ -251,7 +251,7 @@ def _merge(first: Mapping[str, Histogram], second: Mapping[str, Histogram]) -> d
     """Returns the histograms of both together, by name."""
     merged = dict(first)
     for name, histogram in second.items():
-        merged[name] = merged[name] + histogram if name in merged else histogram
+        add_to(merged, name, histogram)
     return merged
 
 

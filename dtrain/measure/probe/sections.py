@@ -96,23 +96,24 @@ def product_table(report: ProbeReport, num: int) -> Table:
 
 def flip_table(report: ProbeReport, num: int | None = None) -> Table:
     """Returns the modules that were run alone in a format; ``num``: only the worst of each format."""
-    by_format: dict[str, list[Flip]] = {}
-    for flip in report.flips:
-        by_format.setdefault(flip.format, []).append(flip)
     rows = [
         (flip.format, module_name(flip.module), f"{flip.predicted:.1e}", f"{flip.measured:.1e}")
-        for flips in by_format.values()
+        for flips in _by_format(report).values()
         for flip in flips[:num]
     ]
     title = "Check: one module alone in a format, forward only"
     return Table(title, ("format", "module", "predicted change of the loss", "measured"), rows)
 
 
+def _by_format(report: ProbeReport) -> dict[str, list[Flip]]:
+    names = dict.fromkeys(flip.format for flip in report.flips)
+    return {name: [flip for flip in report.flips if flip.format == name] for name in names}
+
+
 def flip_notes(report: ProbeReport) -> list[str]:
     """Returns how well the predictions rank the modules that were run alone."""
     notes = []
-    for name in dict.fromkeys(flip.format for flip in report.flips):
-        flips = [flip for flip in report.flips if flip.format == name]
+    for name, flips in _by_format(report).items():
         correlation = rank_correlation([flip.predicted for flip in flips], [flip.measured for flip in flips])
         if correlation is not None:
             notes.append(

@@ -29,8 +29,15 @@ from torch import Tensor, nn
 from dtrain.config.precision import Float8, LossScale
 from dtrain.engine.rng import keyed_rng
 from dtrain.errors import ModelError
-from dtrain.measure.probe.measures import Measure, Operand, count, energies, result
-from dtrain.measure.probe.one_module import FormatSwitch, calls_modules, device_of, is_opaque, observe_handovers
+from dtrain.measure.probe.measures import Measure, Operand, add_to, count, energies, result
+from dtrain.measure.probe.one_module import (
+    FormatSwitch,
+    Handovers,
+    calls_modules,
+    device_of,
+    is_opaque,
+    observe_handovers,
+)
 from dtrain.measure.probe.products import Operands, ProductCall, is_product
 from dtrain.measure.probe.recording import (
     Call,
@@ -89,6 +96,12 @@ class ProbeSettings:
     float8: Float8 = field(default_factory=Float8)
     fp16: Callable[[], AbstractContextManager[object]] = nullcontext
     max_scale: float = math.inf
+
+    def handovers(self, model: nn.Module, micro_batch: MicroBatch) -> Handovers:
+        """Returns what the modules hand each other in BF16 in the first micro-batch."""
+        device = device_of(model)
+        with keyed_rng(device, micro_batch_key(self.seed, 0)):
+            return observe_handovers(model, lambda: self.loss_of(model, micro_batch), device)
 
 
 def analyze(
@@ -149,12 +162,8 @@ class _Analyzer:
         return self._analysis()
 
     def _observe_handovers(self, micro_batch: MicroBatch) -> None:
-        loss_of = self.settings.loss_of
         try:
-            with keyed_rng(self.device, micro_batch_key(self.settings.seed, 0)):
-                self.switch.handovers = observe_handovers(
-                    self.model, lambda: loss_of(self.model, micro_batch), self.device
-                )
+            self.switch.handovers = self.settings.handovers(self.model, micro_batch)
         except Exception as error:  # of the user's model
             reason = f"the model fails in bf16: {_first_line(error)}"
             self.unexamined |= {name: reason for name in self.modules if name not in self.products}
@@ -163,7 +172,7 @@ class _Analyzer:
 
     def _count_gradients(self, recording: Recording) -> None:
         for name, gradient in recording.gradients.items():
-            _add(self.gradients, name, gradient)
+            add_to(self.gradients, name, Histogram.of(gradient))
             self._see(gradient)
         for call in recording.calls:
             handed = self.switch.handovers.get(call.name)
@@ -171,7 +180,7 @@ class _Analyzer:
                 if dy is None or not dy.dim():  # a loss is FP32
                     continue
                 if call.name in self.products:
-                    _add(self.activation_gradients, call.name, dy)
+                    add_to(self.activation_gradients, call.name, Histogram.of(dy))
                     self._see(dy)
                 elif handed and handed.outputs[index : index + 1] == (True,):
                     self._see(dy)
@@ -230,8 +239,7 @@ class _Analyzer:
                 from_range = measure.noise > bf16_noise
                 measure = replace(measure, unlimited_noise=0.0 if from_range else measure.noise)
             if format_name in self.formats:
-                key = (call.name, "forward", format_name)
-                found[key] = found[key] + measure if key in found else measure
+                add_to(found, (call.name, "forward", format_name), measure)
 
     def _measured_again(self, call: Call, format_name: str) -> Measure:
         module = self.modules[call.name]
@@ -326,13 +334,7 @@ def _collect(
     for product, measure in measures.items():
         if product == "dgrad":
             measure = replace(measure, change=measure.change * gain_before if gain_before else 0.0)
-        key = (name, product, format_name)
-        found[key] = found[key] + measure if key in found else measure
-
-
-def _add(histograms: dict[str, Histogram], name: str, gradient: Tensor) -> None:
-    new = Histogram.of(gradient)
-    histograms[name] = histograms[name] + new if name in histograms else new
+        add_to(found, (name, product, format_name), measure)
 
 
 def _inside(name: str, modules: Mapping[str, nn.Module]) -> tuple[str, ...]:

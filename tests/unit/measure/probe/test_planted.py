@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import shlex
 import statistics
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 import dtrain
 from dtrain.cli.resolve import compose
-from dtrain.distributed.logging import logger
 from dtrain.measure.noise import Noise
 from dtrain.measure.probe.advice import advise
 from dtrain.measure.probe.evidence import Evidence
 from dtrain.measure.probe.flips import flip
 from dtrain.measure.probe.records import Advice, Analysis, Trial
 from dtrain.measure.probe.sensitivity import analyze
+from dtrain.measure.probe.trials import quiet
 
 STEPS = 10
 _ROWS, _WIDTH, _HIDDEN = 32, 16, 32
@@ -229,10 +228,8 @@ def examine(planted: Planted, seed: int, fp32: Trial, seed_noise: float) -> tupl
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
     """Engines of FP16 without a loss scale warn, and 400 engines say much."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    yield
-    logger.setLevel(level)
+    with quiet():
+        yield
 
 
 @pytest.mark.parametrize("num_seeds", [1, pytest.param(20, marks=pytest.mark.exhaustive)])
