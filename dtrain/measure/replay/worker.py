@@ -149,11 +149,8 @@ class _StepRecorder(StepWatch):
 
     def _first_nonfinite(self) -> str:
         """Returns the first tensor of the forward that is not finite, masks apart; empty if there is none."""
-        for record in self._modules.records:
-            values = record.forward.read(record.name)
-            if not (values.is_finite or values.may_be_mask):
-                return f"{_side(record)} of '{record.module}' ({record.class_name})"
-        return ""
+        record, _ = self._modules.first_nonfinite()
+        return f"{record.side} of '{record.module}' ({record.class_name})" if record else ""
 
     def _write_micro_batch(self, record: MicroBatchRecord, micro: MicroBatch) -> None:
         """Writes the inputs and sample ids as safetensors; the record and the modules' ranges as JSON."""
@@ -170,15 +167,11 @@ class _StepRecorder(StepWatch):
         write_json(path.with_suffix(".json"), content, indent=1)
 
 
-def _side(record: TensorRecord) -> str:
-    return "output" if record.is_output else "input"
-
-
 def _plain(record: TensorRecord) -> dict[str, Any]:
     """Returns a tensor at a module's boundary, in the order of the forward; its gradient is scaled."""
     gradient = None if record.gradient is None else asdict(record.gradient.read("gradient"))
     values = asdict(record.forward.read(record.name))
-    return {"module": record.module, "class": record.class_name, "side": _side(record), **values, "gradient": gradient}
+    return {"module": record.module, "class": record.class_name, "side": record.side, **values, "gradient": gradient}
 
 
 def _gradient_record(name: str, gradient: Tensor) -> GradientRecord:
