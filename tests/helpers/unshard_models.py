@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.helpers.net import Net
+
 DIM = 8
 
 
@@ -99,15 +101,10 @@ class GruBlock(nn.Module):
         return (checkpoint(self.gru, x, use_reentrant=False) if self.inside else self.gru(x))[0]
 
 
-class AttentionBlock(nn.Module):
+def attention_block() -> nn.Module:
     """nn.MultiheadAttention reads the weight of its output layer without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.attention(x, x, x, need_weights=False)[0]
+    attention = nn.MultiheadAttention(DIM, 2, batch_first=True)
+    return Net(lambda net, x: x + net.attention(x, x, x, need_weights=False)[0], attention=attention)
 
 
 class DetachedBlock(Block):
@@ -138,7 +135,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "branching": lambda: Stack(*(Block() for _ in range(4)), order=branching),
     "dicts": lambda: Stack(*(DictBlock() for _ in range(3)), order=in_dicts),
     "gru": lambda: Stack(GruBlock(False), GruBlock(True), GruBlock(False)),
-    "attention": lambda: Stack(AttentionBlock(), AttentionBlock()),
+    "attention": lambda: Stack(attention_block(), attention_block()),
     "detached": lambda: Stack(DetachedBlock(), DetachedBlock()),
     "penalty": lambda: Penalty(Block(), Block()),
     "weight_norm": lambda: Stack(*(nn.utils.parametrizations.weight_norm(nn.Linear(DIM, DIM)) for _ in range(2))),

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from tests.helpers.net import Net
 
 VOCAB = 13
 LENGTH = 6
@@ -74,17 +77,10 @@ class PartlyFrozen(Transformer):
         self.norm.bias.requires_grad_(False)
 
 
-class Unused(nn.Module):
+def unused() -> nn.Module:
     """A layer and a bare parameter that no forward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(8, 4)
-        self.unused_layer = nn.Linear(3, 5)
-        self.unused = nn.Parameter(torch.randn(7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.used(x)
+    parts = {"used": nn.Linear(8, 4), "unused_layer": nn.Linear(3, 5), "unused": nn.Parameter(torch.randn(7))}
+    return Net(lambda net, x: net.used(x), **parts)
 
 
 class SometimesUsed(nn.Module):
@@ -101,17 +97,11 @@ class SometimesUsed(nn.Module):
         return self.head(self.expert(x) if use_expert else x)
 
 
-class Recurrent(nn.Module):
+def recurrent() -> nn.Module:
     """A two-layer GRU, which keeps its parameters in a flat list of its own, then a norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.gru = nn.Embedding(VOCAB, 6), nn.GRU(6, 5, num_layers=2, batch_first=True)
-        self.norm, self.head = nn.LayerNorm(5), nn.Linear(5, VOCAB)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        states, _ = self.gru(self.embedding(tokens))
-        return _token_loss(self.head(self.norm(states)), tokens)
+    parts = {"embedding": nn.Embedding(VOCAB, 6), "gru": nn.GRU(6, 5, num_layers=2, batch_first=True)}
+    parts |= {"norm": nn.LayerNorm(5), "head": nn.Linear(5, VOCAB)}
+    return Net(lambda net, tokens: _token_loss(net.head(net.norm(net.gru(net.embedding(tokens))[0])), tokens), **parts)
 
 
 class Attention(nn.Module):
@@ -129,18 +119,15 @@ class Attention(nn.Module):
         return _token_loss(self.head(self.norm(x + mixed)), tokens)
 
 
-class ConvNet(nn.Module):
+def conv_net(norm: Callable[[int], nn.Module]) -> nn.Module:
     """Convolutions, with GroupNorm or BatchNorm (float and integer buffers)."""
+    first, second = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 8, 3, stride=2)
+    features = nn.Sequential(first, norm(4), nn.ReLU(), second, norm(8), nn.ReLU())
 
-    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        first, second = nn.Conv2d(3, 4, 3, padding=1, bias=False), nn.Conv2d(4, 8, 3, stride=2)
-        self.features = nn.Sequential(first, norm(4), nn.ReLU(), second, norm(8), nn.ReLU())
-        self.head = nn.Linear(8, 2)
+    def run(net: Any, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(at_least_fp32(net.head(net.features(images).mean((2, 3)))), labels)
 
-    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
-        pooled = self.features(images).mean((2, 3))
-        return F.cross_entropy(at_least_fp32(self.head(pooled)), labels)
+    return Net(run, features=features, head=nn.Linear(8, 2))
 
 
 class Buffers(nn.Module):
@@ -168,18 +155,13 @@ class Buffers(nn.Module):
         return self.layer((x * self.scale * self.keep)[:, self.order])
 
 
-class MixedArguments(nn.Module):
+def mixed_arguments() -> nn.Module:
     """Takes a tensor and a tuple by position, the rest by keyword, one with a default."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.Linear(8, 4)
-        self.right = nn.Linear(3, 4)
+    def run(net: Any, x: Tensor, pair: tuple[Tensor, Tensor], *, target: Tensor, gain: float = 1.0) -> Tensor:
+        return F.mse_loss(at_least_fp32(net.left(x) + gain * net.right(pair[0] * pair[1])), target)
 
-    def forward(self, x: Tensor, pair: tuple[Tensor, Tensor], *, target: Tensor, gain: float = 1.0) -> Tensor:
-        first, second = pair
-        prediction = self.left(x) + gain * self.right(first * second)
-        return F.mse_loss(at_least_fp32(prediction), target)
+    return Net(run, left=nn.Linear(8, 4), right=nn.Linear(3, 4))
 
 
 @dataclass
@@ -190,16 +172,14 @@ class Output:
     prediction: Tensor
 
 
-class ObjectOutput(nn.Module):
+def object_output() -> nn.Module:
     """Returns a record with the loss as an attribute."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor, y: Tensor) -> Output:
-        prediction = self.layer(x)
+    def run(net: Any, x: Tensor, y: Tensor) -> Output:
+        prediction = net.layer(x)
         return Output(F.mse_loss(at_least_fp32(prediction), y), prediction)
+
+    return Net(run, layer=nn.Linear(8, 4))
 
 
 class OddSizes(nn.Module):
@@ -239,16 +219,11 @@ class Nested(nn.Module):
         return self.heads["main"](x) + self.heads["skip"](start)
 
 
-class WeightNorm(nn.Module):
+def weight_norm() -> nn.Module:
     """Weights computed from other parameters whenever they are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 12))
-        self.second = nn.utils.parametrizations.weight_norm(nn.Linear(12, 4), dim=1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
+    first = nn.utils.parametrizations.weight_norm(nn.Linear(8, 12))
+    second = nn.utils.parametrizations.weight_norm(nn.Linear(12, 4), dim=1)
+    return Net(lambda net, x: net.second(torch.relu(net.first(x))), first=first, second=second)
 
 
 def mlp() -> nn.Module:

@@ -20,6 +20,7 @@ import dtrain
 from dtrain.errors import CheckpointError, ConfigError, UsageError
 from dtrain.integrations.accelerate import Accelerator
 from tests.helpers.accelerate_loops import F, Script, build, decay_groups, loader_options, reset_accelerate, run
+from tests.helpers.net import Net
 
 CPU = {"cpu": True}
 
@@ -400,23 +401,15 @@ def test_calls_that_cannot_be_kept_are_refused() -> None:
     )
 
 
-class Scale(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(()))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.a
-
-
 @pytest.mark.parametrize("engine", [dtrain.Native(zero_stage=0), dtrain.Native(zero_stage=3), dtrain.DDP()])
 def test_the_unwrapped_model_reads_as_with_plain_accelerate(engine: Any) -> None:
     """Also after each step, from references that were kept, in a moving average by hand, and in a copy."""
-    accelerator, module = fresh(mixed_precision="bf16", engine=engine), Scale()
+    accelerator = fresh(mixed_precision="bf16", engine=engine)
+    module = Net(lambda net, x: x * net.a, a=nn.Parameter(torch.zeros(())))
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
     unwrapped, (kept,) = accelerator.unwrap_model(model), model.parameters()
     average, want = torch.zeros(()), 0.0
-    assert isinstance(unwrapped, Scale)
+    assert isinstance(unwrapped, Net)
     for index in range(12):
         accelerator.backward((model(torch.tensor([1.0 + index / 7])) - 2).square().mean())
         optimizer.step()
