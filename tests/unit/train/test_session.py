@@ -1,7 +1,8 @@
-"""A session is what ``dtrain train`` does, step by step."""
+"""A session is what ``dtrain train`` does, step by step; and nothing else in dtrain has a loop of its own."""
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -17,6 +18,7 @@ from dtrain.errors import ConfigError
 from dtrain.tasks import IGNORE_INDEX
 from dtrain.train.session import StepWatch
 
+ROOT = Path(__file__).parents[3]
 WORDS = [
     *("model=tiny", "precision=fp32", "optim.compile=false", "launch.device=cpu", "launch.threads_per_rank=1"),
     *("train.micro_batch_size=2", "train.global_batch_size=4", "train.steps=3", "train.eval_batches=2"),
@@ -98,3 +100,27 @@ def test_a_micro_batch_counts_by_its_targets_and_its_parts_can_be_watched() -> N
 def test_a_mistake_is_named_as_on_the_command_line(words: list[str], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         dtrain.Session.open(overrides=[*WORDS, *words])
+
+
+OWN_LOOPS = {
+    "dtrain/train/session.py": "the body of the loop",
+    "dtrain/integrations/": "the loops are transformers' and accelerate's",
+    "dtrain/measure/bench/peers/": "the other libraries' own loops",
+    "dtrain/measure/experiment/train.py": "networks of the paper, which compute their loss outside of the model",
+    "dtrain/tools/formats/failures.py": "as a user of the library writes it",
+}
+"""Where ``accumulate`` or ``backward`` may be called, and why."""
+
+
+def test_there_is_one_body_of_a_training_loop() -> None:
+    found = set()
+    for room in ("train", "planning", "measure", "tools", "integrations"):
+        for path in (ROOT / "dtrain" / room).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                    owner = ast.unparse(node.func.value)
+                    if node.func.attr in ("accumulate", "backward") and owner.endswith("engine"):
+                        found.add(str(path.relative_to(ROOT)))
+    assert all(any(path.startswith(own) for path in found) for own in OWN_LOOPS), "an entry is not needed any more"
+    others = {path for path in found if not any(path.startswith(own) for own in OWN_LOOPS)}
+    assert not others, "these write a loop of their own; they should call Session.step"
