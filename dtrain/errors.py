@@ -114,10 +114,6 @@ class BenchError(DtrainError):
     """A benchmark case failed in its process, or a results file could not be read."""
 
 
-class AcceptError(DtrainError):
-    """The acceptance of a machine failed: its device could not be described or profiled."""
-
-
 class RankError(DtrainError):
     """A rank process started by dtrain failed; the message contains the end of its stderr."""
 

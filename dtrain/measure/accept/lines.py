@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.measure.accept.first_uses import OPTIONAL, SAME_BITS
-from dtrain.measure.accept.job import UNDER_WAY, Ended, Lines, read_json
+from dtrain.measure.accept.job import DONE, FAILED, Ended, Lines, read_json
 from dtrain.measure.accept.tests_report import lines_of_tests
 from dtrain.measure.bench.records import TableResults, read_results
 from dtrain.measure.bench.report.document import describe
@@ -22,7 +22,7 @@ def read_lines(found: Ended, folder: Path) -> Lines:
         return Lines()
     try:
         if path.suffix == ".jsonl":
-            return lines_of_tests(path, is_under_way=found.status == UNDER_WAY)
+            return lines_of_tests(path, has_ended=found.status in (DONE, FAILED))
         if path.name == "report.json":
             return _curves(read_json(path))
         values = read_json(path)

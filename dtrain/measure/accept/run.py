@@ -165,7 +165,9 @@ class JobRunner:
         if found.fingerprint != self._fingerprint:
             logger.warning("%s: measured on another machine or with other versions", found.name)
             return
-        self._begun.add(found.name)
+        # tests that have begun are not repeated, because they may have ended their process; but not if that was killed
+        if found.status in (DONE, FAILED) or not found.results.endswith(".jsonl"):
+            self._begun.add(found.name)
         if found.status != DONE:
             return
         self._ended[found.name] = found

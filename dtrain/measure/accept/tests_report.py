@@ -30,11 +30,11 @@ def read_records(path: Path) -> dict[str, dict[str, Any] | None]:
     return tests
 
 
-def lines_of_tests(path: Path, *, is_under_way: bool) -> Lines:
+def lines_of_tests(path: Path, *, has_ended: bool) -> Lines:
     """Returns counts by file, the slowest tests, the reasons of skips, and the ends of tracebacks."""
     tests = read_records(path)
     failures = [f"{test}: {_failure(line)}" for test, line in tests.items() if line and line["outcome"] == "failed"]
-    if not is_under_way:
+    if has_ended:  # else the command has killed it
         failures += [f"{test}: its process ended in it" for test, line in tests.items() if line is None]
     counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(_counts(tests.values()).items()))
     ended = [line for line in tests.values() if line is not None]

@@ -11,6 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from dtrain.measure.accept.job import CUT, DONE, FAILED, LATE, UNDER_WAY, Ended
 from dtrain.measure.accept.lines import read_lines
 from dtrain.measure.accept.page import Acceptance, render, summary
@@ -126,11 +128,13 @@ def test_the_page(tmp_path: Path) -> None:
     assert plain["ended"][2]["results"] == CURVES
 
 
-def test_a_test_under_way_is_no_failure_yet(tmp_path: Path) -> None:
-    tests = acceptance(tmp_path).ended[3]
+@pytest.mark.parametrize(("status", "is_crash"), [(DONE, 1), (FAILED, 1), (LATE, 0), (CUT, 0), (UNDER_WAY, 0)])
+def test_a_test_without_an_end_has_crashed_unless_the_command_killed_it(
+    status: str, is_crash: int, tmp_path: Path
+) -> None:
+    tests = replace(acceptance(tmp_path).ended[3], status=status)
     crash = "tests/gpu/test_kernels.py::test_crashes: its process ended in it"
-    assert crash in read_lines(tests, tmp_path).failures
-    assert crash not in read_lines(replace(tests, status=UNDER_WAY), tmp_path).failures
+    assert read_lines(tests, tmp_path).failures.count(crash) == is_crash
 
 
 def test_half_a_record_does_not_count_and_the_worse_phase_of_a_test_does(tmp_path: Path) -> None:

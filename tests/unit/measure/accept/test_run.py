@@ -207,6 +207,22 @@ def test_what_a_crash_has_left_is_done_by_another_start(side_by_side: bool, tmp_
         assert found_in(out, "first")[0] == ("three" if status == DONE else "twice")
 
 
+@pytest.mark.parametrize(("status", "is_kept"), [(FAILED, True), (CUT, False), (LATE, False)])
+def test_tests_that_were_killed_are_repeated(status: str, is_kept: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    (job,) = make_jobs(
+        tmp_path, monkeypatch, good="import sys, pathlib\npathlib.Path(sys.argv[1]).open('a').write('x')"
+    )
+    job = replace(job, results=".jsonl", command=("planted_jobs.good", "{out}"))
+    plan_of(monkeypatch, [], [job], 0.0)
+    out = tmp_path / "out"
+    run(out)
+    path, records = out / "jobs/good.json", out / "results/good.jsonl"
+    path.write_text(path.read_text().replace('"done"', f'"{status}"'))
+    records.write_text('{"begin": "a test"}\n')
+    run(out)
+    assert (records.read_text() == '{"begin": "a test"}\nx') == is_kept
+
+
 def test_results_of_another_version_are_not_reused(tmp_path: Path, monkeypatch: Any, caplog: Any) -> None:
     plan_of(monkeypatch, [], make_jobs(tmp_path, monkeypatch, good=GOOD), 0.0)
     out, times = tmp_path / "out", []

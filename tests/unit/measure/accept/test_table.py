@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dtrain.cli.resolve import read_suite
 from dtrain.config.capabilities import CAPABILITIES
+from dtrain.config.commands import PARITY, SUITES
+from dtrain.config.tool_schema import ProfileSuiteConfig
 from dtrain.measure.accept import table
 from dtrain.measure.accept.job import PartJob
 from dtrain.measure.accept.table import LIMITS_S, PARTS, ROWS, Machine, Plan, make_plan
@@ -84,6 +87,21 @@ def test_every_test_for_a_gpu_is_named_by_a_row() -> None:
     for word in words:
         path, _, name = word.partition("::")
         assert re.search(rf"^def {name}\(", Path(path).read_text(encoding="utf-8"), re.MULTILINE) or not name, word
+
+
+@pytest.mark.parametrize("machine", [H100, Machine("cuda", 24.0), CPU])
+def test_every_command_has_a_valid_configuration(machine: Machine) -> None:
+    """No machine of the tests has a GPU, so nothing else reads those commands."""
+    found = []
+    for job in plan("all", machine, traces="traces").jobs:
+        words = job.words(Path("out"))
+        if words[:2] == ["dtrain", "bench"]:
+            found.append(read_suite(words[3:], SUITES[words[2]].primary))
+        elif words[:2] == ["dtrain", "parity"]:
+            found.append(read_suite(words[2:], PARITY))
+    assert len(found) >= 12
+    profiles = [config.bench.keep_trace for config in found if isinstance(config, ProfileSuiteConfig)]
+    assert len(set(profiles)) == len(profiles) > 1, "a trace does not replace another one"
 
 
 def test_the_command_of_a_job_is_one_that_a_user_types() -> None:
