@@ -34,30 +34,19 @@ def planned_run(config: RunConfig, keys: Mapping[str, str]) -> PlannedRun:
     check_run(config)
     if device.is_here:
         check_precision(config, choose_device(device.type, 0))
-    return PlannedRun.of(_with_whole_batch(_at_largest_batch(config), ranks), device, ranks)
+    if len(config.batch_growth.phases) > 1:
+        largest = config.batch_growth.largest
+        sizes = f"train.global_batch_size={largest.global_batch_size} train.seq_len={largest.seq_len}"
+        print(f"planned at the largest batch: {sizes}\n")
+        config = config.at_largest_batch()
+    return PlannedRun.of(_with_whole_batch(config, ranks), device, ranks)
 
 
 def whole_number(key: str, text: str) -> int:
-    """Returns the value of ``key``.
-
-    Raises:
-        ConfigError: it is no whole number from 1.
-    """
+    """Returns the value of ``key``; raises ``ConfigError`` if it is no whole number from 1."""
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"{key}={text} must be a whole number from 1")
     return int(text)
-
-
-def _at_largest_batch(config: RunConfig) -> RunConfig:
-    """Returns ``config`` with the largest batch in all steps."""
-    if len(config.batch_growth.phases) == 1:
-        return config
-    largest = config.batch_growth.largest
-    print(
-        f"planned at the largest batch: train.global_batch_size={largest.global_batch_size} "
-        f"train.seq_len={largest.seq_len}\n"
-    )
-    return config.at_largest_batch()
 
 
 def _with_whole_batch(config: RunConfig, ranks: int) -> RunConfig:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,7 @@ class MatrixProduct:
             activations, are :data:`DGRAD`.
         flops: two for each multiplication and addition; attention is counted in full, also if it is causal.
         nbytes: of operands and results, each read or written once.
+        tf32: whether FP32 is computed in TF32.
     """
 
     kind: str
@@ -65,11 +66,13 @@ class MatrixProduct:
     nbytes: int
     is_recomputed: bool
     signature: Signature
+    tf32: bool = False
 
     @property
     def format(self) -> str:
-        name = format_name(self.dtype)
-        return "fp8" if self.dtype.itemsize == 1 else name
+        if self.dtype.itemsize == 1:
+            return "fp8"
+        return "tf32" if self.tf32 and self.dtype == torch.float32 else format_name(self.dtype)
 
     @property
     def intensity(self) -> float:
@@ -109,7 +112,7 @@ def is_product(signature: Signature) -> bool:
     return signature.name in _PRODUCTS
 
 
-def products(calls: Iterable[RecordedCall]) -> list[MatrixProduct]:
+def products(calls: Iterable[RecordedCall], *, tf32: bool = False) -> list[MatrixProduct]:
     """Returns the products of ``calls``, in their order; those of backward are assigned to the calls of forward."""
     found: list[MatrixProduct] = []
     forward: dict[int, list[RecordedCall]] = {}  # products of matrices by the node of autograd
@@ -133,7 +136,7 @@ def products(calls: Iterable[RecordedCall]) -> list[MatrixProduct]:
         else:
             inputs = args[:3] if name == _FLEX[1] else args[1:4]
             found.append(_attention(call, inputs, is_forward=False))
-    return found
+    return [replace(product, tf32=True) for product in found] if tf32 else found
 
 
 def _sides(call: RecordedCall) -> tuple[TensorSpec, TensorSpec]:

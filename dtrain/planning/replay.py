@@ -53,9 +53,15 @@ class Replay:
     shares: Mapping[tuple[str, str], Share] = field(default_factory=dict)
     waits: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def exposed(self) -> float:
-        return sum(share.exposed for share in self.shares.values())
+    def total(self, purpose: str | None = None) -> Share:
+        """Returns the transfers of all axes; of all purposes without ``purpose``."""
+        found = [share for (name, _), share in self.shares.items() if purpose in (name, None)]
+        return Share(
+            sum(share.count for share in found),
+            sum(share.nbytes for share in found),
+            sum(share.seconds for share in found),
+            sum(share.exposed for share in found),
+        )
 
 
 def replay(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,7 @@ from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
 from dtrain.data.growing import cut_rows
-from dtrain.distributed.communicator import Communicator
 from dtrain.engine.adapters.native import NativeEngine
-from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
@@ -154,11 +153,7 @@ class PlannedRun:
         model = build_without_values(config, self.task)
         # fake targets have no values to count
         weight = micro_batch_weight(self.batch, config.train.micro_batch_size * config.targets_per_sample)
-
-        def build(model: nn.Module, comm: Communicator) -> Engine:
-            return make_engine(config, model, comm)
-
-        with torch_settings_restored(), fake_engine(model, build, comm) as engine:
+        with torch_settings_restored(), fake_engine(model, partial(make_engine, config), comm) as engine:
             assert isinstance(engine, NativeEngine)
             session, batch = Session(engine, config, weigh=lambda _: weight), fake_batch(self.batch)
 

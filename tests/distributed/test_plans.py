@@ -153,7 +153,7 @@ def simulated(device: str, world: int, *keys: str) -> list[tuple[str, str, int]]
     traced = trace_run(PlannedRun.of(config, find_device(device, world), world), 0.7, 100.0)
     size = getattr(config.engine, "shard_size", None) or world
     found = []
-    for transfer in traced.transfers:
+    for transfer in traced.traces[max(traced.traces)].transfers.values():
         expected = {WORLD: world, SHARD: size, REPLICATE: world // size}[transfer.axis]
         assert (transfer.world_size, transfer.stride) == (expected, size if transfer.axis == REPLICATE else 1)
         # a CPU sends and sums in place of a reduce-scatter

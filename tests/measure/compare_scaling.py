@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.cli.resolve import compose
-from dtrain.measure.simulate.points import ENGINE, Assumptions, as_ring
+from dtrain.measure.simulate.points import Assumptions, as_ring
 from dtrain.measure.simulate.step import Traced, simulate_step, trace_run
 from dtrain.planning.devices import find_device
 from dtrain.planning.timeline import Transfer
@@ -30,8 +30,8 @@ PLACES = {  # of published devices: the one that is simulated, and its network
     "h200-141gb": ("h200-141gb", "ib-400g"),
     "a100-40gb": ("a100-40gb", "ib-200g"),
 }
-DEFAULTS = Assumptions("", 0.7, None, 1.189, 0.015, ENGINE, 10.0)
-"""Those of ``dtrain simulate``."""
+DEFAULTS = Assumptions("")
+"""Those of ``dtrain simulate``, but the network."""
 _MANY = 64
 
 Series = dict[str, Any]

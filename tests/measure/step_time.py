@@ -13,8 +13,7 @@ from statistics import median
 from typing import Any
 
 from dtrain.measure.plan.amdahl import expected
-from dtrain.measure.plan.time import measure_time, product_share
-from dtrain.measure.plan.time_rank import RankTime
+from dtrain.measure.plan.time import RankTime, measure_time, product_share
 from dtrain.planning.devices import find_device
 from dtrain.telemetry.metrics import read_metrics
 from dtrain.train.planned import PlannedRun

@@ -10,11 +10,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Generator, Tensor
 
-from dtrain.measure.experiment.records import Experiment
 from dtrain.precision.formats import BF16, FP16, FP32, FloatFormat, gamma
 from dtrain.tools.format_styles import GREY, STYLES
 from dtrain.tools.tables import Table
 
+PAPER = "some networks need products of FP16 numbers accumulated in FP32 and converted to FP16 afterwards (section 3.3)"
 SUMS = {FP16: torch.float16, BF16: torch.bfloat16, FP32: torch.float32}
 """Formats of the sums; the operands are BF16 for sums in BF16, else FP16."""
 MATMUL = "fp16 matmul"
@@ -41,7 +41,7 @@ class SumErrors:
 
 
 @dataclass(frozen=True)
-class AccumulationResult:
+class Result:
     seed: int
     trials: int
     lengths: list[int]
@@ -72,23 +72,18 @@ def worst_case(shape: tuple[int, int], floats: FloatFormat, generator: Generator
     return x, y
 
 
-VECTORS: dict[str, Callable[[tuple[int, int], FloatFormat, Generator], tuple[Tensor, Tensor]]] = {
-    "random signs": random_signs,
-    "positive": positive,
-    "worst case": worst_case,
-}
-_MEANINGS = {
-    "random signs": "errors cancel",
-    "positive": "errors add up",
-    "worst case": "1, then terms too small to count",
+VECTORS: dict[str, tuple[Callable[[tuple[int, int], FloatFormat, Generator], tuple[Tensor, Tensor]], str]] = {
+    "random signs": (random_signs, "errors cancel"),
+    "positive": (positive, "errors add up"),
+    "worst case": (worst_case, "1, then terms too small to count"),
 }
 
 
-def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> AccumulationResult:
+def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> Result:
     """Measures lengths from 2 to ``longest``, a power of two."""
     lengths = [2**power for power in range(1, longest.bit_length())]
     cases = []
-    for name, make in VECTORS.items():
+    for name, (make, _) in VECTORS.items():
         for floats, dtype in SUMS.items():
             x, y = make((trials, longest), floats, Generator().manual_seed(seed))
             x, y = (v.to(torch.bfloat16 if floats is BF16 else torch.float16) for v in (x, y))
@@ -98,7 +93,7 @@ def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> AccumulationRe
                 # one more rounding, of the result to FP16
                 bounds = [(1 + gamma(n, FP32.unit_roundoff)) * (1 + FP16.unit_roundoff) - 1 for n in lengths]
                 cases.append(SumErrors(name, MATMUL, _errors(x, y, _matmuls(x, y, lengths), lengths), [*bounds]))
-    return AccumulationResult(seed, trials, lengths, cases)
+    return Result(seed, trials, lengths, cases)
 
 
 def _bounds(lengths: Sequence[int], floats: FloatFormat) -> list[float | None]:
@@ -130,7 +125,7 @@ def _errors(x: Tensor, y: Tensor, sums: Sequence[Tensor], lengths: Sequence[int]
     return [error.max().item() for error in relative]
 
 
-def finding(result: AccumulationResult) -> str:
+def finding(result: Result) -> str:
     length = 4096 if 4096 in result.lengths else result.lengths[-1]
     fp16, fp32 = (result.error("positive", floats.name, length) for floats in (FP16, FP32))
     return (
@@ -139,7 +134,7 @@ def finding(result: AccumulationResult) -> str:
     )
 
 
-def tables(result: AccumulationResult) -> list[Table]:
+def tables(result: Result) -> list[Table]:
     lengths = [length for length in _TABLE_LENGTHS if length in result.lengths]
     columns = ("vectors", "sums in", *(f"n = {length:,}: error (bound)" for length in lengths))
     rows = []
@@ -154,20 +149,18 @@ def tables(result: AccumulationResult) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
-def draw(result: AccumulationResult) -> Figure:
-    figure = Figure(figsize=(11, 4.9), dpi=110, layout="constrained")
+def draw(figure: Figure, result: Result) -> None:
+    figure.set_size_inches(11, 4.9)
     panels = figure.subplots(1, len(VECTORS), sharey=True)
-    for axes, vectors in zip(panels, VECTORS, strict=True):
+    for axes, (vectors, (_, meaning)) in zip(panels, VECTORS.items(), strict=True):
         _draw_case(axes, result, vectors)
-        axes.set_title(f"{vectors}: {_MEANINGS[vectors]}", fontsize=10.5)
+        axes.set_title(f"{vectors}: {meaning}", fontsize=10.5)
     panels[0].set_ylabel("error / sum of the magnitudes,\nlargest of the trials")
-    handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
-    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
-    return figure
+    legend = panels[0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
 
 
-def _draw_case(axes: Axes, result: AccumulationResult, vectors: str) -> None:
+def _draw_case(axes: Axes, result: Result, vectors: str) -> None:
     for floats in SUMS:
         case, color = result.of(vectors, floats.name), STYLES[floats][0]
         axes.plot(
@@ -186,13 +179,3 @@ def _draw_case(axes: Axes, result: AccumulationResult, vectors: str) -> None:
 def _visible(errors: Sequence[float]) -> list[float]:
     """Errors of 0 become NaN, which a logarithmic axis leaves out."""
     return [error or float("nan") for error in errors]
-
-
-EXPERIMENT = Experiment(
-    AccumulationResult,
-    "some networks need products of FP16 numbers accumulated in FP32 and converted to FP16 afterwards (section 3.3)",
-    run,
-    finding,
-    tables,
-    draw,
-)

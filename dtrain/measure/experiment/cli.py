@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 from dtrain.errors import ConfigError, nearest
-
-if TYPE_CHECKING:
-    from dtrain.measure.experiment.records import Experiment
+from dtrain.measure.record import RecordHead, head, read_record, write_record
 
 EXPERIMENTS = {
     "master-weights": "what does training lose if updates go to FP16 or BF16 weights, without FP32 masters?",
@@ -21,7 +21,7 @@ EXPERIMENTS = {
     "accumulation": "how far is a dot product of length n off if it is summed in FP16, BF16 or FP32?",
     "formats": "can BF16, FP16 and FP8 be told from FP32's own noise on each kind of task?",
 }
-"""Name -> question. The module of that name holds ``EXPERIMENT``; it brings torch, so it is imported when it runs."""
+"""Name -> question. The module of that name brings torch, so it is imported when it runs."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -41,18 +41,31 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def load(name: str) -> Experiment[Any]:
-    """Returns the experiment of that name; imports torch."""
-    experiment: Experiment[Any] = import_module(f"dtrain.measure.experiment.{name.replace('-', '_')}").EXPERIMENT
-    return experiment
+@dataclass(frozen=True, kw_only=True)
+class ExperimentRecord(RecordHead):
+    """One run of an experiment, which has no configuration."""
+
+    experiment: str
+    threads: int
+    wall_s: float
+    result: dict[str, Any]
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+def load(name: str) -> ModuleType:
+    """Returns the module of an experiment.
+
+    Its ``run()`` returns a ``Result``, a dataclass that is plain JSON; of it ``finding`` gives one sentence, also the
+    title of the picture, ``tables`` the tables, and ``draw`` fills a figure. ``PAPER`` is what the paper found.
+    """
+    return import_module(f"dtrain.measure.experiment.{name.replace('-', '_')}")
 
 
 def _run(name: str, out: Path | None, file: Path | None) -> None:
     import torch
+    from matplotlib.figure import Figure
 
     from dtrain.config.dump import config_to_dict, from_plain
-    from dtrain.measure.experiment.records import ExperimentRecord
-    from dtrain.measure.record import head, read_record, write_record
     from dtrain.tools.tables import show
 
     experiment = load(name)
@@ -61,7 +74,7 @@ def _run(name: str, out: Path | None, file: Path | None) -> None:
         record = read_record(file, ExperimentRecord, "experiment")
         if record.experiment != name:
             raise ConfigError(f"{file} is a result of '{record.experiment}'; give that name instead of '{name}'")
-        result = from_plain(experiment.result, record.result)
+        result = from_plain(experiment.Result, record.result)
     folder.mkdir(parents=True, exist_ok=True)
     if file is None:
         torch.set_num_threads(1)  # the networks are so small that threads would wait for each other
@@ -75,10 +88,13 @@ def _run(name: str, out: Path | None, file: Path | None) -> None:
             result=config_to_dict(result),
         )
         write_record(folder / f"experiment-{name}.json", record)
-    picture = folder / f"experiment-{name}.png"
-    experiment.draw(result).savefig(picture)
+    finding = experiment.finding(result)
+    figure = Figure(dpi=110, layout="constrained")
+    experiment.draw(figure, result)
+    figure.suptitle(finding.replace("; ", ";\n", 1), fontsize=12)
+    figure.savefig(folder / f"experiment-{name}.png")
     show(experiment.tables(result))
-    print(f"{experiment.finding(result)}.\nThe paper: {experiment.paper}.\nresults in {folder}")
+    print(f"{finding}.\nThe paper: {experiment.PAPER}.\nresults in {folder}")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -15,13 +15,16 @@ from torch import Tensor, nn
 from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import on_outputs
 from dtrain.measure.experiment.networks import SmallNetwork, convnet, detector, language_model
-from dtrain.measure.experiment.records import Experiment
-from dtrain.measure.experiment.train import Observer, Variant, train
+from dtrain.measure.experiment.train import train
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, FloatFormat
 from dtrain.precision.histogram import NUM_BINS, Histogram, count_magnitudes, share
 from dtrain.tools.format_styles import GREY, STYLES
 from dtrain.tools.tables import Table
 
+PAPER = (
+    "of Multibox SSD's activation gradients 66.8 % were 0 and FP16 flushed another 31 %; a scale of 8 sufficed, 32K "
+    "recovered all but 0.1 % (section 3.2; NVIDIA, Train With Mixed Precision)"
+)
 SCALES = tuple(2.0**power for power in range(16))
 """From 1 to 32,768."""
 
@@ -53,42 +56,32 @@ class NetworkGradients:
 
 
 @dataclass(frozen=True)
-class GradientHistogramResult:
+class Result:
     steps: int
     seed: int
     networks: list[NetworkGradients]
 
 
-class ActivationGradients(Observer):
-    """Counts the gradient of every output of a convolution or Linear."""
-
-    def __init__(self) -> None:
-        self._counts = torch.zeros(NUM_BINS, dtype=torch.int64)
-
-    def start(self, engine: Engine) -> None:
-        modules = engine.module.named_modules()
-        products = {name: module for name, module in modules if isinstance(module, (nn.Conv2d, nn.Linear))}
-        self._hooks = on_outputs(products, self._count)
-
-    def histogram(self) -> Histogram:
-        return Histogram(tuple(self._counts.tolist()))
-
-    def _count(self, name: str, gradient: Tensor) -> None:
-        self._counts += count_magnitudes(gradient).cpu()
-
-
-def run(networks: Sequence[SmallNetwork] | None = None, steps: int = 300, seed: int = 0) -> GradientHistogramResult:
+def run(networks: Sequence[SmallNetwork] | None = None, steps: int = 300, seed: int = 0) -> Result:
     networks = networks or (detector(), language_model(), convnet())
-    return GradientHistogramResult(steps, seed, [_measure(network, steps, seed) for network in networks])
+    return Result(steps, seed, [_measure(network, steps, seed) for network in networks])
 
 
 def _measure(network: SmallNetwork, steps: int, seed: int) -> NetworkGradients:
-    observer = ActivationGradients()
-    train(network, Variant(), steps, seed=seed, observer=observer)
-    return NetworkGradients(network.name, observer.histogram().to_dict())
+    counts = torch.zeros(NUM_BINS, dtype=torch.int64)
+
+    def count(name: str, gradient: Tensor) -> None:
+        counts.add_(count_magnitudes(gradient).cpu())
+
+    def hook(engine: Engine) -> None:
+        modules = engine.module.named_modules()
+        on_outputs({name: module for name, module in modules if isinstance(module, (nn.Conv2d, nn.Linear))}, count)
+
+    train(network, "fp32", steps, seed=seed, on_start=hook)
+    return NetworkGradients(network.name, Histogram(tuple(counts.tolist())).to_dict())
 
 
-def finding(result: GradientHistogramResult) -> str:
+def finding(result: Result) -> str:
     first, largest = result.networks[0], SCALES[-1]
     return (
         f"{first.network}: FP16 flushes {first.flushed():.1%} of the nonzero activation gradients; "
@@ -96,7 +89,7 @@ def finding(result: GradientHistogramResult) -> str:
     )
 
 
-def tables(result: GradientHistogramResult) -> list[Table]:
+def tables(result: Result) -> list[Table]:
     columns = ("network", "zero in FP32", *(f"flushed, scale {scale:,.0f}" for scale in _TABLE_SCALES))
     rows = []
     for network in result.networks:
@@ -107,9 +100,9 @@ def tables(result: GradientHistogramResult) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
-def draw(result: GradientHistogramResult) -> Figure:
+def draw(figure: Figure, result: Result) -> None:
     """Draws the first network's histogram over the formats' ranges, and the recovery of all networks."""
-    figure = Figure(figsize=(9, 8.8), dpi=110, layout="constrained")
+    figure.set_size_inches(9, 8.8)
     histogram, ranges, recovery = figure.subplots(3, 1, height_ratios=(4, 1.5, 3.4))
     _draw_histogram(histogram, result.networks[0])
     _draw_ranges(ranges)
@@ -124,8 +117,6 @@ def draw(result: GradientHistogramResult) -> Figure:
     recovery.yaxis.set_major_formatter(StrMethodFormatter("{x:.0%}"))
     recovery.grid(alpha=0.3)
     recovery.legend(fontsize=9)
-    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
-    return figure
 
 
 def _draw_histogram(axes: Axes, network: NetworkGradients) -> None:
@@ -159,14 +150,3 @@ def _draw_ranges(axes: Axes) -> None:
         axes.barh(row, floats.max_exponent + 1 - normal, left=normal, height=0.7, color=color)
     axes.set_yticks(range(len(formats)), [floats.name for floats in formats])
     axes.set(xlabel="magnitude of the gradient, as a power of two", ylabel="range\n(pale: subnormal)")
-
-
-EXPERIMENT = Experiment(
-    GradientHistogramResult,
-    "of Multibox SSD's activation gradients 66.8 % were 0 and FP16 flushed another 31 %; a scale of 8 sufficed, 32K "
-    "recovered all but 0.1 % (section 3.2; NVIDIA, Train With Mixed Precision)",
-    run,
-    finding,
-    tables,
-    draw,
-)

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from dtrain.engine.interface import Engine
 from dtrain.measure.experiment.networks import SmallNetwork, language_model, regression
-from dtrain.measure.experiment.records import Experiment
-from dtrain.measure.experiment.train import BLOCK, LossCurve, Observer, Variant, train
+from dtrain.measure.experiment.train import BLOCK, LossCurve, train
 from dtrain.precision.histogram import share
 from dtrain.tools.format_styles import PRECISION_COLORS
 from dtrain.tools.tables import Table
 
+PAPER = (
+    "updates to FP16 weights cost a Mandarin speech model 80 % relative accuracy, FP32 masters nothing (section 3.1)"
+)
 _PRECISIONS = ("fp16", "bf16")
 _MASTERS: dict[str, Any] = {"color": "#c0c0c0", "linewidth": 6, "label": "FP32 masters"}
 
@@ -54,7 +56,7 @@ class MasterComparison:
 
 
 @dataclass(frozen=True)
-class MasterWeightsResult:
+class Result:
     steps: int
     trainings: list[MasterComparison]
 
@@ -72,7 +74,7 @@ class MasterWeightsResult:
         return sorted({item.lr for item in self.trainings if item.network == network})
 
 
-class WithoutMasters(Observer):
+class WithoutMasters:
     """Rounds the masters of all weights in reduced precision to their compute dtype, and counts lost updates."""
 
     def __init__(self) -> None:
@@ -80,13 +82,8 @@ class WithoutMasters(Observer):
         self.lost = 0
         self._before: dict[str, Tensor] = {}
 
-    def start(self, engine: Engine) -> None:
-        self._round(engine)
-
-    def step(self, engine: Engine) -> None:
-        self._round(engine)
-
-    def _round(self, engine: Engine) -> None:
+    def round(self, engine: Engine) -> None:
+        """Rounds the masters: before the first step and after each."""
         dtypes = {name: dtype for name, dtype in engine.contract.replica_dtypes.items() if dtype != torch.float32}
         with engine.modify_weights(*dtypes):
             for name, dtype in dtypes.items():
@@ -101,9 +98,7 @@ class WithoutMasters(Observer):
                 self._before[name] = after
 
 
-def run(
-    rates: Sequence[tuple[SmallNetwork, Sequence[float], Sequence[int]]] | None = None, steps: int = 300
-) -> MasterWeightsResult:
+def run(rates: Sequence[tuple[SmallNetwork, Sequence[float], Sequence[int]]] | None = None, steps: int = 300) -> Result:
     """Trains each network at each learning rate with each seed.
 
     Args:
@@ -120,19 +115,19 @@ def run(
         for precision in _PRECISIONS
         for seed in seeds
     ]
-    return MasterWeightsResult(steps, trainings)
+    return Result(steps, trainings)
 
 
 def _compare(network: SmallNetwork, precision: str, steps: int, seed: int) -> MasterComparison:
-    variant, observer = Variant(precision), WithoutMasters()
-    untrained = train(network, Variant(), 0, seed=seed).final
-    with_masters = train(network, variant, steps, seed=seed)
-    without = train(network, variant, steps, seed=seed, observer=observer)
+    observer = WithoutMasters()
+    untrained = train(network, "fp32", 0, seed=seed).final
+    with_masters = train(network, precision, steps, seed=seed)
+    without = train(network, precision, steps, seed=seed, on_start=observer.round, on_step=observer.round)
     lost = share(observer.lost, observer.updates)
     return MasterComparison(network.name, precision, network.optimizer.lr, seed, untrained, with_masters, without, lost)
 
 
-def finding(result: MasterWeightsResult) -> str:
+def finding(result: Result) -> str:
     network = result.trainings[0].network
     lr = sorted(result.rates(network))[1]
     shares = [f"{_mean(result.of(network, name, lr), 'lost_progress'):.0%} in {name.upper()}" for name in _PRECISIONS]
@@ -142,17 +137,9 @@ def finding(result: MasterWeightsResult) -> str:
     )
 
 
-def tables(result: MasterWeightsResult) -> list[Table]:
-    columns = (
-        "network",
-        "weights",
-        "lr",
-        "updates lost",
-        "final loss with masters",
-        "without",
-        "more",
-        "progress lost",
-    )
+def tables(result: Result) -> list[Table]:
+    compared = ("final loss with masters", "without", "more")
+    columns = ("network", "weights", "lr", "updates lost", *compared, "progress lost")
     rows = []
     for network, precision, lr in result.cases:
         found = result.of(network, precision, lr)
@@ -167,9 +154,9 @@ def _mean(trainings: Sequence[MasterComparison], name: str) -> float:
     return fmean(getattr(item, name) for item in trainings)
 
 
-def draw(result: MasterWeightsResult) -> Figure:
+def draw(figure: Figure, result: Result) -> None:
     """Draws loss curves of three cases, and the final loss, progress and updates over the learning rate."""
-    figure = Figure(figsize=(11, 7), dpi=110, layout="constrained")
+    figure.set_size_inches(11, 7)
     upper, lower = figure.subplots(2, 3)
     networks = list(dict.fromkeys(item.network for item in result.trainings))
     first = [(networks[0], lr) for lr in result.rates(networks[0])[-2:]]
@@ -189,17 +176,15 @@ def draw(result: MasterWeightsResult) -> Figure:
                 axes.plot(rates, values, style, color=color, label=f"{precision.upper()} weights, {network}")
         axes.set(ylabel=label, ylim=(-0.05, 1.05))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.0%}"))
-    handles, labels = lower[1].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    legend = lower[1].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     for axes in lower:
         axes.set(xscale="log", xlabel="learning rate")
     for axes in (*upper, *lower):
         axes.grid(alpha=0.3, which="both")
-    figure.suptitle(finding(result).replace("; ", ";\n"), fontsize=12)
-    return figure
 
 
-def _draw_curves(axes: Axes, result: MasterWeightsResult, network: str, lr: float) -> None:
+def _draw_curves(axes: Axes, result: Result, network: str, lr: float) -> None:
     fp16, bf16 = (result.of(network, precision, lr)[0] for precision in _PRECISIONS)
     axes.plot(*fp16.with_masters.points(), **_MASTERS)
     for item in (fp16, bf16):
@@ -212,7 +197,7 @@ def _draw_curves(axes: Axes, result: MasterWeightsResult, network: str, lr: floa
     axes.legend(fontsize=8, loc="lower left")
 
 
-def _draw_finals(axes: Axes, result: MasterWeightsResult, network: str) -> None:
+def _draw_finals(axes: Axes, result: Result, network: str) -> None:
     rates = result.rates(network)
     with_masters = [fmean(item.with_masters.final for item in result.of(network, "fp16", lr)) for lr in rates]
     axes.plot(rates, with_masters, **_MASTERS)
@@ -223,13 +208,3 @@ def _draw_finals(axes: Axes, result: MasterWeightsResult, network: str) -> None:
         )
     axes.set(yscale="log", ylabel=f"{network}: final loss")
     axes.legend(fontsize=8)
-
-
-EXPERIMENT = Experiment(
-    MasterWeightsResult,
-    "updates to FP16 weights cost a Mandarin speech model 80 % relative accuracy, FP32 masters nothing (section 3.1)",
-    run,
-    finding,
-    tables,
-    draw,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -43,12 +43,9 @@ _LANGUAGE = ModelConfig(num_layers=2, hidden_dim=32, num_heads=2, max_seq_len=32
 _SEQUENCES = 8
 
 
-def language_model(lr: float = 3e-3) -> SmallNetwork:
-    return SmallNetwork("language model", _transformer, _draw_text, _cross_entropy, AdamW(lr=lr))
-
-
-def _transformer() -> nn.Module:
-    return build(_LANGUAGE, VOCAB_SIZE)
+def language_model() -> SmallNetwork:
+    model = partial(build, _LANGUAGE, VOCAB_SIZE)
+    return SmallNetwork("language model", model, _draw_text, _cross_entropy, AdamW(lr=3e-3))
 
 
 def _draw_text(generator: Generator) -> tuple[Tensor, Tensor]:
@@ -73,8 +70,8 @@ _IMAGES = 32
 _SHAPES = 4
 
 
-def convnet(lr: float = 2e-3) -> SmallNetwork:
-    return SmallNetwork("convnet", _classifier, _draw_shapes, F.cross_entropy, AdamW(lr=lr))
+def convnet() -> SmallNetwork:
+    return SmallNetwork("convnet", _classifier, _draw_shapes, F.cross_entropy, AdamW(lr=2e-3))
 
 
 def _classifier() -> nn.Module:
@@ -162,8 +159,8 @@ DETECTOR_VARIANCE = _PIXEL**2 * (2 * 8**2 / 12 + 2**2 / 12) / 3
 _POINTS = 256
 
 
-def regression(lr: float = 2e-3) -> SmallNetwork:
-    return SmallNetwork("regression", _perceptron, _draw_points, F.mse_loss, AdamW(lr=lr))
+def regression() -> SmallNetwork:
+    return SmallNetwork("regression", _perceptron, _draw_points, F.mse_loss, AdamW(lr=2e-3))
 
 
 def _perceptron() -> nn.Module:

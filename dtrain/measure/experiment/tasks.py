@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -63,16 +64,16 @@ class SmallTask:
     Attributes:
         name: for people.
         metric: of the task, such as ``accuracy``; empty: it has none.
-        overrides: words of the command line.
+        overrides: the command line.
     """
 
     name: str
     metric: str
-    overrides: tuple[str, ...]
+    overrides: str
 
     @cached_property
     def config(self) -> RunConfig:
-        return compose([*self.overrides, *_COMMON])
+        return compose([*shlex.split(self.overrides), *_COMMON])
 
     @cached_property
     def dataset(self) -> Dataset:
@@ -144,56 +145,33 @@ class SmallTask:
 _COMMON = ("precision=fp32", "optim.compile=false")
 """Overrides of all tasks; to compile the update takes longer than such a training."""
 
-_GLYPHS = ("data.characters=digits", "data.validation_percent=20", "train.global_batch_size=32")
+_GLYPHS = "data.characters=digits data.validation_percent=20 train.global_batch_size=32"
 _VIT = "{hidden_size: 64, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 128}"
-
-
-def _regression(name: str, *more: str) -> SmallTask:
-    return SmallTask(
-        name,
-        "rmse",
-        (
-            *("experiment=regression", "data.validation_percent=10", "model.hidden_dim=64"),
-            *("train.global_batch_size=64", "train.steps=600", "train.eval_every=75", *more),
-        ),
-    )
-
+_REGRESSION = (
+    "experiment=regression data.validation_percent=10 model.hidden_dim=64 "
+    "train.global_batch_size=64 train.steps=600 train.eval_every=75"
+)
+_240_STEPS = "train.steps=240 train.eval_every=30"
 
 TASKS = (
     SmallTask(
         "language model",
         "",
-        (
-            *("model.num_layers=2", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=32"),
-            *("train.global_batch_size=8", "optim.lr=3e-3"),
-            *("train.steps=240", "train.eval_every=30", "train.eval_batches=16"),
-        ),
+        "model.num_layers=2 model.hidden_dim=32 model.num_heads=2 model.max_seq_len=32 "
+        f"train.global_batch_size=8 optim.lr=3e-3 {_240_STEPS} train.eval_batches=16",
     ),
-    SmallTask(
-        "convnet",
-        "accuracy",
-        (
-            *("experiment=glyphs", *_GLYPHS, "data.size=16", "model.hidden_dim=8"),
-            *("train.steps=240", "train.eval_every=30"),
-        ),
-    ),
+    SmallTask("convnet", "accuracy", f"experiment=glyphs {_GLYPHS} data.size=16 model.hidden_dim=8 {_240_STEPS}"),
     SmallTask(
         "vision transformer",
         "accuracy",
-        (
-            *("experiment=vit", *_GLYPHS, "data.size=16", f"model.args={_VIT}"),
-            *("train.steps=320", "train.eval_every=40"),
-        ),
+        f"experiment=vit {_GLYPHS} data.size=16 'model.args={_VIT}' train.steps=320 train.eval_every=40",
     ),
-    _regression("regression"),
-    _regression("regression, exact targets", "data.noise=0"),
+    SmallTask("regression", "rmse", _REGRESSION),
+    SmallTask("regression, exact targets", "rmse", f"{_REGRESSION} data.noise=0"),
     SmallTask(
         "diffusion",
         "",
-        (
-            *("experiment=diffusion", *_GLYPHS, "data.size=12", "model.hidden_dim=8", "ema.decay=null"),
-            *("train.steps=240", "train.eval_every=30"),
-        ),
+        f"experiment=diffusion {_GLYPHS} data.size=12 model.hidden_dim=8 ema.decay=null {_240_STEPS}",
     ),
 )
 """The experiments of ``conf/experiment`` for other tasks than language, and a language model, all smaller.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -19,18 +19,6 @@ BLOCK = 10
 
 _EVAL_SEED = 2**40
 _EVAL_BATCHES = 16
-
-
-@dataclass(frozen=True)
-class Variant:
-    """Options in which two trainings of one network differ.
-
-    Attributes:
-        loss_scale: a mode, or a number.
-    """
-
-    precision: str = "fp32"
-    loss_scale: str | float = "auto"
 
 
 @dataclass(frozen=True)
@@ -54,44 +42,37 @@ class LossCurve:
         return [BLOCK * (index + 0.5) for index in range(len(self.losses))], self.losses
 
 
-class Observer:
-    """Methods that a training calls; these do nothing."""
-
-    def start(self, engine: Engine) -> None:
-        """Called before the first step."""
-
-    def step(self, engine: Engine) -> None:
-        """Called after each step."""
-
-
 def train(
-    network: SmallNetwork, variant: Variant, steps: int, *, seed: int, observer: Observer | None = None
+    network: SmallNetwork,
+    precision: str,
+    steps: int,
+    *,
+    seed: int,
+    loss_scale: str | float = "auto",
+    on_start: Callable[[Engine], None] = lambda engine: None,
+    on_step: Callable[[Engine], None] = lambda engine: None,
 ) -> LossCurve:
-    """Trains on batches that depend only on ``seed``, which also draws the initial weights; 0 steps only evaluate."""
-    observer = observer or Observer()
-    engine = _initialize(network, variant, seed)
-    observer.start(engine)
-    losses, skipped, loss_scale = [], 0, 1.0
+    """Trains on batches that depend only on ``seed``, which also draws the initial weights; 0 steps only evaluate.
+
+    ``on_start`` is called before the first step, and ``on_step`` after each.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = network.build()
+    engine = initialize(model, optimizer=network.optimizer, precision=precision, loss_scale=loss_scale, seed=seed)
+    on_start(engine)
+    losses, skipped, scale = [], 0, 1.0
     for inputs, targets in _batches(network, seed, steps, engine.device):
         engine.backward(network.loss(engine(inputs), targets))
         outcome = engine.step()
         losses.append(outcome.loss)
         skipped += not outcome.applied
-        loss_scale = outcome.loss_scale
-        observer.step(engine)
+        scale = outcome.loss_scale
+        on_step(engine)
     means = [statistics.fmean(losses[start : start + BLOCK]) for start in range(0, steps, BLOCK)]
-    curve = LossCurve(means, _evaluate(network, engine), skipped, loss_scale)
-    report(f"{network.name}, {variant.precision}, seed {seed}: loss {curve.final:.4g}")
+    curve = LossCurve(means, _evaluate(network, engine), skipped, scale)
+    report(f"{network.name}, {precision}, seed {seed}: loss {curve.final:.4g}")
     return curve
-
-
-def _initialize(network: SmallNetwork, variant: Variant, seed: int) -> Engine:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = network.build()
-    return initialize(
-        model, optimizer=network.optimizer, precision=variant.precision, loss_scale=variant.loss_scale, seed=seed
-    )
 
 
 def _batches(network: SmallNetwork, seed: int, count: int, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:

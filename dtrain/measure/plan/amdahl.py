@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,10 +13,9 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dtrain.device import synchronize
-from dtrain.measure.plan.timed_calls import bind, median_ms, tensor_of
+from dtrain.measure.plan.timed_calls import bind, has_products, median_ms, tensor_of
 from dtrain.planning.calls import CallRecorder, RecordedCall, TensorSpec
 from dtrain.planning.products import ATTENTION, MATMUL, MatrixProduct, computes_product, products
-from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 from dtrain.train.step_time import PlannedRank
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -98,7 +96,7 @@ def speedups(calls: Sequence[RecordedCall], device: torch.device, budget_s: floa
     found = {product.signature: product for product in products(calls)}
     counts = Counter(call.signature for call in calls if call.signature in found)
     own = {product.format for product in found.values()}
-    wanted = [name for name in (*_DTYPES, "fp8") if _has_products(name, device) and {name} != own]
+    wanted = [name for name in (*_DTYPES, "fp8") if has_products(name, device) and {name} != own]
     result = {}
     for name in wanted:
         before = after = 0.0
@@ -106,7 +104,7 @@ def speedups(calls: Sequence[RecordedCall], device: torch.device, budget_s: floa
             product = found[signature]
             runs = [bind(signature, device), in_format(product, name, device)]
             share = product.flops / sum(other.flops for other in found.values())
-            times = median_ms(runs, device, time.monotonic() + share * budget_s / len(wanted))
+            times = median_ms(runs, device, share * budget_s / len(wanted))
             if times is None:
                 break
             before += count * times[0]
@@ -117,30 +115,25 @@ def speedups(calls: Sequence[RecordedCall], device: torch.device, budget_s: floa
     return result
 
 
-def _has_products(name: str, device: torch.device) -> bool:
-    if name == "fp8":
-        return has_float8_tensor_cores(device)
-    if name == "bf16":
-        return has_bf16_products(device)
-    return name == "fp32" or device.type == "cuda"
-
-
 def in_format(product: MatrixProduct, name: str, device: torch.device) -> Callable[[], Any]:
     """Returns a function that computes ``product`` of random values in a format.
 
     In FP8 it does so only where dtrain would: products of two matrices whose sizes are multiples of 16.
     """
+
+    def matrix(rows: int, dtype: torch.dtype) -> Tensor:
+        return tensor_of(TensorSpec((rows, product.k), (product.k, 1), dtype), device)
+
     is_linear = product.kind == MATMUL and product.batch == 1 and not product.is_grouped
     if name == "fp8":
         if not is_linear or product.n % _FLOAT8_MULTIPLE or product.k % _FLOAT8_MULTIPLE:
             return bind(product.signature, device)
-        left, right = (_float8(rows, product.k, device) for rows in (product.m, product.n))
+        left, right = (matrix(rows, torch.float8_e4m3fn) for rows in (product.m, product.n))
         scale = torch.ones((), device=device)
         return partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
     dtype = _DTYPES[name]
     if product.format == "fp8":
-        sides = (_matrix(product.m, product.k, dtype, device), _matrix(product.n, product.k, dtype, device))
-        return partial(torch.mm, sides[0], sides[1].t())
+        return partial(torch.mm, matrix(product.m, dtype), matrix(product.n, dtype).t())
     signature, is_attention = product.signature, product.kind == ATTENTION
 
     def converted(value: Any) -> Any:
@@ -149,11 +142,3 @@ def in_format(product: MatrixProduct, name: str, device: torch.device) -> Callab
         return replace(value, dtype=dtype) if is_operand and (not is_attention or len(value.shape) == 4) else value
 
     return bind(replace(signature, values=tuple(converted(value) for value in signature.values)), device)
-
-
-def _matrix(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return tensor_of(TensorSpec((rows, columns), (columns, 1), dtype), device)
-
-
-def _float8(rows: int, columns: int, device: torch.device) -> Tensor:
-    return _matrix(rows, columns, torch.float8_e4m3fn, device)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,23 +41,10 @@ All take the keys of dtrain train (dtrain train --help). memory, shapes and time
 Nothing is written or sent. Only time makes weights, and trains some steps on this device if it is the planned one.
 Tables are drawn on a terminal and Markdown elsewhere."""
 _HELP = frozenset(("-h", "--help"))
-_PLANS = ("memory", "shapes", "time", "precision")
 _ALL, _AGAINST, _NO_MEASURE = "--all", "--against", "--no-measure"
 _OPTIONS = {"memory": (_AGAINST,), "shapes": (_ALL, _NO_MEASURE), "time": (), "precision": (_ALL,)}
-_KEYS = {
-    "memory": ("device", "ranks"),
-    "shapes": ("device", "ranks"),
-    "time": ("device", "ranks", "network"),
-}
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    """A command line: its own options and keys, and the words that are left for ``dtrain train``."""
-
-    options: dict[str, str]
-    keys: dict[str, str]
-    words: list[str]
+_RUN_KEYS = ("device", "ranks")
+_KEYS = {"memory": _RUN_KEYS, "shapes": _RUN_KEYS, "time": (*_RUN_KEYS, "network"), "precision": ()}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -67,14 +53,14 @@ def main(argv: Sequence[str]) -> int:
     if plan in _HELP:
         print(_USAGE)
         return 0
-    if plan not in _PLANS:
-        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _PLANS)}")
-    given = _parse(plan, words)
-    if _AGAINST in given.options:
-        return _compare(given)
+    if plan not in _KEYS:
+        raise ConfigError(f"dtrain plan cannot plan '{plan}'{nearest(plan, _KEYS)}")
+    given, others = _parse(plan, words)
+    if _AGAINST in given:
+        return _compare(Path(given.pop(_AGAINST)), [*others, *given])
     from dtrain.cli.resolve import read_jobs
 
-    jobs = read_jobs(given.words, f"plan {plan}", asked_ranks(given.keys))
+    jobs = read_jobs(others, f"plan {plan}", asked_ranks(given))
     if len(jobs) > 1:
         raise ConfigError(f"dtrain plan {plan} shows one run; remove --multirun")
     for job in jobs:  # empty if Hydra printed its own output, such as --help
@@ -84,38 +70,39 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parse(plan: str, words: Sequence[str]) -> _Arguments:
-    """Splits ``words``.
+def _parse(plan: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns the plan's own options and keys of ``words``, and those that are left for ``dtrain train``.
 
     Raises:
         ConfigError: an option of another plan, or ``--against`` without a folder.
     """
-    given = _Arguments({}, {}, [])
+    given: dict[str, str] = {}
+    others = []
     rest = iter(words)
     for word in rest:
         key, equals, value = word.partition("=")
         if word in (_ALL, _AGAINST, _NO_MEASURE):
             if word not in _OPTIONS[plan]:
                 raise ConfigError(f"dtrain plan {plan} has no option {word}; see dtrain plan --help")
-            given.options[word] = next(rest, "") if word == _AGAINST else ""
-            if word == _AGAINST and not given.options[word]:
+            given[word] = next(rest, "") if word == _AGAINST else ""
+            if word == _AGAINST and not given[word]:
                 raise ConfigError(f"{_AGAINST} needs the folder of a run, such as {_AGAINST} runs/mine")
-        elif equals and key in _KEYS.get(plan, ()):
-            given.keys[key] = value
+        elif equals and key in _KEYS[plan]:
+            given[key] = value
         elif key == "shard_size":
             raise ConfigError(f"{word} is a key of the engine: write engine.shard_size={value}")
         else:
-            given.words.append(word)
-    return given
+            others.append(word)
+    return given, others
 
 
-def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
+def _show(plan: str, config: RunConfig, given: Mapping[str, str]) -> None:
     if plan == "precision":
         from dtrain.measure.plan.precision import show_plan
 
-        show_plan(config, folded=_ALL not in given.options)
+        show_plan(config, folded=_ALL not in given)
         return
-    run = planned_run(config, given.keys)
+    run = planned_run(config, given)
     if plan == "memory":
         from dtrain.measure.plan.memory import show_memory
 
@@ -123,21 +110,21 @@ def _show(plan: str, config: RunConfig, given: _Arguments) -> None:
     elif plan == "time":
         from dtrain.measure.plan.time import show_time
 
-        show_time(run, Path(given.keys["network"]) if "network" in given.keys else None)
+        show_time(run, Path(given["network"]) if "network" in given else None)
     else:
         from dtrain.measure.plan.shapes import show_shapes
 
-        show_shapes(run, measure=_NO_MEASURE not in given.options, folded=_ALL not in given.options)
+        show_shapes(run, measure=_NO_MEASURE not in given, folded=_ALL not in given)
 
 
-def _compare(given: _Arguments) -> int:
+def _compare(folder: Path, others: Sequence[str]) -> int:
     """Compares the plan of a run with its receipt.
 
     Raises:
-        ConfigError: other words were given, or the folder holds no run with a receipt.
+        ConfigError: there are ``others``, or the folder holds no run with a receipt.
     """
-    if given.words or given.keys:
-        raise ConfigError(f"{_AGAINST} takes the configuration of the run; remove {[*given.words, *given.keys][0]}")
+    if others:
+        raise ConfigError(f"{_AGAINST} takes the configuration of the run; remove {others[0]}")
     import yaml
 
     from dtrain.config.dump import config_from_dict
@@ -147,7 +134,6 @@ def _compare(given: _Arguments) -> int:
     from dtrain.train.memory.receipt import Receipt
     from dtrain.train.planned import PlannedRun
 
-    folder = Path(given.options[_AGAINST])
     receipt = Receipt.read(folder)
     config = config_from_dict(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
     device = find_device(receipt.device, receipt.num_ranks)

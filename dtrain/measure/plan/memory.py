@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dtrain.tools.tables import Table, show
-from dtrain.train.memory.changes import cheapest_changes
-from dtrain.train.memory.plan import FITS, MARGIN, MemoryPlan, plan_memory
-from dtrain.train.memory.receipt import PEAK, STEP, Receipt, bytes_range, bytes_text, fit_lines
+from dtrain.train.memory.plan import MARGIN, MemoryPlan, plan_memory
+from dtrain.train.memory.receipt import PEAK, STEP, Receipt, bytes_range, fit_lines
 from dtrain.train.planned import PlannedRun
 
 _MEANINGS = {
@@ -35,8 +34,7 @@ def show_memory(run: PlannedRun) -> None:
     rows.append(("total", bytes_range(plan.low, plan.high), ""))
     title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])
-    changes = cheapest_changes(run, plan) if plan.fit != FITS else []
-    for line in fit_lines(run, plan, changes):
+    for line in fit_lines(run, plan):
         print(line)
 
 
@@ -50,11 +48,7 @@ def show_against(receipt: Receipt, run: PlannedRun) -> None:
     peak = measured.get(PEAK)
     states = {kind: nbytes or 0 for kind, nbytes in measured.items() if kind not in (STEP, PEAK)}
     again = Receipt.of(plan_memory(run), states, peak)
-    rows = []
-    for row in again.rows:
-        low, high = row.planned_low, row.planned_high
-        text = "-" if row.measured is None else bytes_text(row.measured)
-        rows.append((row.kind, bytes_range(low, high), text, _deviation(low, high, row.measured)))
+    rows = [(row.kind, *row.texts(), _deviation(row.planned_low, row.planned_high, row.measured)) for row in again.rows]
     show([Table("Memory of rank 0, planned and measured", ("kind", "planned", "measured", ""), rows)])
     for note in receipt.notes:
         print(note)

@@ -36,7 +36,7 @@ def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: f
     deadline = time.monotonic() + budget_s
     before = after = 0.0
     for (own, changed), count in counts.most_common():
-        times = median_ms([bind(signature, device) for signature in (own, changed)], device, deadline)
+        times = median_ms([bind(call, device) for call in (own, changed)], device, deadline - time.monotonic())
         if times is None:
             return None
         before += count * times[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from dtrain.measure.plan.amdahl import limit
 from dtrain.planning.calls import CallRecorder, RecordedCall
 from dtrain.planning.devices import Device
 from dtrain.planning.network import Network
-from dtrain.planning.products import is_product, products
+from dtrain.planning.products import MatrixProduct, is_product, products
 from dtrain.planning.timeline import Timeline, Transfer
 from dtrain.planning.virtual_clock import moved_bytes, update_bytes
 from dtrain.tools.tables import Table, plural, show
@@ -66,25 +66,31 @@ def roofline(run: PlannedRun) -> Roofline:
         step(watch=AtUpdate(end_micro_batch))
         transfers += timeline.transfers
         states = engine.memory()
-    tf32 = run.config.precision.name == "tf32"
+    found = products(calls, tf32=run.config.precision.name == "tf32")
     return Roofline(
-        count * _product_seconds(calls, device, tf32=tf32),
+        count * _product_seconds(found, device),
         count * sum(moved_bytes(call) for call in calls if not is_product(call.signature)) / device.bandwidth,
         update_bytes(states) / device.bandwidth,
         transfers,
     )
 
 
-def _product_seconds(calls: Sequence[RecordedCall], device: Device, *, tf32: bool) -> float:
+def _product_seconds(found: Sequence[MatrixProduct], device: Device) -> float:
     assert device.bandwidth is not None
     total = 0.0
-    for product in products(calls):
-        name = "tf32" if tf32 and product.format == "fp32" else product.format
-        rate = device.rate(name)
+    for product in found:
+        rate = device.rate(product.format)
         if rate is None:
-            raise ConfigError(f"no rate of {device.name} in {name} is published, and it is not here to be measured")
+            missing = f"no rate of {device.name} in {product.format} is published"
+            raise ConfigError(f"{missing}, and it is not here to be measured")
         total += max(product.flops / rate, product.nbytes / device.bandwidth)
     return total
+
+
+def part_table(title: str, ms: Mapping[str, float]) -> Table:
+    """Returns a table of the parts of a step, the last of which is ``step``, the whole."""
+    rows = [(name, f"{taken:.4g}", f"{taken / ms['step']:.0%}") for name, taken in ms.items()]
+    return Table(title, ("part", "ms", "share"), rows)
 
 
 def show_roofline(run: PlannedRun, network: Path | None) -> None:
@@ -92,8 +98,8 @@ def show_roofline(run: PlannedRun, network: Path | None) -> None:
     bound = roofline(run)
     share = bound.products / bound.busy
     parts = {"products": bound.products, "other operations": bound.others, "update": bound.update, "step": bound.busy}
-    rows = [(name, f"{1e3 * seconds:.4g}", f"{seconds / bound.busy:.0%}") for name, seconds in parts.items()]
-    show([Table(f"Least time of a step on {run.device.name}", ("part", "ms", "share"), rows)])
+    ms = {name: 1e3 * seconds for name, seconds in parts.items()}
+    show([part_table(f"Least time of a step on {run.device.name}", ms)])
     tokens = run.config.train.global_batch_size * run.config.targets_per_sample
     print(
         f"at most {tokens / bound.busy:,.0f} {run.unit}/s on {plural(run.num_ranks, 'rank')}: each operation alone, at "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtrain.planning.products import ATTENTION, CONVOLUTION, FPROP, WGRAD, MatrixProduct
@@ -41,27 +41,18 @@ class Cause:
         return factor * (self.size + -self.size % (multiple or self.multiple))
 
 
-def multiple_of(product: MatrixProduct, *, tf32: bool) -> int:
-    name = product.format
-    return MULTIPLES.get("tf32" if name == "fp32" and tf32 else name, 1)
-
-
-def find_causes(
-    products: Iterable[MatrixProduct], linears: Mapping[str, tuple[int, int]], *, tf32: bool
-) -> list[Cause]:
+def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[int, int]]) -> list[Cause]:
     """Returns the causes in the order in which forward meets them.
 
     Args:
         products: of one step.
         linears: input and output features of Linears by name: FP8 products have those padded.
-        tf32: whether FP32 products are computed in TF32.
     """
-    products = list(products)
     causes: dict[tuple[str, int, int], Cause] = {}
     for product in products:
         if product.part != FPROP or product.is_recomputed:
             continue
-        multiple = multiple_of(product, tf32=tf32)
+        multiple = MULTIPLES.get(product.format, 1)
         for kind, dimension, size in _sizes(product, linears):
             if size % multiple:
                 cause = causes.setdefault((kind, size, multiple), Cause(kind, size, multiple, {size}))
@@ -72,7 +63,7 @@ def find_causes(
         cause.products = [
             product
             for product in products
-            if product.module in modules[id(cause)] and multiple_of(product, tf32=tf32) == cause.multiple
+            if product.module in modules[id(cause)] and MULTIPLES.get(product.format, 1) == cause.multiple
         ]
     return merged
 

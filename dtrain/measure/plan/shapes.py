@@ -11,11 +11,11 @@ from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, USED_
 from dtrain.measure.plan.folding import fold
 from dtrain.measure.plan.padding import MIN_GAIN, measured_gain
 from dtrain.measure.plan.rules import BATCH, HEAD_DIM, Cause, find_causes
+from dtrain.measure.plan.timed_calls import has_products
 from dtrain.models.factory import vocabulary
 from dtrain.planning.calls import CallRecorder, RecordedCall
 from dtrain.planning.devices import Device
 from dtrain.planning.products import ATTENTION, CONVOLUTION, MatrixProduct, products
-from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 from dtrain.tools.tables import Table, show
 from dtrain.train.planned import AtUpdate, PlannedRun
 
@@ -33,10 +33,9 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
         folded: whether modules that differ only in one index share a row.
     """
     found, linears = record_products(run)
-    tf32 = run.config.precision.name == "tf32"
-    causes = find_causes(found, linears, tf32=tf32)
-    show([product_table(found, run.device, tf32=tf32, folded=folded)])
-    for line in _summary(found, run, tf32=tf32):
+    causes = find_causes(found, linears)
+    show([product_table(found, run.device, folded=folded)])
+    for line in _summary(found, run):
         print(line)
     if not causes:
         print("no size breaks a rule: all are multiples of 8 in 16-bit formats, 16 in fp8, 4 in tf32; fp32 has no rule")
@@ -58,7 +57,7 @@ def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tup
         }
         with CallRecorder(model) as recorder:
             step(watch=AtUpdate(lambda: calls.extend(recorder.calls)))
-    return products(calls), linears
+    return products(calls, tf32=run.config.precision.name == "tf32"), linears
 
 
 def assumed_tile(device: Device) -> tuple[int, int] | None:
@@ -68,27 +67,15 @@ def assumed_tile(device: Device) -> tuple[int, int] | None:
     return (128, 256) if device.capability >= _HOPPER else (128, 128)
 
 
-def product_table(found: Sequence[MatrixProduct], device: Device, *, tf32: bool, folded: bool) -> Table:
-    columns = (
-        "module",
-        "pass",
-        "kind",
-        "M x N x K",
-        "pairs",
-        "format",
-        "GFLOP",
-        "MB",
-        "FLOP/byte",
-        "bound by",
-        "tiles",
-    )
-    rows = [(product.module, *_cells(product, device, tf32=tf32)) for product in found]
+def product_table(found: Sequence[MatrixProduct], device: Device, *, folded: bool) -> Table:
+    sizes = ("M x N x K", "pairs", "format", "GFLOP", "MB", "FLOP/byte")
+    columns = ("module", "pass", "kind", *sizes, "bound by", "tiles")
+    rows = [(product.module, *_cells(product, device)) for product in found]
     return Table("Products of one micro-batch", columns, fold(rows, folded=folded))
 
 
-def _cells(product: MatrixProduct, device: Device, *, tf32: bool) -> tuple[str, ...]:
-    name = "tf32" if tf32 and product.format == "fp32" else product.format
-    ridge = ridge_point(device, name)
+def _cells(product: MatrixProduct, device: Device) -> tuple[str, ...]:
+    ridge = ridge_point(device, product.format)
     bound = "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
     tile = assumed_tile(device)
     efficiency = "-"
@@ -99,7 +86,7 @@ def _cells(product: MatrixProduct, device: Device, *, tf32: bool) -> tuple[str, 
         product.kind,
         f"{product.m} x {product.n} x {product.k}",
         str(product.batch),
-        name,
+        product.format,
         f"{product.flops / 1e9:.4g}",
         f"{product.nbytes / 1e6:.4g}",
         f"{product.intensity:.0f}",
@@ -114,7 +101,7 @@ def ridge_point(device: Device, format_name: str) -> float | None:
     return None if rate is None or device.bandwidth is None else rate / device.bandwidth
 
 
-def _summary(found: Sequence[MatrixProduct], run: PlannedRun, *, tf32: bool) -> list[str]:
+def _summary(found: Sequence[MatrixProduct], run: PlannedRun) -> list[str]:
     device = run.device
     flops = sum(product.flops for product in found)
     again = sum(product.flops for product in found if product.is_recomputed)
@@ -123,8 +110,7 @@ def _summary(found: Sequence[MatrixProduct], run: PlannedRun, *, tf32: bool) -> 
         + (f", {again / flops:.0%} of them recomputed in backward" if again else "")
         + "; attention is counted in full, also if it is causal"
     ]
-    names = dict.fromkeys("tf32" if tf32 and p.format == "fp32" else p.format for p in found)
-    ridges = {name: ridge_point(device, name) for name in names}
+    ridges = {product.format: ridge_point(device, product.format) for product in found}
     known = ", ".join(f"{ridge:.0f} in {name}" for name, ridge in ridges.items() if ridge is not None)
     if known:
         lines.append(
@@ -155,18 +141,11 @@ def _summary(found: Sequence[MatrixProduct], run: PlannedRun, *, tf32: bool) -> 
 
 def _gain(cause: Cause, run: PlannedRun, num_causes: int) -> float | None:
     device = torch.device("cuda" if run.device.type == "cuda" else "cpu")
-    if not run.device.is_here or not _has_products(cause, device):
+    formats = {product.format for product in cause.products}
+    if not run.device.is_here or not all(has_products(name, device) for name in formats):
         return None
     torch.manual_seed(0)
     return measured_gain(cause, _pad_multiple(cause, run), device, _BUDGET_S / num_causes)
-
-
-def _has_products(cause: Cause, device: torch.device) -> bool:
-    """Whether ``device`` multiplies the format in hardware."""
-    names = {product.format for product in cause.products}
-    if names == {"bf16"}:
-        return has_bf16_products(device)
-    return device.type == "cuda" and (names != {"fp8"} or has_float8_tensor_cores(device))
 
 
 def cause_table(causes: Sequence[Cause], gains: Sequence[float | None], run: PlannedRun) -> Table:

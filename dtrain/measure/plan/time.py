@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import quantiles
 
-from dtrain.config.dump import config_to_dict, from_plain
+import torch.distributed as dist
+
+from dtrain.config.dump import config_from_dict, config_to_dict, from_plain
 from dtrain.distributed.startup.launch_env import num_cores
-from dtrain.measure.plan.amdahl import Item, expected, limit
-from dtrain.measure.plan.roofline import show_roofline
-from dtrain.measure.plan.time_rank import RankTime
+from dtrain.distributed.transport.choose import make_communicator
+from dtrain.measure.plan.amdahl import Item, expected, limit, profile_items, record, speedups
+from dtrain.measure.plan.roofline import part_table, show_roofline
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
 from dtrain.planning.network import Network
@@ -18,15 +21,30 @@ from dtrain.planning.ranks import HOST, SOCKETS
 from dtrain.telemetry.throughput import mfu_text
 from dtrain.tools.tables import Table, plural, show
 from dtrain.train.planned import PlannedRun
+from dtrain.train.step_time import PlannedRank, StepTime
 
 _BUDGET_S = 10.0
 _NUM_ITEMS = 5
-_PHASES = {
-    "data_wait_ms": "wait for data",
-    "forward_ms": "forward",
-    "backward_ms": "backward",
-    "update_ms": "update",
-}
+_PHASES = {"data_wait_ms": "wait for data", "forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Times of one rank.
+
+    Attributes:
+        step: without profiler.
+        mfu: None if unknown.
+        items: operations of a step, longest first.
+        speedups: of the products, by format.
+        precision: name of the policy.
+    """
+
+    step: StepTime
+    mfu: float | None
+    items: list[Item]
+    speedups: dict[str, float]
+    precision: str
 
 
 def show_time(run: PlannedRun, network: Path | None) -> None:
@@ -65,7 +83,8 @@ def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> Rank
     """
     config = run.config
     is_cpu = run.device.type == "cpu"
-    processes = min(run.num_ranks, num_processes(run)) if is_cpu else 1
+    asked = config.launch.num_processes
+    processes = min(run.num_ranks, asked if isinstance(asked, int) else num_cores()) if is_cpu else 1
     threads = config.launch.threads_per_rank or (
         1 if config.engine.reproducible and is_cpu else max(1, num_cores() // processes)
     )
@@ -80,23 +99,33 @@ def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> Rank
     }
     rank = Rank(job, ranks=processes, device=config.launch.device, threads=threads)
     with tempfile.TemporaryDirectory(prefix="dtrain-plan-") as folder:
-        results = run_ranks("dtrain.measure.plan.time_rank:measure", rank, folder=Path(folder))
+        results = run_ranks("dtrain.measure.plan.time:measure_rank", rank, folder=Path(folder))
     return max((from_plain(RankTime, result) for result in results), key=lambda times: times.step.ms)
 
 
-def num_processes(run: PlannedRun) -> int:
-    """Returns the ranks that share this host's CPU."""
-    asked = run.config.launch.num_processes
-    return asked if isinstance(asked, int) else num_cores()
+def measure_rank(rank: Rank) -> RankTime:
+    """Measures a rank of the planned job beside the others that share this host.
+
+    The job is ``config``, ``ranks`` of the run, their ``transport``, the file ``network`` or None, and ``budget_s``:
+    seconds for the steps, and twice as many for the products.
+    """
+    job, device = rank.job, rank.torch_device()
+    processes = make_communicator(dist.group.WORLD if rank.ranks > 1 else None, device, shared_memory=False)
+    planned = PlannedRank(config_from_dict(job["config"]), job["ranks"], device, job["transport"])
+    network = None if job["network"] is None else Network.read(Path(job["network"]), job["transport"])
+    step = planned.time(network, job["budget_s"], processes.barrier)
+    items = profile_items(planned)
+    faster = speedups(record(planned), device, 2 * job["budget_s"])
+    processes.barrier()
+    return RankTime(step, planned.utilization(step.ms / 1e3), items, faster, planned.engine.policy.name)
 
 
 def phase_table(times: RankTime) -> Table:
     step = times.step
     waited = sum(step.waited_ms) / len(step.waited_ms)
     phases = {**{_PHASES[name]: ms for name, ms in step.phases_ms.items()}, "wait for ranks": waited}
-    known = {**phases, "other": max(0.0, step.ms - sum(phases.values())), "step": step.ms}
-    rows = [(name, f"{ms:.4g}", f"{ms / step.ms:.0%}") for name, ms in known.items()]
-    return Table("Time of a step", ("part", "ms", "share"), rows)
+    other = max(0.0, step.ms - sum(phases.values()))
+    return part_table("Time of a step", {**phases, "other": other, "step": step.ms})
 
 
 def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]:
@@ -132,23 +161,19 @@ def _communication(times: RankTime, run: PlannedRun, network: Path | None) -> st
 
 def item_table(times: RankTime) -> Table:
     step_ms = _work_ms(times)
+
+    def row(name: str, ms: float, calls: str = "", note: str = "") -> tuple[str, ...]:
+        return name, calls, f"{ms:.4g}", f"{ms / step_ms:.1%}", note
+
     others = [item for item in times.items if not item.is_product]
-    rows = [_item_row(item, step_ms) for item in others[:_NUM_ITEMS]]
     rest = others[_NUM_ITEMS:]
-    rows.append((f"{len(rest)} other operations", "", *_time_cells(sum(item.ms for item in rest), step_ms), ""))
-    left = step_ms - sum(item.ms for item in times.items)
-    rows.append(("no operation: Python, launches", "", *_time_cells(left, step_ms), ""))
+    rows = [
+        *(row(i.name, i.ms, str(i.calls), "would fuse it" if i.is_elementwise else "") for i in others[:_NUM_ITEMS]),
+        row(f"{len(rest)} other operations", sum(item.ms for item in rest)),
+        row("no operation: Python, launches", step_ms - sum(item.ms for item in times.items)),
+    ]
     title = f"Largest items beside products, which are {product_share(times):.0%} of the work"
     return Table(title, ("operation", "calls", "ms", "share", "compile"), rows)
-
-
-def _item_row(item: Item, step_ms: float) -> tuple[str, ...]:
-    note = "would fuse it" if item.is_elementwise else ""
-    return item.name, str(item.calls), *_time_cells(item.ms, step_ms), note
-
-
-def _time_cells(ms: float, step_ms: float) -> tuple[str, str]:
-    return f"{ms:.4g}", f"{ms / step_ms:.1%}"
 
 
 def product_share(times: RankTime) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dtrain.device import elapsed_ms
+from dtrain.device import alternating_ms, elapsed_ms
 from dtrain.planning.calls import Signature, TensorSpec
 from dtrain.planning.products import GROUPED
+from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 
 _INDEXED = {"embedding": 0, "embedding_dense_backward": 0, "nll_loss_forward": 0, "nll_loss_backward": 1}
 """Operations whose integers are indices, and the argument whose first or last dimension they index."""
@@ -25,10 +25,13 @@ _LEAST_MS = 1.0  # shorter intervals measure the clock
 def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
     """Returns a function that calls the operation on new tensors of ``device`` with random values."""
     high = _num_indices(signature)
-    values = [
-        tensor_of(value, device, high) if isinstance(value, TensorSpec) else device if _is_device(value) else value
-        for value in signature.values
-    ]
+
+    def real(value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type != "meta":
+            return device
+        return tensor_of(value, device, high) if isinstance(value, TensorSpec) else value
+
+    values = [real(value) for value in signature.values]
     if signature.name == GROUPED:
         values[2] = _equal_ends(signature, device)
     args, kwargs = pytree.tree_unflatten(values, signature.structure)
@@ -56,10 +59,6 @@ def tensor_of(spec: TensorSpec, device: torch.device, high: int = 1) -> Tensor:
     return values.as_strided(spec.shape, spec.stride)
 
 
-def _is_device(value: Any) -> bool:
-    return isinstance(value, torch.device) and value.type != "meta"
-
-
 def _num_indices(signature: Signature) -> int:
     name, args = signature.name, signature.args
     if name not in _INDEXED:
@@ -69,21 +68,23 @@ def _num_indices(signature: Signature) -> int:
     return int(args[_INDEXED[name]].shape[-1 if name.startswith("nll") else 0])
 
 
-def median_ms(runs: Sequence[Callable[[], Any]], device: torch.device, deadline: float) -> list[float] | None:
-    """Returns the median milliseconds of each, timed in turn, so that a change of the clock rate meets all.
-
-    Args:
-        deadline: of ``time.monotonic``; None is returned if it comes before five rounds are done.
-    """
+def median_ms(runs: Sequence[Callable[[], Any]], device: torch.device, budget_s: float) -> list[float] | None:
+    """Returns the median milliseconds of each, timed in turn; None if five rounds take longer than ``budget_s``."""
     for run in runs:
         run()
-    calls = [max(1, round(_LEAST_MS / max(elapsed_ms(run, device, 1), 1e-3))) for run in runs]
-    samples: list[list[float]] = [[] for _ in runs]
-    for number in range(_ROUNDS):
-        if time.monotonic() > deadline:
-            if number < _LEAST_ROUNDS:
-                return None
-            break
-        for run, count, taken in zip(runs, calls, samples, strict=True):
-            taken.append(elapsed_ms(run, device, count))
-    return [median(taken) for taken in samples]
+    first = [elapsed_ms(run, device) for run in runs]
+    calls = max(1, round(_LEAST_MS / max(min(first), 1e-3)))
+    rounds = min(_ROUNDS, int(1e3 * budget_s / max(calls * sum(first), 1e-3)))
+    if rounds < _LEAST_ROUNDS:
+        return None
+    times = alternating_ms({str(number): run for number, run in enumerate(runs)}, device, rounds, calls=calls, warmup=0)
+    return [median(taken) for taken in times.values()]
+
+
+def has_products(name: str, device: torch.device) -> bool:
+    """Whether ``device`` multiplies matrices of a format in hardware."""
+    if name == "fp8":
+        return has_float8_tensor_cores(device)
+    if name == "bf16":
+        return has_bf16_products(device)
+    return name == "fp32" or device.type == "cuda"

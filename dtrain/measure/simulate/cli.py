@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -43,20 +44,14 @@ All take the keys of dtrain train (dtrain train --help), and:
 
 docs/scaling.md says what is assumed."""
 _HELP = frozenset(("-h", "--help"))
-_KEYS = (
-    "device",
-    "ranks",
-    "network",
-    "scaling",
-    "efficiency",
-    "step_ms",
-    "overlap_slowdown",
-    "spread",
-    "gradients",
-    "write_gbps",
-    "json",
-    "picture",
-)
+_KEYS = re.findall(r"^  (\w+)=", _OWN, re.MULTILINE)
+_BOUNDS = {
+    "efficiency": (1e-6, 1.0),
+    "step_ms": (1e-6, math.inf),
+    "overlap_slowdown": (1.0, math.inf),
+    "spread": (0.0, 1.0),
+    "write_gbps": (1e-6, math.inf),
+}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -118,25 +113,18 @@ def _read_jobs(words: Sequence[str], most: int) -> list[Job]:
 def _assumptions(keys: Mapping[str, str]) -> Assumptions:
     from dtrain.measure.simulate.points import ENGINE, RING, RING_FP32, Assumptions
 
-    return Assumptions(
-        keys.get("network", "ib-400g"),
-        _number(keys, "efficiency", "0.7"),
-        _number(keys, "step_ms") if "step_ms" in keys else None,
-        _number(keys, "overlap_slowdown", "1.189"),
-        _number(keys, "spread", "0.015"),
-        _one_of(keys, "gradients", ENGINE, RING, RING_FP32),
-        _number(keys, "write_gbps", "10"),
-    )
+    numbers = {key: _number(key, keys[key]) for key in _BOUNDS if key in keys}
+    gradients = _one_of(keys, "gradients", ENGINE, RING, RING_FP32)
+    network = keys.get("network", Assumptions.network)
+    return Assumptions(network, gradients=gradients, **numbers)
 
 
-def _number(keys: Mapping[str, str], key: str, default: str = "") -> float:
-    text = keys.get(key, default)
-    least = {"overlap_slowdown": 1.0, "spread": 0.0}.get(key, 1e-6)
+def _number(key: str, text: str) -> float:
+    least, most = _BOUNDS[key]
     try:
         value = float(text)
     except ValueError:
-        value = -1.0
-    most = 1.0 if key in ("efficiency", "spread") else float("inf")
+        value = math.nan
     if not least <= value <= most:
         raise ConfigError(f"{key}={text} must be a number from {least:g}" + (f" to {most:g}" if most == 1 else ""))
     return value

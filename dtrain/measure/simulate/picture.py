@@ -7,8 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
 from dtrain.measure.simulate.points import Assumptions, ScalingPoint
-from dtrain.measure.simulate.report import PURPOSES, accumulation, assumptions, exposed
+from dtrain.measure.simulate.report import PURPOSES, accumulation, assumptions
 from dtrain.tools.tables import plural
 from dtrain.train.planned import PlannedRun
 
@@ -17,12 +20,8 @@ _COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#9
 
 def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoint]], assumed: Assumptions) -> None:
     """Writes a picture of both scalings, ``by_kind`` of whether the global batch stays, with what they assume."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(11, 5.2))
+    figure = Figure(figsize=(11, 5.2))
+    axes = figure.subplots(1, 2)
     for axis, is_strong in zip(axes, (False, True), strict=True):
         points = by_kind[is_strong]
         whole = points[-1].traced.run.config.train.global_batch_size
@@ -30,15 +29,8 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
         axis.set_title(f"{'strong' if is_strong else 'weak'} scaling: {kept}, {accumulation(points)}", fontsize=10)
         _bars(axis, points)
     legend = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(
-        legend.values(),
-        legend.keys(),
-        loc="lower center",
-        bbox_to_anchor=(0.5, 0.12),
-        ncols=len(legend),
-        fontsize=8,
-        frameon=False,
-    )
+    style: dict[str, Any] = {"bbox_to_anchor": (0.5, 0.12), "ncols": len(legend), "fontsize": 8, "frameon": False}
+    figure.legend(legend.values(), legend.keys(), loc="lower center", **style)
     config = points[0].traced.run.config
     size = getattr(config.engine, "shard_size", None)
     sharded = f", replicas of {size} ranks" if size else ""
@@ -49,16 +41,15 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
     figure.text(0.02, 0.01, textwrap.fill(text, 165), fontsize=7.5, va="bottom")
     figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=110)
-    plt.close(figure)
 
 
-def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
+def _bars(axis: Axes, points: Sequence[ScalingPoint]) -> None:
     """Draws each step as a bar of its parts, in percent, and the efficiency above it."""
     names = [str(point.ranks) for point in points]
     parts = {
         "compute": [point.step.compute for point in points],
         "slowed by transfers": [point.step.slowed for point in points],
-        **{f"wait: {purpose}": [exposed(point, purpose) for point in points] for purpose in PURPOSES},
+        **{f"wait: {purpose}": [point.step.total(purpose).exposed for point in points] for purpose in PURPOSES},
     }
     bottom = [0.0] * len(points)
     for (name, seconds), color in zip(parts.items(), _COLORS, strict=True):
@@ -70,8 +61,5 @@ def _bars(axis: Any, points: Sequence[ScalingPoint]) -> None:
     for number, point in enumerate(points):
         step_s = point.step.seconds
         taken = f"{step_s:,.4g} s" if step_s > 2 else f"{1e3 * step_s:,.4g} ms"
-        text = f"{taken}\n{point.efficiency:.1%}"
-        axis.text(number, 101, text, ha="center", va="bottom", fontsize=8)
-    axis.set_ylim(0, 118)
-    axis.set_xlabel("ranks")
-    axis.set_ylabel("share of a step, %")
+        axis.text(number, 101, f"{taken}\n{point.efficiency:.1%}", ha="center", va="bottom", fontsize=8)
+    axis.set(ylim=(0, 118), xlabel="ranks", ylabel="share of a step, %")

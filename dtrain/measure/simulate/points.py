@@ -27,13 +27,13 @@ _MEMORY_RANKS = 8
 class Assumptions:
     """Values of a simulation that no run has measured; the keys of ``dtrain simulate``."""
 
-    network: str
-    efficiency: float
-    step_ms: float | None
-    overlap_slowdown: float
-    spread: float
-    gradients: str
-    write_gbps: float
+    network: str = "ib-400g"
+    efficiency: float = 0.7
+    step_ms: float | None = None
+    overlap_slowdown: float = 1.189
+    spread: float = 0.015
+    gradients: str = ENGINE
+    write_gbps: float = 10.0
 
     def links(self, transport: str) -> Fabric | Network:
         """Returns the network, by its name or from the results of ``dtrain bench collectives``."""
@@ -91,13 +91,7 @@ class ScalingPoint:
 
 
 def as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Transfer:
-    """Returns ``transfer`` as a reduce-scatter, if it is the all-to-all of a gradient.
-
-    Args:
-        transfer: see above.
-        sends: as in :class:`dtrain.measure.simulate.step.Traced`.
-        fp32: the gradients are widened first.
-    """
+    """Returns ``transfer`` as a reduce-scatter, widened first if ``fp32``, if it is the all-to-all of a gradient."""
     if transfer.op != "all_to_all_single" or transfer.label not in sends:
         return transfer
     factor = 4 // sends[transfer.label] if fp32 else 1
@@ -105,13 +99,9 @@ def as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Tran
 
 
 def simulate(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_strong: bool) -> list[ScalingPoint]:
-    """Returns ``run`` at each number of ``ranks``, which ascend.
+    """Returns ``run``, which is on the first of ``ranks``, at each of them; they ascend.
 
-    Args:
-        run: on the first of ``ranks``.
-        ranks: see above.
-        assumed: see above.
-        is_strong: the global batch stays, at least a micro-batch for each of the most ranks; else that of each rank.
+    If ``is_strong``, the global batch stays, at least a micro-batch for each of the most ranks; else that of each rank.
 
     Raises:
         ConfigError: a number of ranks or the network does not fit the run.

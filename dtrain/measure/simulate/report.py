@@ -20,34 +20,22 @@ _BINDS = 0.01
 """Part of a step, or of the elements, from which a limit is named."""
 
 
-def exposed(point: ScalingPoint, purpose: str) -> float:
-    """Returns the seconds for which a rank waits for transfers of ``purpose``."""
-    return sum(share.exposed for (name, _), share in point.step.shares.items() if name == purpose)
-
-
-def received(point: ScalingPoint, purpose: str) -> int:
-    """Returns the bytes of ``purpose`` that a rank receives in a step."""
-    return sum(share.nbytes for (name, _), share in point.step.shares.items() if name == purpose)
-
-
-def in_flight(point: ScalingPoint, purpose: str) -> float:
-    """Returns the seconds of the transfers of ``purpose``."""
-    return sum(share.seconds for (name, _), share in point.step.shares.items() if name == purpose)
-
-
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.4g}"
 
 
 def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool) -> None:
     """Prints the tables, the assumptions, and the limits that bind."""
-    purposes = [purpose for purpose in PURPOSES if any(received(point, purpose) for point in points)]
+    purposes = [purpose for purpose in PURPOSES if any(point.step.total(purpose).nbytes for point in points)]
     steps: list[Column[ScalingPoint]] = [
         ("ranks", lambda point: f"{point.ranks:,}"),
         ("step ms", lambda point: _ms(point.step.seconds)),
         ("compute", lambda point: _ms(point.step.compute)),
         ("slowed by transfers", lambda point: _ms(point.step.slowed)),
-        *((f"wait: {purpose}", lambda point, purpose=purpose: _ms(exposed(point, purpose))) for purpose in purposes),
+        *(
+            (f"wait: {purpose}", lambda point, purpose=purpose: _ms(point.step.total(purpose).exposed))
+            for purpose in purposes
+        ),
         ("efficiency", lambda point: f"{point.efficiency:.1%}"),
         (f"{run.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
     ]
@@ -58,17 +46,13 @@ def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
         ("checkpoint of a rank", lambda point: bytes_text(point.traced.saved[0])),
         ("written in s", lambda point: f"{point.write_s:.3g}"),
         ("start: transfers s", lambda point: f"{point.startup_s:.3g}"),
-        ("vote received", lambda point: f"{received(point, VOTE) / 1e3:,.1f} kB"),
-        ("vote ms", lambda point: _ms(in_flight(point, VOTE))),
-        ("vote, % of the step", lambda point: f"{in_flight(point, VOTE) / point.step.seconds:.2%}"),
+        ("vote received", lambda point: f"{point.step.total(VOTE).nbytes / 1e3:,.1f} kB"),
+        ("vote ms", lambda point: _ms(point.step.total(VOTE).seconds)),
+        ("vote, % of the step", lambda point: f"{point.step.total(VOTE).seconds / point.step.seconds:.2%}"),
     ]
     kind = "the same global batch" if is_strong else "the same batch of each rank"
-    show(
-        [
-            Table.of(f"A step on {run.device.name}, {kind}", steps, points),
-            Table.of("Beside the step", others, points),
-        ]
-    )
+    title = f"A step on {run.device.name}, {kind}"
+    show([Table.of(title, steps, points), Table.of("Beside the step", others, points)])
     for line in assumptions(run, points, assumed):
         print(line)
     for point in points:
@@ -129,9 +113,9 @@ def limits(point: ScalingPoint) -> Iterator[str]:
     """Yields a sentence for each limit that takes 1 % of the step, or of the elements."""
     step, ring = point.step, point.ring
     if ring is not None and step.seconds - ring.seconds > _BINDS * step.seconds:
-        taken = sum(share.seconds for (name, _), share in ring.shares.items() if name == GRADIENTS)
+        sent, taken = (found.total(GRADIENTS).seconds for found in (step, ring))
         yield (
-            f"unreduced gradients go by all-to-all, each through a rank's own NIC: {_ms(in_flight(point, GRADIENTS))} "
+            f"unreduced gradients go by all-to-all, each through a rank's own NIC: {_ms(sent)} "
             f"ms in flight; a ring reduce-scatter of them in FP32 would take {_ms(taken)} ms, and the step "
             f"{_ms(ring.seconds)} instead of {_ms(step.seconds)} ms"
         )
@@ -147,18 +131,18 @@ def limits(point: ScalingPoint) -> Iterator[str]:
             "the root group (embedding, head, norms) is gathered before the first block and reduced last: a rank "
             f"waits {_ms(root)} ms for it"
         )
-    waited = exposed(point, REPLICAS)
+    waited = step.total(REPLICAS).exposed
     if waited > _BINDS * step.seconds:
         yield (
             f"the sum over {point.ranks // point.traced.shard_ranks} replicas (FP32, once a step) is waited for "
             f"{_ms(waited)} ms; more micro-batches a step or a larger engine.shard_size make it weigh less"
         )
-    vote = in_flight(point, VOTE)
+    vote = step.total(VOTE).seconds
     if vote > _BINDS * step.seconds:
         share = vote / step.seconds
         yield f"the vote's gather takes {_ms(vote)} ms, {share:.1%} of the step, and overlaps with nothing"
-    weights = in_flight(point, WEIGHTS)
-    busy = sum(share.seconds for share in step.shares.values())
+    weights = step.total(WEIGHTS).seconds
+    busy = step.total().seconds
     if busy > step.compute:
         yield (
             f"transfers take {_ms(busy)} ms ({_ms(weights)} of weights), longer than the computation, "

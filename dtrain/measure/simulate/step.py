@@ -53,11 +53,6 @@ class Traced:
     saved: tuple[int, int]
     shard_ranks: int
 
-    @property
-    def transfers(self) -> list[Transfer]:
-        """Those of a traced step."""
-        return list(self.traces[max(self.traces)].transfers.values())
-
 
 def trace_run(run: PlannedRun, efficiency: float, step_ms: float | None) -> Traced:
     """Returns what a rank of ``run`` does.
@@ -132,18 +127,15 @@ def _timed(
 def simulate_step(
     traced: Traced, seconds_of: Callable[[Transfer], float], *, compute_factor: float = 1.0, slowdown: float = 1.0
 ) -> Replay:
-    """Returns the step of a rank whose transfers take ``seconds_of``; on a GPU they overlap with the computation.
+    """Returns the step of a rank whose transfers take ``seconds_of``.
 
-    Args:
-        traced, seconds_of: see above.
-        compute_factor: by which the slowest rank computes longer.
-        slowdown: by which transfers slow the computation that they overlap with, on a GPU.
+    The slowest rank computes longer by ``compute_factor``. On a GPU, transfers overlap with the computation, which they
+    slow by ``slowdown``.
     """
     overlaps = traced.run.transport == NCCL
+    slowdown = slowdown if overlaps else 1.0
     found = [
-        replay(
-            trace, seconds_of, overlaps=overlaps, compute_factor=compute_factor, slowdown=slowdown if overlaps else 1.0
-        )
+        replay(trace, seconds_of, overlaps=overlaps, compute_factor=compute_factor, slowdown=slowdown)
         for trace in traced.traces.values()
     ]
     return found[0] if len(found) == 1 else _extended(found[-2], found[-1], traced.count - max(traced.traces))

@@ -114,21 +114,18 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
     config = run.config
     engine, train = config.engine, config.train
     if engine.reproducible:
-        yield _engine_key("reproducible", False, "bits that depend on the number of ranks")
+        yield _change("engine.reproducible", False, "bits that depend on the number of ranks")
     if not engine.as_native().reshard_after_forward:
-        yield _engine_key("reshard_after_forward", True, "weights are gathered twice a micro-batch")
+        yield _change("engine.reshard_after_forward", True, "weights are gathered twice a micro-batch")
     if run.num_ranks > 1:
         for stage in range(engine.zero_stage + 1, 3):
-            yield _engine_key(
-                "zero_stage", stage, "gradients are sent in each micro-batch" if stage == 2 else "nothing"
-            )
+            cost = "gradients are sent in each micro-batch" if stage == 2 else "nothing"
+            yield _change("engine.zero_stage", stage, cost)
     if run.device.type == "cpu" and config.checkpoint.asynchronous:
-        checkpoint = replace(config.checkpoint, asynchronous=False)
-        yield "checkpoint.asynchronous=false", "a save stops training", _config(checkpoint=checkpoint)
+        yield _change("checkpoint.asynchronous", False, "a save stops training")
     model = config.model
     if model.loss_chunk == "none" and model.factory in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY):
-        keys = "model.loss_chunk=auto"
-        yield keys, "training returns no logits", _config(model=replace(model, loss_chunk="auto"))
+        yield _change("model.loss_chunk", "auto", "training returns no logits")
     sizes = [size for size in range(train.micro_batch_size // 2, 0, -1) if train.micro_batch_size % size == 0]
     for size in sizes:
         if size == 1 or plan.can_hold(plan.tensors - (1 - size / train.micro_batch_size) * plan.step.growing):
@@ -137,44 +134,41 @@ def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _
             yield f"train.micro_batch_size={size}", cost, smaller
             break
     if config.precision.name in ("fp32", "tf32") and (run.device.type == "cpu" or run.device.capability >= (8, 0)):
-        precision = replace(config.precision, name="bf16")
-        yield "precision=bf16", "products of BF16; masters and sums stay FP32", _config(precision=precision)
-    if config.model.recompute == "none":
-        yield _recompute("selective", "forward is computed twice, but for attention and every second matmul")
+        _, cost, apply = _change("precision.name", "bf16", "products of BF16; masters and sums stay FP32")
+        yield "precision=bf16", cost, apply
+    if model.recompute == "none":
+        cost = "forward is computed twice, but for attention and every second matmul"
+        yield _change("model.recompute", "selective", cost)
     if isinstance(config.optim, AdamW) and config.optim.name == "adamw":
-        yield "optim=adamw-bf16", "moments rounded to BF16", _config(optim=_bf16_moments(config.optim))
+        optim = _bf16_moments(config.optim)
+        yield "optim=adamw-bf16", "moments rounded to BF16", lambda run: _with(run, optim=optim)
     if run.num_ranks > 1 and engine.zero_stage < 3:
-        yield _engine_key("zero_stage", 3, "weights are gathered in forward and backward")
-    if config.model.recompute != "full":
-        yield _recompute("full", "forward is computed twice")
+        yield _change("engine.zero_stage", 3, "weights are gathered in forward and backward")
+    if model.recompute != "full":
+        yield _change("model.recompute", "full", "forward is computed twice")
     if run.device.type == "cuda":
-        yield _engine_key("offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
+        yield _change("engine.offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
     if engine.zero_stage:
         for factor in (2, 4, 8):
             ranks = factor * run.num_ranks
             yield f"ranks={ranks}", f"{factor} times the devices", partial(replace, num_ranks=ranks)
 
 
-def _engine_key(name: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
+def _change(key: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
+    section, name = key.split(".")
+
     def apply(run: PlannedRun) -> PlannedRun:
-        engine = run.config.engine
-        changed = replace(engine, **{name: value}) if name in settings_of(type(engine)) else engine
-        if changed.as_native() == engine.as_native():  # which is what is planned
-            raise ConfigError(f"engine.{name}={value} changes nothing")
-        return replace(run, config=replace(run.config, engine=changed))
+        own = getattr(run.config, section)
+        changed = replace(own, **{name: value}) if section != "engine" or name in settings_of(type(own)) else own
+        if section == "engine" and changed.as_native() == own.as_native():  # which is what is planned
+            raise ConfigError(f"{key}={value} changes nothing")
+        return _with(run, **{section: changed})
 
-    return f"engine.{name}={str(value).lower()}", cost, apply
-
-
-def _recompute(mode: str, cost: str) -> tuple[str, str, _Apply]:
-    def apply(run: PlannedRun) -> PlannedRun:
-        return replace(run, config=replace(run.config, model=replace(run.config.model, recompute=mode)))
-
-    return f"model.recompute={mode}", cost, apply
+    return f"{key}={str(value).lower()}", cost, apply
 
 
-def _config(**changes: Any) -> _Apply:
-    return lambda run: replace(run, config=replace(run.config, **changes))
+def _with(run: PlannedRun, **sections: Any) -> PlannedRun:
+    return replace(run, config=replace(run.config, **sections))
 
 
 def _bf16_moments(optim: AdamW) -> OptimKeys:

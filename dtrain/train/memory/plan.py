@@ -13,16 +13,7 @@ from torch import Tensor
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
 from dtrain.planning.heap import Heap
-from dtrain.planning.memory import (
-    ACTIVATIONS,
-    BACKWARD,
-    UNSHARDED,
-    UPDATE,
-    Margin,
-    StepMemory,
-    margin,
-    split_memory,
-)
+from dtrain.planning.memory import ACTIVATIONS, BACKWARD, UNSHARDED, UPDATE, Margin, StepMemory, margin, split_memory
 from dtrain.planning.storages import StorageTracker
 from dtrain.train.planned import PlannedRun
 from dtrain.train.session import MicroBatch, StepWatch
@@ -101,13 +92,9 @@ class MemoryPlan:
     @property
     def fit(self) -> str:
         """``fits``, ``may fit`` (the lower bound does) or ``does not fit``."""
-        return (
-            "fits"
-            if self.high <= self.device.memory
-            else "may fit"
-            if self.low <= self.device.memory
-            else "does not fit"
-        )
+        if self.high <= self.device.memory:
+            return FITS
+        return "may fit" if self.low <= self.device.memory else "does not fit"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import torch
 
 from dtrain.errors import ConfigError, OutOfMemoryError
 from dtrain.telemetry.metrics import write_json
-from dtrain.train.memory.changes import Change, cheapest_changes
-from dtrain.train.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
+from dtrain.train.memory.changes import cheapest_changes
+from dtrain.train.memory.plan import FITS, MemoryPlan, largest_micro_batch, plan_memory
 from dtrain.train.planned import PlannedRun
 
 MEMORY_FILE = "memory.json"
@@ -27,6 +27,11 @@ class ReceiptRow:
     planned_low: int
     planned_high: int
     measured: int | None
+
+    def texts(self) -> tuple[str, str]:
+        """Returns the planned and the measured bytes, for people."""
+        measured = "-" if self.measured is None else bytes_text(self.measured)
+        return bytes_range(self.planned_low, self.planned_high), measured
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,7 @@ class Receipt:
         """Returns the receipt as text for the console."""
         lines = [f"memory {'of rank 0':<16} {'planned':>24} {'measured':>12}"]
         for row in self.rows:
-            planned = bytes_range(row.planned_low, row.planned_high)
-            measured = "-" if row.measured is None else bytes_text(row.measured)
+            planned, measured = row.texts()
             lines.append(f"memory {row.kind:<16} {planned:>24} {measured:>12}")
         return lines
 
@@ -119,11 +123,7 @@ def out_of_memory(run: PlannedRun, what: str) -> OutOfMemoryError:
 def plan_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
     """Returns the plan as text: kinds, whether it fits, largest micro-batch, changes."""
     kinds = [f"memory {row.kind:<16} {bytes_range(row.low, row.high):>24}" for row in plan.rows]
-    return [
-        *kinds,
-        f"memory {'total':<16} {bytes_range(plan.low, plan.high):>24}",
-        *fit_lines(run, plan, cheapest_changes(run, plan) if plan.fit != "fits" else []),
-    ]
+    return [*kinds, f"memory {'total':<16} {bytes_range(plan.low, plan.high):>24}", *fit_lines(run, plan)]
 
 
 def plan_notes(plan: MemoryPlan) -> list[str]:
@@ -135,13 +135,13 @@ def plan_notes(plan: MemoryPlan) -> list[str]:
     return [*lines, *plan.notes]
 
 
-def fit_lines(run: PlannedRun, plan: MemoryPlan, changes: Sequence[Change]) -> list[str]:
-    """Returns whether the run fits, the largest micro-batch that does, and ``changes``."""
+def fit_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
+    """Returns whether the run fits, the largest micro-batch that does, and changes if it does not."""
     device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
     own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
     sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
     lines = [f"{plan.fit} on {device}; {sizes}", *plan_notes(plan)]
-    for change in changes:
+    for change in cheapest_changes(run, plan) if plan.fit != FITS else []:
         need = bytes_range(change.plan.low, change.plan.high)
         lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")
     return lines

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.planning.fake_step import _tell_of_selection
+from tests.helpers.net import Net
 from tests.unit.measure.plan.planned_runs import planned_run
 
 _SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -21,31 +22,22 @@ _SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Selecting(nn.Module):
-    """The mean of the scores that are selected."""
-
-    def __init__(self, vocab_size: int, name: str) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocab_size, 1)
-        self.select = _SELECTIONS[name]
-        self.selected = 0
-
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        scores = self.select(self.embedding(tokens)[..., 0], targets != -100)
-        self.selected = scores.numel()
-        return scores.float().mean()
+def run_selecting(net: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    """Returns the mean of the scores that are selected."""
+    scores: Tensor = net.select(net.embedding(tokens)[..., 0], targets != -100)
+    net.selected = scores.numel()
+    return scores.float().mean()
 
 
 def build(config: Any, vocab_size: int) -> nn.Module:
-    return Selecting(vocab_size, config.args["selection"])
+    return Net(run_selecting, embedding=nn.Embedding(vocab_size, 1), select=_SELECTIONS[config.args["selection"]])
 
 
 def selected_by(name: str) -> int:
     keys = (f"model.factory={__name__}:build", f"model.args.selection={name}", "model.max_seq_len=16")
     with planned_run(*keys, "train.micro_batch_size=2", "precision=fp32").engine() as (engine, step):
         step()
-        assert isinstance(engine.module, Selecting)
-        return engine.module.selected
+        return int(engine.module.selected)
 
 
 @pytest.mark.parametrize("name", ["index", "broadcast"])

@@ -2,32 +2,25 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dtrain.__main__ import main
 from dtrain.config.dump import from_plain
-from dtrain.measure.experiment import cli
-from dtrain.measure.experiment.accumulation import run
-from dtrain.measure.experiment.records import Experiment, ExperimentRecord
+from dtrain.measure.experiment import accumulation, cli
+from dtrain.measure.experiment.cli import ExperimentRecord
 from dtrain.measure.record import read_record
+from dtrain.tools.tables import Table
 
 exhaustive = pytest.mark.exhaustive
 
 
-@pytest.fixture
-def short_accumulation(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole: Experiment[object] = cli.load("accumulation")
-    short = replace(whole, run=partial(run, longest=64, trials=4))
-    monkeypatch.setattr(cli, "load", lambda name: short)
-
-
-@pytest.mark.usefixtures("short_accumulation")
-def test_writes_a_table_a_json_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_writes_a_table_a_json_and_a_picture(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accumulation, "run", partial(accumulation.run, longest=64, trials=4))
     out = tmp_path / "new" / "folder"
     assert main(["experiment", "accumulation", "--out", str(out)]) == 0
     shown = capsys.readouterr().out
@@ -48,16 +41,21 @@ RESULTS = DOCS / "results" / "experiments"
 PAGE = (DOCS / "experiments.md").read_text(encoding="utf-8")
 
 
+def stored_tables(name: str) -> list[Table]:
+    record = read_record(RESULTS / f"experiment-{name}.json", ExperimentRecord, "experiment")
+    assert record.experiment == name
+    experiment = cli.load(name)
+    tables: list[Table] = experiment.tables(from_plain(experiment.Result, record.result))
+    return tables
+
+
 @pytest.mark.parametrize("name", cli.EXPERIMENTS)
 def test_page_has_command_picture_and_the_tables_of_the_stored_results(name: str) -> None:
     assert f"```bash\ndtrain experiment {name}\n```" in PAGE
     assert re.search(rf"^  {name} +{re.escape(cli.EXPERIMENTS[name])}$", PAGE, re.MULTILINE)
     assert f"](pictures/experiment-{name}.png)" in PAGE
     assert (DOCS / "pictures" / f"experiment-{name}.png").is_file()
-    record = read_record(RESULTS / f"experiment-{name}.json", ExperimentRecord, "experiment")
-    assert record.experiment == name
-    experiment: Experiment[Any] = cli.load(name)
-    assert all(table.markdown() in PAGE for table in experiment.tables(from_plain(experiment.result, record.result)))
+    assert all(table.markdown() in PAGE for table in stored_tables(name))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +67,4 @@ def test_stored_results_are_shown_and_drawn(name: str, tmp_path: Path, capsys: p
     (picture,) = tmp_path.iterdir()
     assert (picture.name, picture.stat().st_size > 20_000) == (f"experiment-{name}.png", True)
     shown = capsys.readouterr().out
-    experiment: Experiment[Any] = cli.load(name)
-    tables = experiment.tables(from_plain(experiment.result, read_record(file, ExperimentRecord, "experiment").result))
-    assert all(table.markdown() in shown for table in tables)
+    assert all(table.markdown() in shown for table in stored_tables(name))

@@ -8,13 +8,14 @@ from statistics import stdev
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from torch import nn
 
 from dtrain.config.optim import SGD
 from dtrain.engine.initialize import initialize
 from dtrain.measure.experiment import accumulation, formats, gradient_histogram, loss_scaling, master_weights
 from dtrain.measure.experiment.accumulation import MATMUL, SUMS, VECTORS
-from dtrain.measure.experiment.formats import PRECISIONS, FormatCurves, FormatsResult, TaskComparison, draw, run
+from dtrain.measure.experiment.formats import PRECISIONS, FormatCurves, Result, TaskComparison, draw, run
 from dtrain.measure.experiment.gradient_histogram import SCALES
 from dtrain.measure.experiment.master_weights import WithoutMasters
 from dtrain.measure.experiment.networks import convnet, detector, regression
@@ -83,13 +84,13 @@ def test_is_the_loop_that_updates_rounded_weights(dtype: torch.dtype) -> None:
     rule = SGD(lr=lr, momentum=0.0)
     engine = initialize(model, optimizer=rule, precision=dtype, loss_scale=scale, max_grad_norm=None, seed=0)
     observer = WithoutMasters()
-    observer.start(engine)
+    observer.round(engine)
     weight = start.to(dtype)
     updates = lost = 0
     for _ in range(20):
         engine.backward(engine(x).square().mean())
         engine.step()
-        observer.step(engine)
+        observer.round(engine)
         leaf = weight.clone().requires_grad_()
         ((x.to(dtype) @ leaf.T).float().square().mean() * scale).backward()
         assert leaf.grad is not None
@@ -108,7 +109,7 @@ def test_norms_keep_their_fp32_weights() -> None:
     value = torch.tensor([1.0001, 1.0, 1.0, 1.0])
     with engine.modify_weights():
         model[1].weight.copy_(value)
-    WithoutMasters().start(engine)
+    WithoutMasters().round(engine)
     state = engine.master_state()
     assert torch.equal(state["1.weight"], value)
     assert torch.equal(state["0.weight"], state["0.weight"].bfloat16().float())
@@ -133,8 +134,8 @@ def test_small_updates_are_lost_without_masters_in_bf16_first() -> None:
 
 
 def shorter(task: SmallTask, steps: int, every: int, *more: str) -> SmallTask:
-    words = ("launch.device=cpu", f"train.steps={steps}", f"train.eval_every={every}", "train.eval_batches=4")
-    return replace(task, overrides=(*task.overrides, *words, *more))
+    words = f"launch.device=cpu train.steps={steps} train.eval_every={every} train.eval_batches=4"
+    return replace(task, overrides=" ".join((task.overrides, words, *more)))
 
 
 def curves(precision: str, *losses: list[float]) -> FormatCurves:
@@ -159,15 +160,15 @@ def test_gaps_are_in_units_of_seed_and_rounding_noise_at_that_step() -> None:
 
 def test_a_worse_format_is_told_from_noise() -> None:
     item = compared(curves("bf16", [5.0, 9.0], [6.0, 11.0]))
-    assert formats.finding(FormatsResult([0, 1], [item])) == (
+    assert formats.finding(Result([0, 1], [item])) == (
         "Outside FP32's own noise: BF16 on any (+5.4 units); other mean gaps are at most 0.0 units at the end, "
         "0.0 at any step"
     )
     same = compared(curves("bf16", [5.0, 1.0], [6.5, 3.0]))
-    assert formats.finding(FormatsResult([0, 1], [same])) == (
+    assert formats.finding(Result([0, 1], [same])) == (
         "No format can be told from FP32's own noise; mean gaps are at most 0.0 units at the end, 0.3 at any step"
     )
-    rows = formats.tables(FormatsResult([0, 1], [item]))[0].rows
+    rows = formats.tables(Result([0, 1], [item]))[0].rows
     assert rows[3][:3] == ("", "fp8", "50% fp8 (Linears: 1 of 2); convolutions, 25%, bf16")
 
 
@@ -195,7 +196,8 @@ def test_every_task_trains_in_every_format_and_is_drawn() -> None:
             assert least <= item.shares.convolutions <= most
             assert least_float8 <= item.shares.float8 <= most_float8
     assert len(formats.tables(result)[0].rows) == len(chosen) * (1 + len(PRECISIONS))
-    assert len(draw(result).axes) >= len(chosen)
+    draw(figure := Figure(), result)
+    assert len(figure.axes) >= len(chosen)
 
 
 @pytest.mark.exhaustive

@@ -1,4 +1,4 @@
-"""``dtrain plan precision`` and ``dtrain plan memory`` as users run them: they print, and do nothing else."""
+"""``dtrain plan precision`` and ``plan memory`` as users run them: they print, in little time and memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
@@ -67,20 +68,16 @@ def test_other_precisions(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     assert "## Modules" not in capsys.readouterr().out, "on a terminal the table is drawn"
 
 
+def build_from_values(config: object, vocab_size: int) -> nn.Module:
+    model = nn.Sequential(nn.Embedding(vocab_size, 32), nn.Linear(32, 32), nn.Linear(32, vocab_size))
+    assert model[1].weight.sum().item() != 0
+    return model
+
+
 @pytest.mark.exhaustive
-def test_a_model_that_needs_values_gets_them(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_values.py").write_text(
-        "from torch import nn\n"
-        "def build(config, vocab_size):\n"
-        "    model = nn.Sequential(nn.Embedding(vocab_size, 32), nn.Linear(32, 32), nn.Linear(32, vocab_size))\n"
-        "    assert model[1].weight.sum().item() != 0\n"
-        "    return model\n",
-        encoding="utf-8",
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    text = output(capsys, "precision", "launch.device=cpu", "precision=fp8", "model.factory=needs_values:build")
+def test_a_model_that_needs_values_gets_them(capsys: pytest.CaptureFixture[str]) -> None:
+    factory = f"model.factory={__name__}:build_from_values"
+    text = output(capsys, "precision", "launch.device=cpu", "precision=fp8", factory)
     assert rows_of(text)["1"][2] == "fp8"
 
 
@@ -115,12 +112,20 @@ def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.processes
-def test_8g_parameters_are_planned_in_little_time_and_memory() -> None:
-    words = ["plan", "memory", "model=llama-8b", "device=h100-80gb", "ranks=64", "engine.zero_stage=3"]
+@pytest.mark.parametrize(
+    ("words", "found", "most_s", "most_bytes"),
+    [
+        ("plan memory device=h100-80gb ranks=64", "fits on h100-80gb", 30, 2 * 2**30),
+        ("simulate precision=bf16 ranks=1024", "| 1,024 ", 60, 4e9),
+    ],
+)
+def test_8g_parameters_take_little_time_and_memory(words: str, found: str, most_s: int, most_bytes: float) -> None:
+    common = ("model=llama-8b", "engine.zero_stage=3", "train.micro_batch_size=1")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "dtrain", *words, "train.micro_batch_size=1"]
+    command = [sys.executable, "-m", "dtrain", *words.split(), *common]
     text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "fits on h100-80gb" in text
-    assert after.ru_utime - before.ru_utime < 30, "seconds of a core, which are more on a busy machine"
-    assert after.ru_maxrss * 1024 < 2 * 2**30  # the largest child so far
+    assert found in text
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    assert seconds < most_s, "seconds of a core, which are more on a busy machine"
+    assert after.ru_maxrss * 1024 < most_bytes  # the largest child so far

@@ -22,8 +22,6 @@ from dtrain.measure.plan.amdahl import Item, expected, in_format, limit, record
 from dtrain.measure.plan.roofline import roofline
 from dtrain.measure.plan.rules import Cause, find_causes
 from dtrain.measure.plan.shapes import describe, record_products, show_shapes
-from dtrain.measure.plan.time import format_table, item_table, phase_table, product_share, summary
-from dtrain.measure.plan.time_rank import RankTime, measure
 from dtrain.measure.simulate.step import trace_run
 from dtrain.measure.worker import Rank
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
@@ -34,6 +32,7 @@ from dtrain.tasks import IGNORE_INDEX, num_targets
 from dtrain.train.planned import PlannedRun
 from dtrain.train.step_time import PlannedRank, StepTime
 from tests.helpers.launch import ROOT
+from tests.helpers.net import Net
 from tests.unit.measure.plan.planned_runs import planned_run
 
 _SHAPED = f"model.factory={__name__}:build_"
@@ -84,32 +83,26 @@ def build_good(config: ModelConfig, vocab_size: int) -> nn.Module:
     return Shaped(64, 4, 16, 104, 264, vocab_size)
 
 
-class Images(nn.Module):
+def run_images(net: Any, tokens: Tensor, targets: Tensor) -> ModelOutput:
     """Two convolutions and a classifier, on the tokens as pixels."""
-
-    def __init__(self, channels: int, inner: int) -> None:
-        super().__init__()
-        self.channels = channels
-        self.first = nn.Conv2d(channels, 16, 3, padding=1)
-        self.second = nn.Conv2d(16, inner, 3, padding=1, stride=2)
-        self.head = nn.Linear(inner, 16)
-
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> Any:
-        batch = tokens.shape[0]
-        pixels = tokens.view(batch, 1, 16, -1).expand(-1, self.channels, -1, -1).to(self.first.weight.dtype)
-        pooled = F.relu(self.second(F.relu(self.first(pixels / 256)))).mean((2, 3))
-        loss = F.cross_entropy(self.head(pooled).float(), torch.zeros(batch, dtype=torch.int64, device=tokens.device))
-        return ModelOutput(loss, loss)
+    batch = tokens.shape[0]
+    pixels = tokens.view(batch, 1, 16, -1).expand(-1, net.first.in_channels, -1, -1).to(net.first.weight.dtype)
+    pooled = F.relu(net.second(F.relu(net.first(pixels / 256)))).mean((2, 3))
+    loss = F.cross_entropy(net.head(pooled).float(), torch.zeros(batch, dtype=torch.int64, device=tokens.device))
+    return ModelOutput(loss, loss)
 
 
 def build_images(config: ModelConfig, vocab_size: int) -> nn.Module:
     """Channels 3 and 20 are no multiples of 8; ``model.args`` may replace them."""
-    return Images(config.args.get("channels", 3), config.args.get("inner", 20))
+    inner = config.args.get("inner", 20)
+    first = nn.Conv2d(config.args.get("channels", 3), 16, 3, padding=1)
+    return Net(run_images, first=first, second=nn.Conv2d(16, inner, 3, padding=1, stride=2), head=nn.Linear(inner, 16))
 
 
 def causes_of(run: PlannedRun, *, tf32: bool = False) -> dict[str, Cause]:
     found, linears = record_products(run)
-    return {describe(cause, run)[0]: cause for cause in find_causes(found, linears, tf32=tf32)}
+    found = [replace(product, tf32=tf32) for product in found]
+    return {describe(cause, run)[0]: cause for cause in find_causes(found, linears)}
 
 
 def tables(capsys: pytest.CaptureFixture[str]) -> tuple[list[list[list[str]]], str]:
@@ -211,7 +204,7 @@ def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest
 @pytest.mark.parametrize("keys", [_IMAGES[:1], pytest.param(_BAD, marks=pytest.mark.exhaustive)])
 def test_padded_calls_run_and_are_timed(keys: tuple[str, ...]) -> None:
     found, linears = record_products(planned_run(*keys, "precision=fp32"))
-    causes = find_causes(found, linears, tf32=True)  # FP32 products, which every CPU has
+    causes = find_causes([replace(product, tf32=True) for product in found], linears)  # which every CPU has
     assert causes
     assert all(padding.measured_gain(cause, 16, CPU, 60.0) is not None for cause in causes)
 
@@ -284,11 +277,11 @@ def test_a_plan_multiplies_by_a_weight_that_is_not_1() -> None:
 def test_items_and_products_fill_a_step() -> None:
     config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
     job = {"config": config, "ranks": 1, "transport": HOST, "network": None, "budget_s": 0.2}
-    times = measure(Rank(job, device="cpu"))
+    times = plan_time.measure_rank(Rank(job, device="cpu"))
     names = [item.name for item in times.items]
     assert len(set(names)) == len(names)
     assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
-    assert 0.05 < product_share(times) < 0.98
+    assert 0.05 < plan_time.product_share(times) < 0.98
     assert [item.ms for item in times.items] == sorted((item.ms for item in times.items), reverse=True)
     by_name = {item.name: item for item in times.items}
     assert (by_name["mul"].is_elementwise, by_name["mul"].is_product) == (True, False)
@@ -300,19 +293,19 @@ def test_tables_show_what_was_measured() -> None:
     phases = {"forward_ms": 30.0, "backward_ms": 60.0}
     step = StepTime([90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, phases, 7, 2 * 10**6)
     items = [Item("mm", 60.0, 9, True, False), Item("mul", 20.0, 4, False, True), Item("sum", 5.0, 1, False, False)]
-    times = RankTime(step, 0.25, items, {"bf16": 2.0}, "fp32")
+    times = plan_time.RankTime(step, 0.25, items, {"bf16": 2.0}, "fp32")
     run = planned_run(*SMALL, ranks=2)
     assert step.ms == 120.0
-    assert dict(row[:2] for row in phase_table(times).rows)["wait for ranks"] == "20"
-    rows = item_table(times).rows
+    assert dict(row[:2] for row in plan_time.phase_table(times).rows)["wait for ranks"] == "20"
+    rows = plan_time.item_table(times).rows
     assert [row[0] for row in rows] == ["mul", "sum", "0 other operations", "no operation: Python, launches"]
     assert rows[0] == ("mul", "4", "20", "20.0%", "would fuse it")
     assert rows[-1][2] == "15"
-    assert format_table(times).rows == [("bf16", "2 x", "1.43 x", "2.5 x")]
+    assert plan_time.format_table(times).rows == [("bf16", "2 x", "1.43 x", "2.5 x")]
     slow = replace(times, items=[Item("mm", 120.0, 9, True, False), Item("sum", 30.0, 1, False, False)])
-    assert product_share(slow) == 0.8, "the profiled steps were slower than the others"
-    assert item_table(slow).rows[-1][2] == "0"
-    lines = summary(times, run, NETWORK)
+    assert plan_time.product_share(slow) == 0.8, "the profiled steps were slower than the others"
+    assert plan_time.item_table(slow).rows[-1][2] == "0"
+    lines = plan_time.summary(times, run, NETWORK)
     assert lines[1].startswith("MFU 25.0 % (power limit ")
     assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
 

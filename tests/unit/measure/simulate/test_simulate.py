@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +19,7 @@ from dtrain.measure.planned_run import planned_run
 from dtrain.measure.simulate import points
 from dtrain.measure.simulate.picture import draw
 from dtrain.measure.simulate.points import Assumptions, ScalingPoint, simulate
-from dtrain.measure.simulate.report import assumptions, limits, received, remarks
+from dtrain.measure.simulate.report import assumptions, limits, remarks
 from dtrain.measure.simulate.step import with_ranks
 from dtrain.planning.fabric import FABRICS, find_fabric
 from dtrain.planning.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
@@ -35,7 +32,7 @@ from tests.measure.compare_scaling import COMPARED, RESULTS, compare, read_serie
 
 SIZES = ["train.micro_batch_size=4", "train.global_batch_size=8", "model.num_layers=1"]
 TINY = ["experiment=smoke", "precision=bf16", *SIZES]
-ASSUMED = Assumptions("ib-400g", 0.7, None, 1.189, 0.0, "engine", 10.0)
+ASSUMED = Assumptions(spread=0.0)
 exhaustive = pytest.mark.exhaustive
 STAGE_2, STAGE_3 = "engine.zero_stage=2", "engine.zero_stage=3"
 
@@ -107,10 +104,12 @@ def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
         expected[WEIGHTS] += micro_batches * (1 if stays else 2) * part
         expected[GRADIENTS] += micro_batches * part
         expected[REPLICAS] += 2 * (4 * buffer.numel // shard * (replicas - 1) // replicas)
-    assert received(point, WEIGHTS) == expected[WEIGHTS]
-    assert received(point, VOTE) == (ranks - 1) * (NUM_FIELDS + 1) * 8
-    assert received(point, REPLICAS) == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
-    weight_gaps = received(point, GRADIENTS) - expected[GRADIENTS]  # a weight of each rank beside the first gradient
+    assert point.step.total(WEIGHTS).nbytes == expected[WEIGHTS]
+    assert point.step.total(VOTE).nbytes == (ranks - 1) * (NUM_FIELDS + 1) * 8
+    assert point.step.total(REPLICAS).nbytes == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
+    weight_gaps = (
+        point.step.total(GRADIENTS).nbytes - expected[GRADIENTS]
+    )  # a weight of each rank beside the first gradient
     assert 0 <= weight_gaps <= micro_batches * (shard - 1) * 64 * 4
 
 
@@ -188,19 +187,6 @@ def test_advice_about_transfers_and_other_engines() -> None:
         assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(limits(point))
         found = [one for one in assumptions(run, [point], ASSUMED) if "simulated as native" in one]
         assert [one[: len(other)] for one in found] == expected
-
-
-@exhaustive
-@pytest.mark.processes
-def test_1024_ranks_in_a_minute_of_a_core_and_4_gb() -> None:
-    words = ["simulate", "model=llama-8b", "precision=bf16", STAGE_3, "train.micro_batch_size=1", "ranks=1024"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    command = [sys.executable, "-m", "dtrain", *words]
-    text = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert "| 1,024 " in text
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
-    assert after.ru_maxrss < 4e6  # kilobytes, of the largest child so far
 
 
 def recorded() -> list[dict[str, Any]]:
