@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, get_type_hints
+from dataclasses import dataclass, field, make_dataclass
+from functools import cached_property
+from typing import Any, Generic, TypeVar, get_args, get_origin, get_type_hints
 
+from dtrain.config.fields import group
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.probe import ProbeConfig
 from dtrain.config.schema import RunConfig
 from dtrain.config.tool_schema import (
     AcceptConfig,
-    BlocksSuiteConfig,
-    CheckpointSuiteConfig,
-    CollectivesSuiteConfig,
-    DataSuiteConfig,
-    EngineSuiteConfig,
-    Float8SuiteConfig,
-    LossHeadSuiteConfig,
-    MemorySuiteConfig,
-    OptimizerSuiteConfig,
+    BenchSuite,
+    BlocksBenchConfig,
+    CheckpointBenchConfig,
+    CollectivesBenchConfig,
+    DataBenchConfig,
+    EngineBenchConfig,
+    Float8BenchConfig,
+    Float8Suite,
+    LossHeadBenchConfig,
+    MemoryBenchConfig,
+    ModelSuite,
+    OptimizerBenchConfig,
     ParitySuiteConfig,
-    PrecisionSuiteConfig,
-    ProductsSuiteConfig,
-    ProfileSuiteConfig,
-    StepSuiteConfig,
-    TelemetrySuiteConfig,
-    VoteSuiteConfig,
+    PrecisionBenchConfig,
+    ProductsBenchConfig,
+    ProfileBenchConfig,
+    ProfileSuite,
+    StepBenchConfig,
+    TelemetryBenchConfig,
+    TrainingSuite,
+    VoteBenchConfig,
 )
 
 Root = TypeVar("Root")
@@ -68,7 +75,7 @@ class Suite:
     Attributes:
         name: of the command, ``dtrain bench NAME``.
         measures: what its tables say, for the usage and for docs/benchmarks.md.
-        config: the schema of its keys.
+        keys: the type of its configuration, with the record of ``bench`` in brackets.
         run: ``module:function`` below ``dtrain.measure.bench``. The module brings torch, so it is imported only when it
             runs. The function takes the configuration and the command line; it yields the results, or first parts of
             them that grow, each of which replaces the one before in the file.
@@ -77,13 +84,17 @@ class Suite:
 
     name: str
     measures: str
-    config: type[Any]
+    keys: Any
     run: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def primary(self) -> Primary[Any]:
-        return Primary(f"bench-{self.name}", self.config, self.defaults)
+        kind, (bench,) = get_origin(self.keys), get_args(self.keys)
+        name = bench.__name__.replace("Bench", "Suite")
+        plain = {"__orig_bases__": ()}  # OmegaConf takes a generic record for a dict
+        schema = make_dataclass(name, [("bench", bench, group(bench))], bases=(kind,), namespace=plain, frozen=True)
+        return Primary(f"bench-{self.name}", schema, self.defaults)
 
 
 SUITES: dict[str, Suite] = {
@@ -92,101 +103,101 @@ SUITES: dict[str, Suite] = {
         Suite(
             "engine",
             "step time, memory and start of dtrain's engines against plain PyTorch, DDP, FSDP2, DeepSpeed, ...",
-            EngineSuiteConfig,
+            TrainingSuite[EngineBenchConfig],
             "training.suites:run_engine_suite",
             _TRAINING,
         ),
         Suite(
             "precision",
             "speed and memory of mixed precision against FP32",
-            PrecisionSuiteConfig,
+            TrainingSuite[PrecisionBenchConfig],
             "training.suites:run_precision_suite",
             _TRAINING,
         ),
         Suite(
             "float8",
             "FP8 against BF16 at several widths, and each of its products",
-            Float8SuiteConfig,
+            Float8Suite[Float8BenchConfig],
             "training.float8:run_float8_suite",
             {**_TRAINING, "model": "tiny", "model.num_layers": 2},
         ),
         Suite(
             "step",
             "training steps on one device: speed, MFU and memory of dtrain's settings and of other libraries",
-            StepSuiteConfig,
+            Float8Suite[StepBenchConfig],
             "training.suites:run_step_suite",
             _TRAINING,
         ),
         Suite(
             "optimizer",
             "the optimizer phase against torch's sequence of passes and the memory's bandwidth",
-            OptimizerSuiteConfig,
+            BenchSuite[OptimizerBenchConfig],
             "operations.optimizer:run_optimizer_suite",
         ),
         Suite(
             "loss-head",
             "output layer and loss by chunks of tokens, against full logits and torch's own function",
-            LossHeadSuiteConfig,
+            BenchSuite[LossHeadBenchConfig],
             "operations.loss_head:run_loss_head_suite",
         ),
         Suite(
             "products",
             "rates of matrix products by format and shape, of attention, and of copies",
-            ProductsSuiteConfig,
+            ModelSuite[ProductsBenchConfig],
             "operations.products:run_products_suite",
             _TINY,
         ),
         Suite(
             "memory",
             "model states of the native engine by precision and stage, against the formula",
-            MemorySuiteConfig,
+            ModelSuite[MemoryBenchConfig],
             "training.memory:run_memory_suite",
             _TINY,
         ),
         Suite(
             "profile",
             "a training step by class of kernel; launches and waits of its optimizer phase",
-            ProfileSuiteConfig,
+            ProfileSuite[ProfileBenchConfig],
             "training.profile:run_profile_suite",
             {**_TINY, "optim": "adamw"},
         ),
         Suite(
             "collectives",
             "each collective of a step, through sockets and through shared memory",
-            CollectivesSuiteConfig,
+            BenchSuite[CollectivesBenchConfig],
             "operations.collectives:run_collectives_suite",
         ),
         Suite(
             "checkpoint",
             "stall of training during a save and time until it is complete, against torch's",
-            CheckpointSuiteConfig,
+            BenchSuite[CheckpointBenchConfig],
             "operations.checkpoint:run_checkpoint_suite",
         ),
         Suite(
             "data",
             "tokenizing, reading token shards, and packing documents against padding them",
-            DataSuiteConfig,
+            ModelSuite[DataBenchConfig],
             "operations.data:run_data_suite",
             {"model": "tiny", "model.max_seq_len": 1024},
         ),
         Suite(
             "vote",
             "cost of the vote and of loss scaling in a step",
-            VoteSuiteConfig,
+            TrainingSuite[VoteBenchConfig],
             "training.suites:run_vote_suite",
             _TRAINING,
         ),
         Suite(
             "telemetry",
             "cost of a sampled step, in which every gradient and update is measured",
-            TelemetrySuiteConfig,
+            TrainingSuite[TelemetryBenchConfig],
             "training.suites:run_telemetry_suite",
             {**_TRAINING, "model": "tiny"},
         ),
         Suite(
             "blocks",
             "step time and activations of recomputed and compiled blocks",
-            BlocksSuiteConfig,
+            TrainingSuite[BlocksBenchConfig],
             "training.suites:run_blocks_suite",
             _TRAINING,
         ),

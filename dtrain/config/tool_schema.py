@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
@@ -297,98 +297,46 @@ class DataBenchConfig(CheckedRecord):
     out: str | None = setting(None, _OUT, is_path=True)
 
 
+Bench = TypeVar("Bench", covariant=True)
+"""Keys of ``bench``; ``Suite.primary`` of config/commands.py makes the schema that has them."""
+
+TrainingBench = TypeVar("TrainingBench", bound=BenchConfig, covariant=True)
+
+
 @dataclass(frozen=True)
-class SuiteConfig(CheckedRecord):
-    """One run of a suite of ``dtrain bench`` that trains a model."""
+class BenchSuite(CheckedRecord, Generic[Bench]):
+    """One run of a suite of ``dtrain bench``."""
+
+    bench: Bench
+
+
+@dataclass(frozen=True)
+class ModelSuite(BenchSuite[Bench]):
+    model: ModelConfig = group(ModelConfig)
+
+
+@dataclass(frozen=True)
+class ProfileSuite(CheckedRecord, Generic[Bench]):
+    seed: int = at_least(0, 0, "Seed of the weights.")
+    bench: Bench = group(ProfileBenchConfig)
+    model: ModelConfig = group(ModelConfig)
+    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
+
+
+@dataclass(frozen=True)
+class TrainingSuite(CheckedRecord, Generic[TrainingBench]):
+    """One run of a suite that trains cases."""
 
     seed: int = at_least(0, 0, "Seed of weights and samples.")
-    bench: BenchConfig = group(BenchConfig)
+    bench: TrainingBench = group(BenchConfig)
     model: ModelConfig = group(ModelConfig)
     data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
     optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
 
 
 @dataclass(frozen=True)
-class EngineSuiteConfig(SuiteConfig):
-    bench: EngineBenchConfig = group(EngineBenchConfig)
-
-
-@dataclass(frozen=True)
-class PrecisionSuiteConfig(SuiteConfig):
-    bench: PrecisionBenchConfig = group(PrecisionBenchConfig)
-
-
-@dataclass(frozen=True)
-class VoteSuiteConfig(SuiteConfig):
-    bench: VoteBenchConfig = group(VoteBenchConfig)
-
-
-@dataclass(frozen=True)
-class TelemetrySuiteConfig(SuiteConfig):
-    bench: TelemetryBenchConfig = group(TelemetryBenchConfig)
-
-
-@dataclass(frozen=True)
-class Float8SuiteConfig(SuiteConfig):
-    bench: Float8BenchConfig = group(Float8BenchConfig)
-    float8: Float8 = group(Float8)  # bench.recipes replaces its recipe
-
-
-@dataclass(frozen=True)
-class BlocksSuiteConfig(SuiteConfig):
-    bench: BlocksBenchConfig = group(BlocksBenchConfig)
-
-
-@dataclass(frozen=True)
-class StepSuiteConfig(SuiteConfig):
-    bench: StepBenchConfig = group(StepBenchConfig)
-    float8: Float8 = group(Float8)  # a case's recipe replaces its own
-
-
-@dataclass(frozen=True)
-class OptimizerSuiteConfig(CheckedRecord):
-    bench: OptimizerBenchConfig = group(OptimizerBenchConfig)
-
-
-@dataclass(frozen=True)
-class LossHeadSuiteConfig(CheckedRecord):
-    bench: LossHeadBenchConfig = group(LossHeadBenchConfig)
-
-
-@dataclass(frozen=True)
-class ProductsSuiteConfig(CheckedRecord):
-    bench: ProductsBenchConfig = group(ProductsBenchConfig)
-    model: ModelConfig = group(ModelConfig)
-
-
-@dataclass(frozen=True)
-class MemorySuiteConfig(CheckedRecord):
-    bench: MemoryBenchConfig = group(MemoryBenchConfig)
-    model: ModelConfig = group(ModelConfig)
-
-
-@dataclass(frozen=True)
-class ProfileSuiteConfig(CheckedRecord):
-    seed: int = at_least(0, 0, "Seed of the weights.")
-    bench: ProfileBenchConfig = group(ProfileBenchConfig)
-    model: ModelConfig = group(ModelConfig)
-    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
-
-
-@dataclass(frozen=True)
-class CollectivesSuiteConfig(CheckedRecord):
-    bench: CollectivesBenchConfig = group(CollectivesBenchConfig)
-
-
-@dataclass(frozen=True)
-class CheckpointSuiteConfig(CheckedRecord):
-    bench: CheckpointBenchConfig = group(CheckpointBenchConfig)
-
-
-@dataclass(frozen=True)
-class DataSuiteConfig(CheckedRecord):
-    bench: DataBenchConfig = group(DataBenchConfig)
-    model: ModelConfig = group(ModelConfig)
+class Float8Suite(TrainingSuite[TrainingBench]):
+    float8: Float8 = group(Float8)  # the recipe of a case replaces its own
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from dtrain.cli.resolve import read_suite
 from dtrain.config.commands import SUITES
-from dtrain.config.tool_schema import EngineSuiteConfig
 from dtrain.distributed.logging import configure_logging, logger
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.peers import check_peers
@@ -45,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     config = read_suite(rest, SUITES[name].primary)
     if config is None:
         return 0
-    if isinstance(config, EngineSuiteConfig):
+    if name == "engine":
         check_peers(config.bench.peers or [], config.bench.ranks)
         check_engines(config.bench.engines or [], config.bench.ranks)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

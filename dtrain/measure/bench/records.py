@@ -14,7 +14,7 @@ from dtrain.tools.tables import Table
 
 @dataclass(frozen=True)
 class BenchmarkCase:
-    """One training setup that is measured; ``name`` is unique in one run.
+    """One training setup that is measured; ``name`` is unique among those of one ``width``.
 
     Attributes:
         engine: with a ``zero_stage`` the name of dtrain's engine; else ``plain`` or a key of ``bench.peers.PEERS``.
@@ -29,6 +29,7 @@ class BenchmarkCase:
         reproducible: whether dtrain's engine gives the same bits at any world size.
         offload: ``cpu``: the native engine's masters, optimizer states and main grads lie on the host.
         loss_chunk: instead of that of the suite's ``model``.
+        width: its model's, if the suite has several.
     """
 
     name: str
@@ -45,6 +46,7 @@ class BenchmarkCase:
     reproducible: bool = False
     offload: str = "none"
     loss_chunk: str | None = None
+    width: int | None = None
 
     @property
     def is_dtrain(self) -> bool:
@@ -180,6 +182,25 @@ class FailedCase:
 
 
 @dataclass(frozen=True)
+class ProductTimes:
+    """Wall times of one product, or of all three of a Linear with the casts of their operands.
+
+    Attributes:
+        width: of the model.
+        product: ``output``, ``input gradient``, ``weight gradient``; or ``all three, with casts``.
+        sizes: M, N and K of the first one.
+        count: of the products.
+        ms: by case, one for each round.
+    """
+
+    width: int
+    product: str
+    sizes: list[int]
+    count: int
+    ms: dict[str, list[float]]
+
+
+@dataclass(frozen=True)
 class SuiteRun(RecordHead):
     """One run of a suite."""
 
@@ -195,12 +216,14 @@ class TrainingResults(SuiteRun):
         cases: those that started; the last ones may have fewer rounds if the command was ended.
         train_starts_s: from the command ``dtrain train`` to its first step, for each start; empty if not measured.
         failures: cases that failed.
+        products: in FP8 against BF16, of the distinct shapes among the Linears of the blocks of each width.
     """
 
     tokens_per_rank: int
     cases: list[CaseResult]
     train_starts_s: list[float]
     failures: list[FailedCase] = field(default_factory=list)
+    products: list[ProductTimes] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -269,55 +292,6 @@ class OperationResults(SuiteRun):
 
 
 @dataclass(frozen=True)
-class ProductTimes:
-    """Wall times of one product, or of all three of a Linear with the casts of their operands.
-
-    Attributes:
-        product: ``output``, ``input gradient``, ``weight gradient``; or ``all three, with casts``.
-        rows: number of tokens.
-        ms: by case, one for each round.
-    """
-
-    product: str
-    rows: int
-    out_features: int
-    in_features: int
-    ms: dict[str, list[float]]
-
-
-@dataclass(frozen=True)
-class WidthResults:
-    """One model of the FP8 suite.
-
-    Attributes:
-        cases: those that started; the first is BF16.
-        products: of the distinct shapes among the Linears of its blocks.
-    """
-
-    hidden_dim: int
-    cases: list[CaseResult]
-    products: list[ProductTimes]
-    failures: list[FailedCase] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Float8Results(SuiteRun):
-    """One run of the FP8 suite.
-
-    Attributes:
-        emulated: whether FP8 was computed in FP32, so that its times say nothing about Tensor Cores.
-    """
-
-    tokens_per_rank: int
-    emulated: bool
-    widths: list[WidthResults]
-
-    @property
-    def failures(self) -> list[FailedCase]:
-        return [failure for width in self.widths for failure in width.failures]
-
-
-@dataclass(frozen=True)
 class TableResults(SuiteRun):
     """One run of a suite whose cases have figures of their own; it is written again after each case.
 
@@ -344,7 +318,7 @@ class TableResults(SuiteRun):
         return [*self.conclusions, *failures, *(f"Left out: {name}: {why}" for name, why in self.left_out.items())]
 
 
-AnyResults: TypeAlias = TrainingResults | OperationResults | Float8Results | TableResults
+AnyResults: TypeAlias = TrainingResults | OperationResults | TableResults
 
 
 def read_results(path: Path) -> AnyResults:
@@ -354,5 +328,4 @@ def read_results(path: Path) -> AnyResults:
 
 def _kind(values: dict[str, Any]) -> type[AnyResults]:
     """Returns the class whose results alone have a certain field."""
-    kinds = {"tables": TableResults, "timings": OperationResults, "widths": Float8Results}
-    return next((kind for name, kind in kinds.items() if name in values), TrainingResults)
+    return TableResults if "tables" in values else OperationResults if "timings" in values else TrainingResults

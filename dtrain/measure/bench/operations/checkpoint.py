@@ -22,7 +22,7 @@ from dtrain.checkpoint.format.fingerprint import byte_view
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.config.dump import from_plain
-from dtrain.config.tool_schema import CheckpointBenchConfig, CheckpointSuiteConfig
+from dtrain.config.tool_schema import BenchSuite, CheckpointBenchConfig
 from dtrain.device import synchronize
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import choose_device
@@ -44,7 +44,7 @@ _BASELINES = ["DCP async_save", "torch.save, fsync"]
 _PARAMETER = 1 << 20  # elements of this rank's shard of one parameter
 
 
-def run_checkpoint_suite(config: CheckpointSuiteConfig, command: str) -> Iterator[OperationResults]:
+def run_checkpoint_suite(config: BenchSuite[CheckpointBenchConfig], command: str) -> Iterator[OperationResults]:
     """Times saves on ``bench.ranks`` processes, in a new folder of ``bench.dir`` that is removed at the end."""
     bench = config.bench
     yield from measure_operations(

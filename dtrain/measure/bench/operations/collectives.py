@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.config.dump import from_plain
-from dtrain.config.tool_schema import CollectivesBenchConfig, CollectivesSuiteConfig
+from dtrain.config.tool_schema import BenchSuite, CollectivesBenchConfig
 from dtrain.device import elapsed_ms
 from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.startup.setup import choose_device
@@ -29,7 +29,7 @@ _DESCRIPTION = (
 )
 
 
-def run_collectives_suite(config: CollectivesSuiteConfig, command: str) -> Iterator[OperationResults]:
+def run_collectives_suite(config: BenchSuite[CollectivesBenchConfig], command: str) -> Iterator[OperationResults]:
     bench = config.bench
     device = choose_device(bench.device, 0).type
 

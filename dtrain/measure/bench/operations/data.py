@@ -21,7 +21,7 @@ from torch import Tensor
 import dtrain
 from dtrain.config.data import TokensDataConfig
 from dtrain.config.schema import RunConfig, TrainConfig
-from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig
+from dtrain.config.tool_schema import DataBenchConfig, ModelSuite
 from dtrain.data import BatchLoader, load_dataset
 from dtrain.data.packing import Packing, pack_documents
 from dtrain.data.shards.reader import TokenShards
@@ -51,7 +51,7 @@ _DOCUMENTS = 512  # that the library gets at a time
 _LIBRARY, _PADDED = "library alone", "padded to {:,}"
 
 
-def run_data_suite(config: DataSuiteConfig, command: str) -> Iterator[OperationResults]:
+def run_data_suite(config: ModelSuite[DataBenchConfig], command: str) -> Iterator[OperationResults]:
     """Measures in this process and in commands that it starts; its files are in a temporary folder."""
     bench, seq_len = config.bench, config.model.max_seq_len
     torch.set_num_threads(bench.threads)
@@ -171,7 +171,9 @@ def _time_reading(corpus: _Corpus, bench: DataBenchConfig, seq_len: int) -> Iter
         yield _named(timing, "read", tokens)
 
 
-def _time_learning(corpus: _Corpus, config: DataSuiteConfig, device: torch.device) -> Iterator[OperationTiming]:
+def _time_learning(
+    corpus: _Corpus, config: ModelSuite[DataBenchConfig], device: torch.device
+) -> Iterator[OperationTiming]:
     bench, seq_len = config.bench, config.model.max_seq_len
     shards = TokenShards.open(corpus.shards)
     ends = shards.document_ends.take(np.arange(min(bench.documents, shards.num_documents)))
@@ -186,7 +188,7 @@ def _time_learning(corpus: _Corpus, config: DataSuiteConfig, device: torch.devic
         yield _named(timing, "learn", sum(num_targets(batch["targets"]) for batch in cases[timing.case]))
 
 
-def learner(config: DataSuiteConfig, vocab_size: int, device: torch.device) -> Session:
+def learner(config: ModelSuite[DataBenchConfig], vocab_size: int, device: torch.device) -> Session:
     """Returns a training of the suite's model, whose micro-batches count by their targets."""
     precision = "bf16" if device.type == "cuda" else "fp32"
     run = RunConfig(model=config.model, train=TrainConfig(micro_batch_size=config.bench.micro_batch_size))

@@ -27,16 +27,15 @@ def product_shapes(linears: Iterable[LinearFormat]) -> list[tuple[int, int]]:
 
 
 def time_products(
-    rows: int, out_features: int, in_features: int, recipes: dict[str, Recipe], rounds: int, device: torch.device
+    width: int, rows: int, shape: tuple[int, int], recipes: dict[str, Recipe], rounds: int, device: torch.device
 ) -> list[ProductTimes]:
     """Times the three products of a Linear separately, then together with their casts, in BF16 and in each recipe.
 
-    Separately, the operands are cast beforehand. Together, all casts are timed but the weight's, which a step
-    needs only once.
+    ``shape`` is that of the weight. Separately, the operands are cast beforehand. Together, all casts are timed but the
+    weight's, which a step needs only once.
     """
     x, gradient, weight = (
-        torch.randn(shape, device=device, dtype=torch.bfloat16)
-        for shape in ((rows, in_features), (rows, out_features), (out_features, in_features))
+        torch.randn(size, device=device, dtype=torch.bfloat16) for size in ((rows, shape[1]), (rows, shape[0]), shape)
     )
     operands = {
         "output": (x, weight),
@@ -51,9 +50,15 @@ def time_products(
     workloads[ALL_THREE] = {_BF16: _linear(weight, x, gradient, None)} | {
         name: _linear(weight, x, gradient, recipe) for name, recipe in recipes.items()
     }
-    calls = _REPEATS[device.type]
+    sizes = {product: [left.shape[0], right.shape[0], left.shape[1]] for product, (left, right) in operands.items()}
     return [
-        ProductTimes(product, rows, out_features, in_features, alternating_ms(cases, device, rounds, calls=calls))
+        ProductTimes(
+            width,
+            product,
+            sizes.get(product, sizes["output"]),
+            1 if product in operands else len(operands),
+            alternating_ms(cases, device, rounds, calls=_REPEATS[device.type]),
+        )
         for product, cases in workloads.items()
     ]
 

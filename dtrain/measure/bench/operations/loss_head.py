@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.config.tool_schema import LossHeadBenchConfig, LossHeadSuiteConfig
+from dtrain.config.tool_schema import BenchSuite, LossHeadBenchConfig
 from dtrain.device import PeakMemory
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
@@ -37,7 +37,7 @@ _DESCRIPTION = (
 )
 
 
-def run_loss_head_suite(config: LossHeadSuiteConfig, command: str) -> Iterator[OperationResults]:
+def run_loss_head_suite(config: BenchSuite[LossHeadBenchConfig], command: str) -> Iterator[OperationResults]:
     """Times each case in ``bench.dtypes``: in FP32, and in BF16 where the device has such products."""
     bench = config.bench
     device = choose_device(bench.device, 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dtrain.config.optim import OPTIMIZERS, SGD, Adam, AdamW, Lion, Muon
-from dtrain.config.tool_schema import OptimizerSuiteConfig
+from dtrain.config.tool_schema import BenchSuite, OptimizerBenchConfig
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.operations.muon import MuonPhase, describe_matrices, matrix_traffic
@@ -40,7 +40,7 @@ _ELEMENTWISE = (
 )
 
 
-def run_optimizer_suite(config: OptimizerSuiteConfig, command: str) -> Iterator[OperationResults]:
+def run_optimizer_suite(config: BenchSuite[OptimizerBenchConfig], command: str) -> Iterator[OperationResults]:
     """Times the optimizer phase of each case, on the same masters and gradients.
 
     Raises:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from dtrain.config.model import ModelConfig
-from dtrain.config.tool_schema import ProductsBenchConfig, ProductsSuiteConfig
+from dtrain.config.tool_schema import ModelSuite, ProductsBenchConfig
 from dtrain.device import repeated_ms
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
@@ -53,7 +53,7 @@ class _Case:
     make: Callable[[], Operation]
 
 
-def run_products_suite(config: ProductsSuiteConfig, command: str) -> Iterator[TableResults]:
+def run_products_suite(config: ModelSuite[ProductsBenchConfig], command: str) -> Iterator[TableResults]:
     """Measures the cases in order of value until ``bench.limit_s``.
 
     Raises:
@@ -112,7 +112,7 @@ def _raise_clocks(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _cases(config: ProductsSuiteConfig, device: torch.device, left_out: dict[str, str]) -> list[_Case]:
+def _cases(config: ModelSuite[ProductsBenchConfig], device: torch.device, left_out: dict[str, str]) -> list[_Case]:
     """Returns the cases in order of value: products of the first format, copies, attention, other formats."""
     formats = _formats(config.bench, device, left_out)
     products = {name: list(_products(config, name, device)) for name in formats}
@@ -137,7 +137,7 @@ def _formats(bench: ProductsBenchConfig, device: torch.device, left_out: dict[st
     return ["fp16", "fp32"] if old else ["bf16", *float8, "fp16", "tf32", "fp32"]
 
 
-def _products(config: ProductsSuiteConfig, name: str, device: torch.device) -> Iterator[_Case]:
+def _products(config: ModelSuite[ProductsBenchConfig], name: str, device: torch.device) -> Iterator[_Case]:
     shapes = {(size, size, size): "square" for size in config.bench.squares}
     if name in ("bf16", *_FLOAT8):
         shapes |= {(config.bench.rows, n, k): label for label, (n, k) in _linears(config.model).items()}
@@ -179,7 +179,7 @@ def multiplication(name: str, shape: tuple[int, ...], device: torch.device) -> O
     return lambda: torch._scaled_mm(left, right.t(), out_dtype=torch.bfloat16, **options), 0, flops
 
 
-def _attention(config: ProductsSuiteConfig, name: str, device: torch.device) -> _Case:
+def _attention(config: ModelSuite[ProductsBenchConfig], name: str, device: torch.device) -> _Case:
     model, heads, length = config.model, config.model.num_heads, config.model.max_seq_len
     size = model.hidden_dim // heads
     count = max(1, config.bench.rows // length)

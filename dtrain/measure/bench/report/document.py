@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from dtrain.errors import BenchError
-from dtrain.measure.bench.records import AnyResults, Float8Results, OperationResults, TableResults
+from dtrain.measure.bench.records import AnyResults, OperationResults, TableResults
 from dtrain.measure.bench.report.float8 import describe_float8
 from dtrain.measure.bench.report.operations import describe_operations
 from dtrain.measure.bench.report.report import Report, origin
@@ -19,11 +19,9 @@ from dtrain.telemetry.metrics import write_atomically
 def describe(results: AnyResults) -> Report:
     if isinstance(results, OperationResults):
         return describe_operations(results)
-    if isinstance(results, Float8Results):
-        return describe_float8(results)
     if isinstance(results, TableResults):
         return Report([*origin(results), results.description], results.tables, results.notes, results.conclusions)
-    return describe_step(results) if results.suite == "step" else describe_training(results)
+    return {"float8": describe_float8, "step": describe_step}.get(results.suite, describe_training)(results)
 
 
 def update_document(document: Path, results: Mapping[str, AnyResults]) -> None:

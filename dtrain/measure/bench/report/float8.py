@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from statistics import median
 
-from dtrain.measure.bench.records import CaseResult, Float8Results, LinearFormat, ProductTimes, WidthResults
+from dtrain.measure.bench.records import CaseResult, LinearFormat, ProductTimes, TrainingResults
 from dtrain.measure.bench.report.report import Report, origin
 from dtrain.measure.bench.report.statistics import (
     all_steps_ms,
@@ -36,58 +37,55 @@ _NOTES = (
 )
 
 
-def describe_float8(results: Float8Results) -> Report:
+def describe_float8(results: TrainingResults) -> Report:
     bench = results.config["bench"]
     ranks, threads = plural(bench["ranks"], "rank"), plural(bench["threads_per_rank"], "thread")
     facts = [
         *origin(results),
         f"{results.tokens_per_rank:,} tokens a rank and step, {ranks}, {threads} a rank. {bench['rounds']} rounds of "
         f"{bench['steps']} steps.",
-        *([_EMULATED] if results.emulated else []),
+        *([_EMULATED] if any(result.footprint.emulates_float8 for result in results.cases) else []),
         *(f"Did not run: {failure.reason}." for failure in results.failures),
     ]
     tables = [_steps_table(results)]
-    for width in results.widths:
+    for width in dict.fromkeys(result.case.width for result in results.cases):
         by_formats: dict[tuple[tuple[str, ...], ...], list[str]] = {}
-        for result in width.cases:
-            if result.footprint.linears:
+        for result in results.cases:
+            if result.case.width == width and result.footprint.linears:
                 by_formats.setdefault(_format_rows(result.footprint.linears), []).append(result.case.name)
         for rows, names in by_formats.items():
-            tables.append(Table(f"Linears at width {width.hidden_dim}, {', '.join(names)}", _FORMAT_COLUMNS, rows))
-        if width.products:
-            tables.append(_products_table(width))
+            tables.append(Table(f"Linears at width {width}, {', '.join(names)}", _FORMAT_COLUMNS, rows))
+        if products := [product for product in results.products if product.width == width]:
+            tables.append(_products_table(products))
     return Report(facts, tables, [_NOTES])
 
 
-def _steps_table(results: Float8Results) -> Table:
-    Row = tuple[int, CaseResult]
-    rows = [(width.hidden_dim, result) for width in results.widths for result in timed(width.cases)]
-    bf16 = {width: result for width, result in rows if result.case.precision == "bf16"}
+def _steps_table(results: TrainingResults) -> Table:
+    bf16 = {result.case.width: result for result in timed(results.cases) if result.case.precision == "bf16"}
 
-    def loss_difference(row: Row) -> str:
-        width, result = row
-        if width not in bf16:
-            return "not measured"
-        return f"{100 * (final_loss(result) / final_loss(bf16[width]) - 1):+.2f} %"
+    def against_bf16(result: CaseResult, text: Callable[[CaseResult], str]) -> str:
+        return text(bf16[result.case.width]) if result.case.width in bf16 else "not measured"
 
-    def speed_up(row: Row) -> str:
-        width, result = row
-        return spread([1 / ratio for ratio in ratios(result, bf16[width])], 3) if width in bf16 else "not measured"
-
-    columns: list[Column[Row]] = [
-        ("width", lambda row: str(row[0])),
-        ("parameters", lambda row: compact(row[1].footprint.num_parameters)),
-        ("case", lambda row: title(row[1], results)),
-        ("step ms", lambda row: spread(all_steps_ms(row[1]), 1)),
-        ("tokens/s", lambda row: tokens_per_s(row[1], results)),
-        ("state MiB a rank", lambda row: state(row[1])),
-        ("peak MiB a rank", lambda row: peak(row[1])),
-        ("load", lambda row: load(row[1])),
-        ("loss", lambda row: f"{final_loss(row[1]):.4f}"),
-        ("loss against bf16", loss_difference),
-        ("speed-up over bf16", speed_up),
+    columns: list[Column[CaseResult]] = [
+        ("width", lambda own: str(own.case.width)),
+        ("parameters", lambda own: compact(own.footprint.num_parameters)),
+        ("case", lambda own: title(own, results)),
+        ("step ms", lambda own: spread(all_steps_ms(own), 1)),
+        ("tokens/s", lambda own: tokens_per_s(own, results)),
+        ("state MiB a rank", state),
+        ("peak MiB a rank", peak),
+        ("load", load),
+        ("loss", lambda own: f"{final_loss(own):.4f}"),
+        (
+            "loss against bf16",
+            lambda own: against_bf16(own, lambda bf16: f"{100 * (final_loss(own) / final_loss(bf16) - 1):+.2f} %"),
+        ),
+        (
+            "speed-up over bf16",
+            lambda own: against_bf16(own, lambda bf16: spread([1 / ratio for ratio in ratios(own, bf16)], 3)),
+        ),
     ]
-    return Table.of("Steps and memory", columns, rows)
+    return Table.of("Steps and memory", columns, timed(results.cases))
 
 
 def _format_rows(linears: Sequence[LinearFormat]) -> tuple[tuple[str, ...], ...]:
@@ -99,8 +97,11 @@ def _format_rows(linears: Sequence[LinearFormat]) -> tuple[tuple[str, ...], ...]
     return tuple((names[0], str(len(names)), *cells) for cells, names in equal.items())
 
 
-def _products_table(width: WidthResults) -> Table:
-    baseline, *recipes = width.products[0].ms
+def _products_table(products: Sequence[ProductTimes]) -> Table:
+    baseline, *recipes = products[0].ms
+
+    def tflops(product: ProductTimes, case: str) -> str:
+        return f"{2.0 * prod(product.sizes) * product.count / median(product.ms[case]) / 1e9:.3g}"
 
     def speed_up(product: ProductTimes, recipe: str) -> str:
         pairs = zip(product.ms[baseline], product.ms[recipe], strict=True)
@@ -108,26 +109,13 @@ def _products_table(width: WidthResults) -> Table:
 
     columns: list[Column[ProductTimes]] = [
         ("product", lambda product: product.product),
-        ("M x N x K", _sizes),
-        (f"{baseline} ms", lambda product: f"{median(product.ms[baseline]):.3f}"),
-        ("TFLOP/s", lambda product: f"{_tflops(product, baseline):.3g}"),
+        ("M x N x K", lambda product: " x ".join(map(str, product.sizes))),
     ]
-    for name in recipes:
+    for name in (baseline, *recipes):
         columns += [
             (f"{name} ms", lambda product, name=name: f"{median(product.ms[name]):.3f}"),  # type: ignore[misc]
-            ("TFLOP/s", lambda product, name=name: f"{_tflops(product, name):.3g}"),  # type: ignore[misc]
-            (f"{name} speed-up", lambda product, name=name: speed_up(product, name)),  # type: ignore[misc]
+            ("TFLOP/s", lambda product, name=name: tflops(product, name)),  # type: ignore[misc]
         ]
-    return Table.of(f"Products at width {width.hidden_dim}", columns, width.products)
-
-
-def _sizes(product: ProductTimes) -> str:
-    rows, out, inner = product.rows, product.out_features, product.in_features
-    sizes = {"input gradient": (rows, inner, out), "weight gradient": (out, inner, rows)}
-    return " x ".join(map(str, sizes.get(product.product, (rows, out, inner))))
-
-
-def _tflops(product: ProductTimes, case: str) -> float:
-    num_products = 1 if product.product in ("output", "input gradient", "weight gradient") else 3
-    flops = 2.0 * product.rows * product.out_features * product.in_features * num_products
-    return flops / median(product.ms[case]) / 1e9
+        if name in recipes:
+            columns.append((f"{name} speed-up", lambda product, name=name: speed_up(product, name)))  # type: ignore[misc]
+    return Table.of(f"Products at width {products[0].width}", columns, products)

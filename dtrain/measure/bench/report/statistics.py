@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
-from dtrain.measure.bench.records import CaseResult, Float8Results, TrainingResults
+from dtrain.measure.bench.records import CaseResult, TrainingResults
 from dtrain.telemetry.texts import compact
 
 
@@ -50,14 +50,14 @@ def final_loss(result: CaseResult) -> float:
     return sum(losses) / len(losses)
 
 
-def tokens_per_s(result: CaseResult, results: TrainingResults | Float8Results) -> str:
+def tokens_per_s(result: CaseResult, results: TrainingResults) -> str:
     tokens = results.tokens_per_rank * result.case.ranks
     if result.micro_batch is not None:
         tokens = tokens * result.micro_batch // results.config["bench"]["micro_batch_size"]
     return compact(tokens / step_ms(result) * 1000)
 
 
-def title(result: CaseResult, results: TrainingResults | Float8Results) -> str:
+def title(result: CaseResult, results: TrainingResults) -> str:
     """Returns the name of the case, and its sequences if those of the suite were too many for its memory."""
     size = results.config["bench"].get("micro_batch_size")
     return result.case.name + ("" if result.micro_batch in (None, size) else f", {result.micro_batch} sequences")

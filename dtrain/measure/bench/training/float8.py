@@ -10,18 +10,18 @@ import torch
 from dtrain.config.model import ModelConfig
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
-from dtrain.config.tool_schema import Float8BenchConfig, Float8SuiteConfig
+from dtrain.config.tool_schema import Float8BenchConfig, Float8Suite
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError
 from dtrain.measure.bench.operations.float8_products import product_shapes, time_products
-from dtrain.measure.bench.records import BenchmarkCase, Float8Results, WidthResults
+from dtrain.measure.bench.records import BenchmarkCase, TrainingResults
 from dtrain.measure.bench.training.rounds import run_rounds
 from dtrain.measure.record import head
 from dtrain.precision.float8.options import Recipe
 from dtrain.train.setup import make_policy
 
 
-def run_float8_suite(config: Float8SuiteConfig, command: str) -> Iterator[Float8Results]:
+def run_float8_suite(config: Float8Suite[Float8BenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures BF16 and each recipe at one width after the other, and times the products of their Linears."""
     bench = config.bench
     for key, values in (("bench.widths", bench.widths), ("bench.recipes", bench.recipes)):
@@ -33,36 +33,31 @@ def run_float8_suite(config: Float8SuiteConfig, command: str) -> Iterator[Float8
     torch.set_num_threads(bench.threads_per_rank)
     recipes = {name: _recipe(config, name, device) for name in bench.recipes}
     models = [model_of(config.model, width) for width in bench.widths]
-    results = Float8Results(
+    results = TrainingResults(
         **head(command, config),
         suite="float8",
         tokens_per_rank=bench.micro_batch_size * config.model.max_seq_len,
-        emulated=any(recipe.emulate for recipe in recipes.values()),
-        widths=[],
+        cases=[],
+        train_starts_s=[],
     )
     for model in models:
-        done = list(results.widths)
-        for measured in run_rounds(float8_cases(bench), replace(config, model=model)):
-            results.widths[:] = [*done, WidthResults(model.hidden_dim, measured.cases, [], measured.failures)]
+        cases, failures = results.cases, results.failures
+        for measured in run_rounds(float8_cases(bench, model.hidden_dim), replace(config, model=model)):
+            results = replace(results, cases=[*cases, *measured.cases], failures=[*failures, *measured.failures])
             yield results
-        shapes = product_shapes(linear for result in measured.cases for linear in result.footprint.linears)
         rows = bench.micro_batch_size * model.max_seq_len
-        products = [
-            product
-            for out_features, in_features in shapes
-            for product in time_products(rows, out_features, in_features, recipes, bench.rounds, device)
-        ]
-        results.widths[-1] = replace(results.widths[-1], products=products)
+        for shape in product_shapes(linear for result in measured.cases for linear in result.footprint.linears):
+            results.products.extend(time_products(model.hidden_dim, rows, shape, recipes, bench.rounds, device))
         yield results
 
 
-def _recipe(config: Float8SuiteConfig, name: str, device: torch.device) -> Recipe:
+def _recipe(config: Float8Suite[Float8BenchConfig], name: str, device: torch.device) -> Recipe:
     precision = PrecisionConfig(name="fp8", float8=replace(config.float8, recipe=name))
     return Recipe.of(make_policy(RunConfig(precision=precision)).on(device).float8, torch.bfloat16)
 
 
-def float8_cases(bench: Float8BenchConfig) -> list[BenchmarkCase]:
-    bf16 = BenchmarkCase("bf16", "native", bench.ranks, "bf16", bench.zero_stage)
+def float8_cases(bench: Float8BenchConfig, width: int) -> list[BenchmarkCase]:
+    bf16 = BenchmarkCase("bf16", "native", bench.ranks, "bf16", bench.zero_stage, width=width)
     return [bf16, *(replace(bf16, name=f"fp8 {name}", precision="fp8", recipe=name) for name in bench.recipes)]
 
 

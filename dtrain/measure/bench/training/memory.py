@@ -12,7 +12,7 @@ import torch
 from dtrain.config.engines import Native
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schema import RunConfig
-from dtrain.config.tool_schema import MemorySuiteConfig
+from dtrain.config.tool_schema import MemoryBenchConfig, ModelSuite
 from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.measure.bench.records import TableResults
 from dtrain.measure.bench.training.model import build_on
@@ -28,7 +28,7 @@ _DESCRIPTION = (
 )
 
 
-def run_memory_suite(config: MemorySuiteConfig, command: str) -> Iterator[TableResults]:
+def run_memory_suite(config: ModelSuite[MemoryBenchConfig], command: str) -> Iterator[TableResults]:
     """Builds the engine in each precision at each stage; one that fails costs no other."""
     device = choose_device(config.bench.device, 0)
     results = TableResults(suite="memory", **head(command, config), description="", tables=[], conclusions=[], rows=[])
@@ -42,7 +42,7 @@ def run_memory_suite(config: MemorySuiteConfig, command: str) -> Iterator[TableR
             yield _with_table(results, device)
 
 
-def _states(config: MemorySuiteConfig, precision: str, stage: int, device: torch.device) -> dict[str, Any]:
+def _states(config: ModelSuite[MemoryBenchConfig], precision: str, stage: int, device: torch.device) -> dict[str, Any]:
     before = _allocated(device)
     # not timed: which products are fast is a question of the steps
     policy = PrecisionConfig(precision, float8=Float8(choice="all") if precision == "fp8" else Float8())

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.config.dump import config_to_dict, from_plain
-from dtrain.config.tool_schema import SuiteConfig
+from dtrain.config.tool_schema import BenchConfig, TrainingSuite
 from dtrain.distributed.logging import logger
 from dtrain.errors import BenchError, RankError
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, Footprint, RankJob, TimedSteps
@@ -31,7 +31,7 @@ class CaseProcesses:
         micro_batch: sequences in a step of one rank; None: as in ``config``.
     """
 
-    def __init__(self, case: BenchmarkCase, config: SuiteConfig, micro_batch: int | None = None) -> None:
+    def __init__(self, case: BenchmarkCase, config: TrainingSuite[BenchConfig], micro_batch: int | None = None) -> None:
         self.case = case
         self.config = config
         self._micro_batch = micro_batch or config.bench.micro_batch_size

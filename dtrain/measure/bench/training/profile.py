@@ -23,7 +23,7 @@ from dtrain.config.engines import Native
 from dtrain.config.precision import PrecisionConfig
 from dtrain.config.schedule import Constant
 from dtrain.config.schema import RunConfig, TrainConfig
-from dtrain.config.tool_schema import ProfileSuiteConfig
+from dtrain.config.tool_schema import ProfileBenchConfig, ProfileSuite
 from dtrain.device import repeated_ms, synchronize
 from dtrain.distributed.startup.setup import choose_device, connect, ensure_process_group
 from dtrain.measure.bench.records import TableResults
@@ -53,7 +53,7 @@ _DESCRIPTION = (
 )
 
 
-def run_profile_suite(config: ProfileSuiteConfig, command: str) -> Iterator[TableResults]:
+def run_profile_suite(config: ProfileSuite[ProfileBenchConfig], command: str) -> Iterator[TableResults]:
     """Profiles a step in each of ``bench.precisions``; ``bench.keep_trace`` keeps the raw traces in that folder."""
     device = choose_device(config.bench.device, 0)
     if device.type == "cuda":
@@ -74,7 +74,11 @@ def run_profile_suite(config: ProfileSuiteConfig, command: str) -> Iterator[Tabl
 
 
 def _measure(
-    config: ProfileSuiteConfig, precision: str, micro_batch: int, device: torch.device, results: TableResults
+    config: ProfileSuite[ProfileBenchConfig],
+    precision: str,
+    micro_batch: int,
+    device: torch.device,
+    results: TableResults,
 ) -> None:
     """Appends the figures of a case; with less memory than it needs, those of half the micro-batch."""
     smaller = False
@@ -122,7 +126,9 @@ class _Phase(StepWatch):
         return [start.elapsed_time(end) for start, end in self._events] if self._is_cuda else self.host_ms
 
 
-def _profile(config: ProfileSuiteConfig, precision: str, micro_batch: int, device: torch.device) -> dict[str, Any]:
+def _profile(
+    config: ProfileSuite[ProfileBenchConfig], precision: str, micro_batch: int, device: torch.device
+) -> dict[str, Any]:
     bench, model = config.bench, config.model
     run = RunConfig(
         seed=config.seed,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
-from dtrain.config.tool_schema import SuiteConfig
+from dtrain.config.tool_schema import BenchConfig, TrainingSuite
 from dtrain.distributed.logging import logger
 from dtrain.errors import BenchError
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, FailedCase
@@ -28,7 +28,7 @@ class MeasuredCases:
         return list(self.results.values())
 
 
-def run_rounds(cases: Sequence[BenchmarkCase], config: SuiteConfig) -> Iterator[MeasuredCases]:
+def run_rounds(cases: Sequence[BenchmarkCase], config: TrainingSuite[BenchConfig]) -> Iterator[MeasuredCases]:
     """Times some steps of each case in ``config.bench.rounds`` rounds.
 
     With ``bench.resident`` all cases start before the first round. Else a round of a case is a start of its own, so
@@ -46,7 +46,9 @@ def run_rounds(cases: Sequence[BenchmarkCase], config: SuiteConfig) -> Iterator[
         raise BenchError(f"no case ran; {measured.failures[0].reason}")
 
 
-def _resident(cases: Sequence[BenchmarkCase], config: SuiteConfig, measured: MeasuredCases) -> Iterator[MeasuredCases]:
+def _resident(
+    cases: Sequence[BenchmarkCase], config: TrainingSuite[BenchConfig], measured: MeasuredCases
+) -> Iterator[MeasuredCases]:
     bench = config.bench
     with ExitStack() as stack:
         running = []
@@ -68,7 +70,7 @@ def _resident(cases: Sequence[BenchmarkCase], config: SuiteConfig, measured: Mea
 
 
 def _one_by_one(
-    cases: Sequence[BenchmarkCase], config: SuiteConfig, measured: MeasuredCases
+    cases: Sequence[BenchmarkCase], config: TrainingSuite[BenchConfig], measured: MeasuredCases
 ) -> Iterator[MeasuredCases]:
     failed: set[str] = set()
     for number in range(config.bench.rounds):

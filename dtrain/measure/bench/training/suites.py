@@ -10,16 +10,15 @@ import torch
 from dtrain.config.tool_schema import (
     BLOCK_CASES,
     STEP_CASES,
-    BlocksSuiteConfig,
-    EngineSuiteConfig,
+    BenchConfig,
+    BlocksBenchConfig,
+    EngineBenchConfig,
+    Float8Suite,
     PrecisionBenchConfig,
-    PrecisionSuiteConfig,
-    StepSuiteConfig,
-    SuiteConfig,
+    StepBenchConfig,
     TelemetryBenchConfig,
-    TelemetrySuiteConfig,
+    TrainingSuite,
     VoteBenchConfig,
-    VoteSuiteConfig,
 )
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import choose_device
@@ -34,7 +33,7 @@ from dtrain.precision.policy import PrecisionPolicy
 from dtrain.sharding.placement import STAGES
 
 
-def run_engine_suite(config: EngineSuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_engine_suite(config: TrainingSuite[EngineBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engines, plain PyTorch on one rank, and the peers on ``bench.ranks``, on the same data."""
     stages = config.bench.stages
     if not set(stages) <= set(STAGES) or len(set(stages)) < len(stages):
@@ -47,34 +46,34 @@ def run_engine_suite(config: EngineSuiteConfig, command: str) -> Iterator[Traini
     yield replace(results, train_starts_s=starts)
 
 
-def run_precision_suite(config: PrecisionSuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_precision_suite(config: TrainingSuite[PrecisionBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's training loop in FP32 and in mixed precision."""
     cases = precision_cases(config.bench, choose_device(config.bench.device, 0))
     yield from _run("precision", cases, config, command)
 
 
-def run_vote_suite(config: VoteSuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_vote_suite(config: TrainingSuite[VoteBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine with and without loss scaling, its vote timed inside each step."""
     yield from _run("vote", vote_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
-def run_telemetry_suite(config: TelemetrySuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_telemetry_suite(config: TrainingSuite[TelemetryBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine without sampled steps, and with nothing but sampled steps."""
     yield from _run("telemetry", telemetry_cases(config.bench, choose_device(config.bench.device, 0)), config, command)
 
 
-def run_blocks_suite(config: BlocksSuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_blocks_suite(config: TrainingSuite[BlocksBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures dtrain's engine with recomputed and compiled blocks, and with blocks as they are."""
     yield from _run("blocks", blocks_cases(config, choose_device(config.bench.device, 0)), config, command)
 
 
-def run_step_suite(config: StepSuiteConfig, command: str) -> Iterator[TrainingResults]:
+def run_step_suite(config: Float8Suite[StepBenchConfig], command: str) -> Iterator[TrainingResults]:
     """Measures the named cases on one device."""
     installed, missing = _installed([_step_case(name, config) for name in config.bench.cases])
     yield from _run("step", installed, config, command, missing)
 
 
-def _step_case(name: str, config: StepSuiteConfig) -> BenchmarkCase:
+def _step_case(name: str, config: Float8Suite[StepBenchConfig]) -> BenchmarkCase:
     keys = {"engine": "native", "precision": "bf16", **STEP_CASES[name]}
     if "blocks" in keys:
         eager = replace(config.model.block_options, compile="none")
@@ -125,7 +124,7 @@ def telemetry_cases(bench: TelemetryBenchConfig, device: torch.device) -> list[B
     ]
 
 
-def blocks_cases(config: BlocksSuiteConfig, device: torch.device) -> list[BenchmarkCase]:
+def blocks_cases(config: TrainingSuite[BlocksBenchConfig], device: torch.device) -> list[BenchmarkCase]:
     """Returns the cases of ``bench.cases`` in one precision."""
     bench, options = config.bench, config.model.block_options
     precision = PrecisionPolicy.named("auto").on(device).name if bench.precision == "auto" else bench.precision
@@ -155,7 +154,7 @@ def fast_precisions(device: torch.device) -> list[str]:
 def _run(
     suite: str,
     cases: Sequence[BenchmarkCase],
-    config: SuiteConfig,
+    config: TrainingSuite[BenchConfig],
     command: str,
     missing: Sequence[FailedCase] = (),
 ) -> Iterator[TrainingResults]:

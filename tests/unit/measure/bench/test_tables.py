@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
+from dtrain.config.commands import SUITES
 from dtrain.config.model import ModelConfig
-from dtrain.config.tool_schema import ProductsBenchConfig, ProductsSuiteConfig
+from dtrain.config.tool_schema import ProductsBenchConfig
 from dtrain.measure.bench.operations import products
 from dtrain.measure.bench.records import TableResults, read_results
 from dtrain.measure.bench.report.document import describe
@@ -58,11 +59,12 @@ def test_a_product_that_cannot_run_costs_no_other(error: Exception, reason: str,
         return lambda: None, 0, 1
 
     monkeypatch.setattr(products, "multiplication", fail)
-    config = ProductsSuiteConfig(ProductsBenchConfig(["bf16", "fp32"], [8], copied=4, device="cpu"), ModelConfig())
+    suite = SUITES["products"].primary.schema
+    config = suite(ProductsBenchConfig(["bf16", "fp32"], [8], copied=4, device="cpu"), ModelConfig())
     *_, last = products.run_products_suite(config, "dtrain bench products")
     assert last.left_out["bf16 square 8 x 8 x 8"] == reason
     assert [row["format"] for row in last.rows if row["label"] == "square"] == ["fp32"]
-    limited = ProductsSuiteConfig(ProductsBenchConfig(["fp32"], [8, 16], copied=4, device="cpu", limit_s=1e-9))
+    limited = suite(ProductsBenchConfig(["fp32"], [8, 16], copied=4, device="cpu", limit_s=1e-9))
     *_, last = products.run_products_suite(limited, "dtrain bench products")
     assert (len(last.rows), last.left_out["fp32 square 16 x 16 x 16"]) == (1, "no time left")
 

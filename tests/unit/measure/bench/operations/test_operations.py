@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dtrain.__main__ import main
+from dtrain.config.commands import SUITES
 from dtrain.config.model import ModelConfig
 from dtrain.config.optim import Muon
-from dtrain.config.tool_schema import DataBenchConfig, DataSuiteConfig, LossHeadBenchConfig, OptimizerBenchConfig
+from dtrain.config.tool_schema import DataBenchConfig, LossHeadBenchConfig, OptimizerBenchConfig
 from dtrain.data.text import Document
 from dtrain.errors import BenchError
 from dtrain.measure.bench.operations import data
@@ -184,7 +185,7 @@ def test_padded_and_packed_batches_have_the_same_loss() -> None:
     assert list(cases) == ["padded to 16", "padded to the longest", "packed"]
     assert len(cases["packed"]) < len(cases["padded to 16"])
     model = ModelConfig(num_layers=1, hidden_dim=16, num_heads=2, max_seq_len=16)
-    config = DataSuiteConfig(bench=DataBenchConfig(micro_batch_size=2), model=model)
+    config = SUITES["data"].primary.schema(bench=DataBenchConfig(micro_batch_size=2), model=model)
     losses = []
     for batches in cases.values():
         counts = [int((batch["targets"] != IGNORE_INDEX).sum()) for batch in batches]

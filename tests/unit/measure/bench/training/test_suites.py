@@ -18,12 +18,12 @@ from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
 from dtrain.config import capabilities
 from dtrain.config.commands import SUITES
-from dtrain.config.tool_schema import EngineBenchConfig, EngineSuiteConfig, PrecisionBenchConfig
+from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, TrainingSuite
 from dtrain.errors import BenchError
 from dtrain.measure.bench import cli, peers
 from dtrain.measure.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
-from dtrain.measure.bench.records import BenchmarkCase, CaseResult, Float8Results, TrainingResults, read_results
+from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe
 from dtrain.measure.bench.report.statistics import final_loss
 from dtrain.measure.bench.report.training import has_wrong_loss
@@ -36,23 +36,22 @@ from tests.unit.measure.bench.made import HOST, SHORT, TINY, result, row
 pytestmark = [pytest.mark.processes, pytest.mark.usefixtures("warm_ranks")]
 
 
-def bench(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> TrainingResults | Float8Results:
+def bench(capsys: pytest.CaptureFixture[str], path: Path, *words: str) -> TrainingResults:
     """The results of a suite, which are also what it prints and what a report on their file shows."""
     assert main(["bench", *words, f"bench.out={path}"]) == 0
     results = read_results(path)
-    assert isinstance(results, TrainingResults | Float8Results)
+    assert isinstance(results, TrainingResults)
     assert results.command == f"dtrain bench {shlex.join([*words, f'bench.out={path}'])}"
     assert capsys.readouterr().out.strip() == describe(results).markdown()
     document = path.with_suffix(".md")
     document.write_text("# Title\n")
     assert main(["bench", "report", str(path), f"bench.docs={document}"]) == 0
     assert describe(results).summary() in document.read_text()
-    assert results.failures == [] if isinstance(results, TrainingResults) else True
+    assert results.failures == []
     return results
 
 
-def cases_of(results: TrainingResults | Float8Results) -> dict[str, CaseResult]:
-    assert isinstance(results, TrainingResults)
+def cases_of(results: TrainingResults) -> dict[str, CaseResult]:
     assert not any(has_wrong_loss(case, results.cases) for case in results.cases)
     return {case.case.name: case for case in results.cases}
 
@@ -61,7 +60,6 @@ def test_engine_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     lists = ["bench.stages=[2]", "bench.peers=[ddp]", "bench.engines=[]", "bench.starts=0"]
     results = bench(capsys, tmp_path / "deep/r.json", "engine", *TINY, *SHORT, *lists)
     cases = cases_of(results)
-    assert isinstance(results, TrainingResults)
     assert list(cases) == ["plain", "native, 1 rank", "plain, 2 at once", "ddp", "native, stage 2"]
     for case in cases.values():
         assert all(len(timed.step_ms) == len(timed.cpu_ms) == 2 for timed in case.rounds)
@@ -129,12 +127,9 @@ def test_telemetry_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["model.num_heads=2", "bench.warmup_steps=0", "bench.widths=[48]", "bench.recipes=[tensorwise]"]
     results = bench(capsys, tmp_path / "r.json", "float8", *TINY, *SHORT, *words)
-    assert isinstance(results, Float8Results)
-    assert results.emulated
     assert "the times say nothing" in describe(results).markdown()
-    (width,) = results.widths
-    bf16, fp8 = width.cases
-    assert (bf16.case.name, fp8.case.name, width.hidden_dim, width.failures) == ("bf16", "fp8 tensorwise", 48, [])
+    bf16, fp8 = results.cases
+    assert [(one.case.name, one.case.width) for one in (bf16, fp8)] == [("bf16", 48), ("fp8 tensorwise", 48)]
     embedding = 320 * 48  # shared with the head; bytes, padded
     assert bf16.footprint.num_parameters == embedding + 4 * 48 * 48 + 3 * 48 * 128 + 3 * 48
     # The weights and data are the same, the products are not.
@@ -144,8 +139,8 @@ def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert formats["blocks.0.ffn.down"] == "fp8"
     assert formats["head"] != "fp8", "the last product stays in BF16 by default"
     products = ["output", "input gradient", "weight gradient", ALL_THREE] * len(product_shapes(fp8.footprint.linears))
-    assert [product.product for product in width.products] == products
-    assert all(list(product.ms) == ["bf16", "tensorwise"] for product in width.products)
+    assert [product.product for product in results.products] == products
+    assert all(list(product.ms) == ["bf16", "tensorwise"] for product in results.products)
 
 
 def test_step_suite_starts_each_round_anew_and_measures_what_its_keys_ask_for(
@@ -161,7 +156,6 @@ def test_step_suite_starts_each_round_anew_and_measures_what_its_keys_ask_for(
     words = ["bench.cases=[dtrain,plain,selective]", "bench.window_steps=2", "bench.attempts=1"]
     results = bench(capsys, tmp_path / "r.json", "step", *TINY, *SHORT, *words)
     assert written == [[1], [1, 1], [1, 1, 1], [2, 1, 1], [2, 2, 1], [2, 2, 2]], "one model in memory at a time"
-    assert isinstance(results, TrainingResults)
     dtrain, plain, _ = results.cases
     for case in results.cases:
         assert [(len(one.step_ms), len(one.losses)) for one in case.rounds] == [(1, 2)] * 2, "a window of two steps"
@@ -248,7 +242,7 @@ def test_a_peer_that_is_not_installed_is_left_out(monkeypatch: Any, caplog: Any)
     assert f"Did not run: {failure.reason}." in describe(results).facts
 
 
-def read() -> EngineSuiteConfig:
+def read() -> TrainingSuite[EngineBenchConfig]:
     found = read_suite([*TINY, *SHORT], SUITES["engine"].primary)
     assert found is not None
     return found
