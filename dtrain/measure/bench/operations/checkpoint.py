@@ -28,8 +28,7 @@ from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.errors import ConfigError
-from dtrain.measure.bench.operations.ranks import describe, time_on_ranks
-from dtrain.measure.bench.operations.timing import measure_operations
+from dtrain.measure.bench.operations.timing import describe, measure_operations, time_on_ranks
 from dtrain.measure.bench.records import OperationResults, OperationTiming
 from dtrain.measure.worker import Rank
 

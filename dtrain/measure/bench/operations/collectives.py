@@ -17,8 +17,7 @@ from dtrain.distributed.communicator import Communicator, GradientSend
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.distributed.transport.host_memory import HostMemory
-from dtrain.measure.bench.operations.ranks import describe, time_on_ranks
-from dtrain.measure.bench.operations.timing import Operation, measure_operations
+from dtrain.measure.bench.operations.timing import Operation, describe, measure_operations, time_on_ranks
 from dtrain.measure.bench.records import OperationResults, OperationTiming
 from dtrain.measure.worker import Rank
 from dtrain.sharding.layout import CHUNK

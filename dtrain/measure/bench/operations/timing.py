@@ -1,17 +1,23 @@
-"""Times operations round by round in one process."""
+"""Times operations round by round, in one process or on several ranks."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from dtrain.config.dump import from_plain
+from dtrain.config.tool_schema import CheckpointBenchConfig, CollectivesBenchConfig
 from dtrain.device import alternating_ms
 from dtrain.measure.bench.records import MatrixTraffic, OperationResults, OperationTiming
+from dtrain.measure.ranks import run_ranks
 from dtrain.measure.record import head
+from dtrain.measure.worker import Rank
+from dtrain.tools.tables import plural
 
 
 @dataclass(frozen=True)
@@ -54,3 +60,25 @@ def measure_operations(
     for timing in measure():
         results.timings.append(timing)
         yield results
+
+
+def describe(template: str, bench: CheckpointBenchConfig | CollectivesBenchConfig, device: str) -> str:
+    """Fills ``{ranks}``, ``{threads}`` and ``{device}`` into the description of a suite."""
+    ranks, threads = plural(bench.ranks, "rank"), plural(bench.threads_per_rank, "thread")
+    return template.format(ranks=ranks, device=device, threads=threads)
+
+
+def time_on_ranks(
+    suite: str, bench: CheckpointBenchConfig | CollectivesBenchConfig, folder: Path
+) -> list[OperationTiming]:
+    """Runs ``time_sizes`` of the suite's module on ``bench.ranks`` processes; the timings are rank 0's.
+
+    Their job is ``bench`` and ``folder``.
+
+    Raises:
+        RankError: a rank failed.
+    """
+    job = {"bench": asdict(bench), "folder": str(folder)}
+    rank = Rank(job, ranks=bench.ranks, device=bench.device, threads=bench.threads_per_rank)
+    function = f"dtrain.measure.bench.operations.{suite}:time_sizes"
+    return [from_plain(OperationTiming, timing) for timing in run_ranks(function, rank, folder=folder / "ranks")[0]]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from statistics import median
 
 from dtrain.measure.bench.records import CaseResult, TrainingResults
-from dtrain.measure.bench.report.blocks import BLOCKS_NOTE, blocks_table
+from dtrain.measure.bench.report.first import FIRST_TABLES
 from dtrain.measure.bench.report.overhead import OVERHEAD_NOTES, overhead_table
 from dtrain.measure.bench.report.report import Report, origin
 from dtrain.measure.bench.report.statistics import (
@@ -23,8 +23,6 @@ from dtrain.measure.bench.report.statistics import (
     title,
     tokens_per_s,
 )
-from dtrain.measure.bench.report.telemetry import TELEMETRY_NOTE, telemetry_table
-from dtrain.measure.bench.report.vote import VOTE_NOTE, vote_table
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Column, Table, plural
 
@@ -61,15 +59,10 @@ def describe_training(results: TrainingResults) -> Report:
         seconds, starts = spread(results.train_starts_s, 1), plural(len(results.train_starts_s), "start")
         facts.append(f"`dtrain train`, from the command to the end of the first step: {seconds} s ({starts}).")
     tables, notes = [_main_table(results)], [_NOTES]
-    if results.suite == "vote":
-        tables.insert(0, vote_table(results.cases))
-        notes.insert(0, VOTE_NOTE)
-    if results.suite == "telemetry":
-        tables.insert(0, telemetry_table(results.cases))
-        notes.insert(0, TELEMETRY_NOTE)
-    if results.suite == "blocks":
-        tables.insert(0, blocks_table(results.cases))
-        notes.insert(0, BLOCKS_NOTE)
+    if results.suite in FIRST_TABLES:
+        table, note = FIRST_TABLES[results.suite]
+        tables.insert(0, table(results.cases))
+        notes.insert(0, note)
     overhead = overhead_table(results.cases)
     if overhead is not None:
         # A run without other peers measures the overhead, so that table comes first.

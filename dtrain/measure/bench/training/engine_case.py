@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from dtrain.config.schema import RunConfig, TelemetryConfig
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.interface import Engine
 from dtrain.measure.bench.records import LinearFormat, RankJob
-from dtrain.measure.bench.training.activations import ActivationBytes
 from dtrain.measure.bench.training.batches import Batches
 from dtrain.measure.bench.training.rank_training import RankTraining
 from dtrain.measure.bench.training.vote_timing import time_vote
 from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.train.sampling import PrecisionSampling
-from dtrain.train.session import Session
+from dtrain.train.session import MicroBatch, Session, StepWatch
 from dtrain.train.setup import make_engine
 from dtrain.train.validation import to_device
 
@@ -36,7 +37,7 @@ def prepare(job: RankJob, config: RunConfig, model: nn.Module, batches: Batches,
         return partial(getattr, session.step([next(batches)], sampling.around_step()), "loss")
 
     def activations() -> int:
-        watch = ActivationBytes(device)
+        watch = _ActivationBytes(device)
         session.step([to_device(next(batches), device)], watch=watch)
         return watch.nbytes
 
@@ -62,3 +63,28 @@ def _linears(engine: Engine) -> list[LinearFormat]:
         for found in engine.contract.modules
         if isinstance(linear := engine.module.get_submodule(found.name), nn.Linear)
     ]
+
+
+class _ActivationBytes(StepWatch):
+    """Counts in ``nbytes`` how many bytes more are allocated on ``device`` after the forward of a step than before.
+
+    Each storage counts once, whoever keeps it: autograd, recomputation or compiled code. Hooks on saved tensors see
+    only the first of these.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.nbytes = 0
+
+    @contextmanager
+    def forward(self, micro: MicroBatch) -> Iterator[None]:
+        if self._device.type == "cuda":
+            before = torch.cuda.memory_allocated(self._device)
+            yield
+            self.nbytes = torch.cuda.memory_allocated(self._device) - before
+            return
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            yield
+        assert profiler.profiler is not None
+        events = profiler.profiler.kineto_results.events()
+        self.nbytes = sum(event.nbytes() for event in events if event.name() == "[memory]")
