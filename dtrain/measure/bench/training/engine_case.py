@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,17 +42,19 @@ def prepare(job: RankJob, config: RunConfig, model: nn.Module, batches: Batches,
         session.step([to_device(next(batches), device)], watch=watch)
         return watch.nbytes
 
-    return RankTraining(
-        step,
-        engine.num_parameters,
-        lambda: {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"},
-        engine.memory_formula,
-        time_vote(engine) if case.times_vote else {},
-        _linears(engine) if case.recipe is not None else (),
-        host_kinds=tuple(engine.host_kinds),
-        activations=activations if case.blocks is not None else None,
-        graphs=lambda: engine.compiled_graphs,
-    )
+    def facts() -> dict[str, Any]:
+        return {
+            "num_parameters": engine.num_parameters,
+            "state": {kind: size for kind, size in engine.memory().items() if kind != "unreduced_grad"},
+            "formula": engine.memory_formula(),
+            "linears": _linears(engine) if case.recipe is not None else [],
+            "host_kinds": list(engine.host_kinds),
+            "graphs": engine.compiled_graphs,
+            "emulates_float8": case.precision == "fp8" and engine.contract.policy.float8.emulate is True,
+        }
+
+    parts = time_vote(engine) if case.times_vote else {}
+    return RankTraining(step, facts, parts, activations if case.blocks is not None else None)
 
 
 def _linears(engine: Engine) -> list[LinearFormat]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -55,10 +55,11 @@ def prepare(
         loss: Tensor = training.step(to_device(next(batches), device))
         return loss.item
 
-    def state() -> dict[str, int]:
-        return {kind: _nbytes(tensors) for kind, tensors in training.tensors().items()}
+    def facts() -> dict[str, Any]:
+        state = {kind: _nbytes(tensors) for kind, tensors in training.tensors().items()}
+        return {"num_parameters": num_parameters, "state": state, "formula": None}
 
-    return RankTraining(step, num_parameters, state)
+    return RankTraining(step, facts)
 
 
 def _nbytes(tensors: Sequence[Tensor]) -> int:

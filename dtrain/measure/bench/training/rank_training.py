@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -13,30 +13,25 @@ from dtrain.config.optim import OptimConfig
 from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Constant
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
-from dtrain.measure.bench.records import LinearFormat, RankJob
+from dtrain.measure.bench.records import RankJob
 from dtrain.measure.bench.training.vote_timing import Stopwatch
 
 
 @dataclass(frozen=True)
 class RankTraining:
-    """A case that is ready to train in this process; the fields are as in :class:`Footprint`.
+    """A case that is ready to train in this process.
 
     Attributes:
         step: trains on the next batch; returns a function that reads the loss.
+        facts: fields of :class:`Footprint` that only the one that trains knows.
         parts: stopwatches around parts of a step, by name.
         activations: takes one more step; None: they are not measured.
-        graphs: compiled so far, if dtrain compiles; else None.
     """
 
     step: Callable[[], Callable[[], float]]
-    num_parameters: int
-    state: Callable[[], dict[str, int]]
-    formula: Callable[[], dict[str, int] | None] = lambda: None
+    facts: Callable[[], dict[str, Any]]
     parts: Mapping[str, Stopwatch] = field(default_factory=dict)
-    linears: Sequence[LinearFormat] = ()
-    host_kinds: Sequence[str] = ()
     activations: Callable[[], int] | None = None
-    graphs: Callable[[], int | None] = lambda: None
 
 
 def run_config(job: RankJob) -> RunConfig:

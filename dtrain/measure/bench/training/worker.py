@@ -26,7 +26,6 @@ from dtrain.measure.bench.training.batches import Batches
 from dtrain.measure.bench.training.model import flops_per_token, make_model
 from dtrain.measure.bench.training.rank_training import RankTraining, run_config
 from dtrain.measure.worker import Rank
-from dtrain.precision.hardware import has_float8_tensor_cores
 from dtrain.telemetry.gpu import describe_state
 from dtrain.telemetry.throughput import device_name
 
@@ -95,27 +94,18 @@ class RankCase:
         """
         training, device, config = self.training, self.device, run_config(self.job)
         on_gpu = device.type == "cuda"
-        graphs, breaks = training.graphs(), 0
-        if config.model.compile != "none":
-            counted, breaks = _compiled_graphs()
-            graphs = counted if graphs is None and not self.job.case.is_dtrain else graphs
+        graphs, breaks = (None, 0) if config.model.compile == "none" else _compiled_graphs()
         causal, full = flops_per_token(config.model, self.batches.task)
         found = Footprint(
-            num_parameters=training.num_parameters,
-            state=training.state(),
-            formula=training.formula(),
+            **{"graphs": graphs, **training.facts()},  # dtrain counts its own
             peak_rss=peak_resident(),
             peak_device=peak_memory(device) if on_gpu else None,
             device=device_name(device),
-            linears=list(training.linears),
-            host_kinds=list(training.host_kinds),
-            graphs=graphs,
             graph_breaks=breaks,
             peak_reserved=torch.cuda.max_memory_reserved(device) if on_gpu else None,
             available=torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if on_gpu else None,
             flops_causal=causal,
             flops_full=full,
-            emulates_float8=self.job.case.precision == "fp8" and not has_float8_tensor_cores(device),
             warnings=warnings,
         )
         if on_gpu:

@@ -21,13 +21,13 @@ from dtrain.config.commands import SUITES
 from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, TrainingSuite
 from dtrain.errors import BenchError
 from dtrain.measure.bench import cli, peers
-from dtrain.measure.bench.operations.float8_products import ALL_THREE, product_shapes
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe
 from dtrain.measure.bench.report.statistics import final_loss
 from dtrain.measure.bench.report.training import has_wrong_loss
 from dtrain.measure.bench.training import cases, first_step, rounds, suites
+from dtrain.measure.bench.training.float8 import ALL_THREE, product_shapes
 from dtrain.measure.bench.training.processes import CaseProcesses
 from dtrain.measure.record import write_record
 from dtrain.telemetry import host
