@@ -141,11 +141,8 @@ class PlannedRun:
     ) -> Iterator[tuple[NativeEngine, Callable[..., StepOutcome]]]:
         """Yields the engine of rank 0, and a function that takes a step of some micro-batches with a StepWatch.
 
-        Inside, tensors are fake, and the device is a CPU.
-
-        Args:
-            on_output: called with the output of each all-gather.
-            timeline: keeps the transfers.
+        Inside, tensors are fake, and the device is a CPU. ``on_output`` is called with the output of each all-gather;
+        ``timeline`` keeps the transfers.
         """
         config = _executable(self.config, self.device)
         cpu = torch.device("cpu")

@@ -41,7 +41,7 @@ class SumErrors:
 
 
 @dataclass(frozen=True)
-class Result:
+class AccumulationResult:
     seed: int
     trials: int
     lengths: list[int]
@@ -79,7 +79,7 @@ VECTORS: dict[str, tuple[Callable[[tuple[int, int], FloatFormat, Generator], tup
 }
 
 
-def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> Result:
+def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> AccumulationResult:
     """Measures lengths from 2 to ``longest``, a power of two."""
     lengths = [2**power for power in range(1, longest.bit_length())]
     cases = []
@@ -88,17 +88,15 @@ def run(longest: int = 2**15, trials: int = 64, seed: int = 0) -> Result:
             x, y = make((trials, longest), floats, Generator().manual_seed(seed))
             x, y = (v.to(torch.bfloat16 if floats is BF16 else torch.float16) for v in (x, y))
             errors = _errors(x, y, _running_sums(x.to(dtype), y.to(dtype), lengths), lengths)
-            cases.append(SumErrors(name, floats.name, errors, _bounds(lengths, floats)))
+            found = [gamma(n, floats.unit_roundoff) for n in lengths]
+            bounds = [bound if bound < float("inf") else None for bound in found]
+            cases.append(SumErrors(name, floats.name, errors, bounds))
             if floats is FP32:
                 # one more rounding, of the result to FP16
-                bounds = [(1 + gamma(n, FP32.unit_roundoff)) * (1 + FP16.unit_roundoff) - 1 for n in lengths]
-                cases.append(SumErrors(name, MATMUL, _errors(x, y, _matmuls(x, y, lengths), lengths), [*bounds]))
-    return Result(seed, trials, lengths, cases)
-
-
-def _bounds(lengths: Sequence[int], floats: FloatFormat) -> list[float | None]:
-    bounds = [gamma(length, floats.unit_roundoff) for length in lengths]
-    return [bound if bound < float("inf") else None for bound in bounds]
+                bounds = [(1 + bound) * (1 + FP16.unit_roundoff) - 1 for bound in found]
+                products = [torch.bmm(x[:, None, :n], y[:, :n, None]).flatten() for n in lengths]
+                cases.append(SumErrors(name, MATMUL, _errors(x, y, products, lengths), bounds))
+    return AccumulationResult(seed, trials, lengths, cases)
 
 
 def _running_sums(x: Tensor, y: Tensor, lengths: Sequence[int]) -> list[Tensor]:
@@ -112,10 +110,6 @@ def _running_sums(x: Tensor, y: Tensor, lengths: Sequence[int]) -> list[Tensor]:
     return found
 
 
-def _matmuls(x: Tensor, y: Tensor, lengths: Sequence[int]) -> list[Tensor]:
-    return [torch.bmm(x[:, None, :n], y[:, :n, None]).flatten() for n in lengths]
-
-
 def _errors(x: Tensor, y: Tensor, sums: Sequence[Tensor], lengths: Sequence[int]) -> list[float]:
     products = x.double() * y.double()
     exact, magnitude = products.cumsum(dim=1), products.abs().cumsum(dim=1)
@@ -125,7 +119,7 @@ def _errors(x: Tensor, y: Tensor, sums: Sequence[Tensor], lengths: Sequence[int]
     return [error.max().item() for error in relative]
 
 
-def finding(result: Result) -> str:
+def finding(result: AccumulationResult) -> str:
     length = 4096 if 4096 in result.lengths else result.lengths[-1]
     fp16, fp32 = (result.error("positive", floats.name, length) for floats in (FP16, FP32))
     return (
@@ -134,7 +128,7 @@ def finding(result: Result) -> str:
     )
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: AccumulationResult) -> list[Table]:
     lengths = [length for length in _TABLE_LENGTHS if length in result.lengths]
     columns = ("vectors", "sums in", *(f"n = {length:,}: error (bound)" for length in lengths))
     rows = []
@@ -149,7 +143,7 @@ def tables(result: Result) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
-def draw(figure: Figure, result: Result) -> None:
+def draw(figure: Figure, result: AccumulationResult) -> None:
     figure.set_size_inches(11, 4.9)
     panels = figure.subplots(1, len(VECTORS), sharey=True)
     for axes, (vectors, (_, meaning)) in zip(panels, VECTORS.items(), strict=True):
@@ -160,7 +154,7 @@ def draw(figure: Figure, result: Result) -> None:
     figure.legend(*legend, loc="outside lower center", ncols=5, fontsize=9, frameon=False)
 
 
-def _draw_case(axes: Axes, result: Result, vectors: str) -> None:
+def _draw_case(axes: Axes, result: AccumulationResult, vectors: str) -> None:
     for floats in SUMS:
         case, color = result.of(vectors, floats.name), STYLES[floats][0]
         axes.plot(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_type_hints
 
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.record import RecordHead, head, read_record, write_record
@@ -55,8 +55,8 @@ class ExperimentRecord(RecordHead):
 def load(name: str) -> ModuleType:
     """Returns the module of an experiment.
 
-    Its ``run()`` returns a ``Result``, a dataclass that is plain JSON; of it ``finding`` gives one sentence, also the
-    title of the picture, ``tables`` the tables, and ``draw`` fills a figure. ``PAPER`` is what the paper found.
+    Its ``run()`` returns a dataclass that is plain JSON; of it ``finding`` gives one sentence, also the title of the
+    picture, ``tables`` the tables, and ``draw`` fills a figure. ``PAPER`` is what the paper found.
     """
     return import_module(f"dtrain.measure.experiment.{name.replace('-', '_')}")
 
@@ -74,7 +74,7 @@ def _run(name: str, out: Path | None, file: Path | None) -> None:
         record = read_record(file, ExperimentRecord, "experiment")
         if record.experiment != name:
             raise ConfigError(f"{file} is a result of '{record.experiment}'; give that name instead of '{name}'")
-        result = from_plain(experiment.Result, record.result)
+        result = from_plain(get_type_hints(experiment.run)["return"], record.result)
     folder.mkdir(parents=True, exist_ok=True)
     if file is None:
         torch.set_num_threads(1)  # the networks are so small that threads would wait for each other

@@ -32,10 +32,6 @@ class FormatCurves:
     curves: list[TaskCurve]
 
     @property
-    def skipped(self) -> int:
-        return sum(curve.skipped for curve in self.curves)
-
-    @property
     def metric(self) -> float | None:
         """Mean metric at the end."""
         found = [curve.metric for curve in self.curves if curve.metric is not None]
@@ -82,19 +78,19 @@ class TaskComparison:
 
 
 @dataclass(frozen=True)
-class Result:
+class FormatsResult:
     seeds: list[int]
     tasks: list[TaskComparison]
 
 
-def run(tasks: Sequence[SmallTask] = TASKS, seeds: Sequence[int] = (0, 1, 2, 3)) -> Result:
+def run(tasks: Sequence[SmallTask] = TASKS, seeds: Sequence[int] = (0, 1, 2, 3)) -> FormatsResult:
     """Trains every task in every format with every seed.
 
     Raises:
         ConfigError: a library that a model needs is missing.
     """
     shares = [task.product_shares() for task in tasks]  # builds all models before the first is trained
-    return Result(list(seeds), [compare(task, found, seeds) for task, found in zip(tasks, shares, strict=True)])
+    return FormatsResult(list(seeds), [compare(task, found, seeds) for task, found in zip(tasks, shares, strict=True)])
 
 
 def compare(task: SmallTask, shares: ProductShares, seeds: Sequence[int]) -> TaskComparison:
@@ -106,7 +102,7 @@ def compare(task: SmallTask, shares: ProductShares, seeds: Sequence[int]) -> Tas
     return TaskComparison(task.name, task.metric, task.validation_steps, shares, fp32, perturbed, formats)
 
 
-def finding(result: Result) -> str:
+def finding(result: FormatsResult) -> str:
     pairs = [(item, precision, item.mean_gaps(precision)) for item in result.tasks for precision in PRECISIONS]
     outside = [pair for pair in pairs if abs(pair[2][-1]) >= DETECTION_LIMIT]
     inside = [gaps for *_, gaps in pairs if abs(gaps[-1]) < DETECTION_LIMIT]
@@ -120,7 +116,7 @@ def finding(result: Result) -> str:
     return f"Outside FP32's own noise: {named}; other mean gaps are at most {largest} at the end, {at_any_step}"
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: FormatsResult) -> list[Table]:
     columns = ("task", "format", "products", "loss", "metric", *_FRACTIONS, "each seed at the end", "skipped")
     rows = []
     for item in result.tasks:
@@ -135,7 +131,8 @@ def tables(result: Result) -> list[Table]:
             each = " ".join(f"{gap:+.2f}" for gap in item.gaps(found.precision))
             loss, metric = f"{fmean(found.losses()):.4g}", _metric(item, found)
             products = _products(item.shares, found.precision)
-            rows.append(("", found.precision, products, loss, metric, *gaps, each, f"{found.skipped}"))
+            skipped = sum(curve.skipped for curve in found.curves)
+            rows.append(("", found.precision, products, loss, metric, *gaps, each, f"{skipped}"))
     seeds = plural(len(result.seeds), "seed")
     return [Table(f"Validation loss, and its gap to FP32 in units of FP32's noise, mean of {seeds}", columns, rows)]
 
@@ -160,7 +157,7 @@ def _products(shares: ProductShares, precision: str) -> str:
     return f"{shares.float8:.0%} fp8 ({linears}){convolutions}"
 
 
-def draw(figure: Figure, result: Result) -> None:
+def draw(figure: Figure, result: FormatsResult) -> None:
     """Draws the mean gap, and that of each seed, over the steps: a panel for each task."""
     columns = min(3, len(result.tasks))
     rows = -(-len(result.tasks) // columns)

@@ -56,15 +56,15 @@ class NetworkGradients:
 
 
 @dataclass(frozen=True)
-class Result:
+class GradientHistogramResult:
     steps: int
     seed: int
     networks: list[NetworkGradients]
 
 
-def run(networks: Sequence[SmallNetwork] | None = None, steps: int = 300, seed: int = 0) -> Result:
+def run(networks: Sequence[SmallNetwork] | None = None, steps: int = 300, seed: int = 0) -> GradientHistogramResult:
     networks = networks or (detector(), language_model(), convnet())
-    return Result(steps, seed, [_measure(network, steps, seed) for network in networks])
+    return GradientHistogramResult(steps, seed, [_measure(network, steps, seed) for network in networks])
 
 
 def _measure(network: SmallNetwork, steps: int, seed: int) -> NetworkGradients:
@@ -81,7 +81,7 @@ def _measure(network: SmallNetwork, steps: int, seed: int) -> NetworkGradients:
     return NetworkGradients(network.name, Histogram(tuple(counts.tolist())).to_dict())
 
 
-def finding(result: Result) -> str:
+def finding(result: GradientHistogramResult) -> str:
     first, largest = result.networks[0], SCALES[-1]
     return (
         f"{first.network}: FP16 flushes {first.flushed():.1%} of the nonzero activation gradients; "
@@ -89,7 +89,7 @@ def finding(result: Result) -> str:
     )
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: GradientHistogramResult) -> list[Table]:
     columns = ("network", "zero in FP32", *(f"flushed, scale {scale:,.0f}" for scale in _TABLE_SCALES))
     rows = []
     for network in result.networks:
@@ -100,7 +100,7 @@ def tables(result: Result) -> list[Table]:
     return [Table(title, columns, rows)]
 
 
-def draw(figure: Figure, result: Result) -> None:
+def draw(figure: Figure, result: GradientHistogramResult) -> None:
     """Draws the first network's histogram over the formats' ranges, and the recovery of all networks."""
     figure.set_size_inches(9, 8.8)
     histogram, ranges, recovery = figure.subplots(3, 1, height_ratios=(4, 1.5, 3.4))

@@ -34,7 +34,7 @@ class ScaledTraining:
 
 
 @dataclass(frozen=True)
-class Result:
+class LossScalingResult:
     steps: int
     trainings: list[ScaledTraining]
 
@@ -51,9 +51,13 @@ class Result:
         return self.final("fp32", "none")
 
 
-def run(steps: int = 300, seeds: Sequence[int] = (0, 1, 2), scales: Sequence[str | float] = SCALES) -> Result:
+def run(
+    steps: int = 300, seeds: Sequence[int] = (0, 1, 2), scales: Sequence[str | float] = SCALES
+) -> LossScalingResult:
     cases = [("fp32", "none"), *(("fp16", scale) for scale in scales)]
-    return Result(steps, [_train(precision, scale, steps, seed) for precision, scale in cases for seed in seeds])
+    return LossScalingResult(
+        steps, [_train(precision, scale, steps, seed) for precision, scale in cases for seed in seeds]
+    )
 
 
 def _train(precision: str, scale: str | float, steps: int, seed: int) -> ScaledTraining:
@@ -63,7 +67,7 @@ def _train(precision: str, scale: str | float, steps: int, seed: int) -> ScaledT
     return ScaledTraining(precision, scale if isinstance(scale, str) else f"{scale:g}", seed, relative)
 
 
-def finding(result: Result) -> str:
+def finding(result: LossScalingResult) -> str:
     unscaled, dynamic = result.final("fp16", "none"), result.final("fp16", "dynamic")
     return (
         f"In FP16 without loss scaling the detector learns nothing: its loss ends at {unscaled / result.fp32:.0f} "
@@ -71,7 +75,7 @@ def finding(result: Result) -> str:
     )
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: LossScalingResult) -> list[Table]:
     columns = ("precision", "loss scale", "final loss / variance", "times FP32", "skipped steps")
     rows = []
     for precision, scale in dict.fromkeys((item.precision, item.loss_scale) for item in result.trainings):
@@ -82,7 +86,7 @@ def tables(result: Result) -> list[Table]:
     return [Table(f"A detector's regression, {result.steps} steps, mean of {seeds} seeds", columns, rows)]
 
 
-def draw(figure: Figure, result: Result) -> None:
+def draw(figure: Figure, result: LossScalingResult) -> None:
     figure.set_size_inches(10, 4.6)
     curves, finals = figure.subplots(1, 2, width_ratios=(1.25, 1))
     _draw_curves(curves, result)
@@ -91,7 +95,7 @@ def draw(figure: Figure, result: Result) -> None:
         axes.grid(alpha=0.3, which="both")
 
 
-def _draw_curves(axes: Axes, result: Result) -> None:
+def _draw_curves(axes: Axes, result: LossScalingResult) -> None:
     axes.set_yscale("log")
     fp32 = result.of("fp32", "none")[0]
     axes.plot(*fp32.curve.points(), color=PRECISION_COLORS["fp32"], alpha=0.4, linewidth=6, label="fp32")
@@ -108,7 +112,7 @@ def _draw_curves(axes: Axes, result: Result) -> None:
     axes.legend(fontsize=8.5, loc="lower left")
 
 
-def _draw_finals(axes: Axes, result: Result) -> None:
+def _draw_finals(axes: Axes, result: LossScalingResult) -> None:
     axes.set_yscale("log")
     scales = list(dict.fromkeys(item.loss_scale for item in result.trainings if item.precision == "fp16"))
     for place, scale in enumerate(scales):

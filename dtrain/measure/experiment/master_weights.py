@@ -56,7 +56,7 @@ class MasterComparison:
 
 
 @dataclass(frozen=True)
-class Result:
+class MasterWeightsResult:
     steps: int
     trainings: list[MasterComparison]
 
@@ -98,12 +98,10 @@ class WithoutMasters:
                 self._before[name] = after
 
 
-def run(rates: Sequence[tuple[SmallNetwork, Sequence[float], Sequence[int]]] | None = None, steps: int = 300) -> Result:
-    """Trains each network at each learning rate with each seed.
-
-    Args:
-        rates: networks with their learning rates and seeds.
-    """
+def run(
+    rates: Sequence[tuple[SmallNetwork, Sequence[float], Sequence[int]]] | None = None, steps: int = 300
+) -> MasterWeightsResult:
+    """Trains each network of ``rates`` at each of its learning rates with each of its seeds."""
     rates = rates or (
         (regression(), (1e-6, 1e-5, 1e-4, 1e-3), (0, 1, 2)),
         (language_model(), (1e-6, 1e-5, 1e-4, 1e-3), (0,)),
@@ -115,7 +113,7 @@ def run(rates: Sequence[tuple[SmallNetwork, Sequence[float], Sequence[int]]] | N
         for precision in _PRECISIONS
         for seed in seeds
     ]
-    return Result(steps, trainings)
+    return MasterWeightsResult(steps, trainings)
 
 
 def _compare(network: SmallNetwork, precision: str, steps: int, seed: int) -> MasterComparison:
@@ -127,7 +125,7 @@ def _compare(network: SmallNetwork, precision: str, steps: int, seed: int) -> Ma
     return MasterComparison(network.name, precision, network.optimizer.lr, seed, untrained, with_masters, without, lost)
 
 
-def finding(result: Result) -> str:
+def finding(result: MasterWeightsResult) -> str:
     network = result.trainings[0].network
     lr = sorted(result.rates(network))[1]
     shares = [f"{_mean(result.of(network, name, lr), 'lost_progress'):.0%} in {name.upper()}" for name in _PRECISIONS]
@@ -137,7 +135,7 @@ def finding(result: Result) -> str:
     )
 
 
-def tables(result: Result) -> list[Table]:
+def tables(result: MasterWeightsResult) -> list[Table]:
     compared = ("final loss with masters", "without", "more")
     columns = ("network", "weights", "lr", "updates lost", *compared, "progress lost")
     rows = []
@@ -154,7 +152,7 @@ def _mean(trainings: Sequence[MasterComparison], name: str) -> float:
     return fmean(getattr(item, name) for item in trainings)
 
 
-def draw(figure: Figure, result: Result) -> None:
+def draw(figure: Figure, result: MasterWeightsResult) -> None:
     """Draws loss curves of three cases, and the final loss, progress and updates over the learning rate."""
     figure.set_size_inches(11, 7)
     upper, lower = figure.subplots(2, 3)
@@ -184,7 +182,7 @@ def draw(figure: Figure, result: Result) -> None:
         axes.grid(alpha=0.3, which="both")
 
 
-def _draw_curves(axes: Axes, result: Result, network: str, lr: float) -> None:
+def _draw_curves(axes: Axes, result: MasterWeightsResult, network: str, lr: float) -> None:
     fp16, bf16 = (result.of(network, precision, lr)[0] for precision in _PRECISIONS)
     axes.plot(*fp16.with_masters.points(), **_MASTERS)
     for item in (fp16, bf16):
@@ -197,7 +195,7 @@ def _draw_curves(axes: Axes, result: Result, network: str, lr: float) -> None:
     axes.legend(fontsize=8, loc="lower left")
 
 
-def _draw_finals(axes: Axes, result: Result, network: str) -> None:
+def _draw_finals(axes: Axes, result: MasterWeightsResult, network: str) -> None:
     rates = result.rates(network)
     with_masters = [fmean(item.with_masters.final for item in result.of(network, "fp16", lr)) for lr in rates]
     axes.plot(rates, with_masters, **_MASTERS)

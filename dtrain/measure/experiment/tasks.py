@@ -100,8 +100,7 @@ class SmallTask:
     def train(self, precision: str, seed: int, *, perturbation: int = 0) -> TaskCurve:
         """Trains from the weights and on the batches of ``seed``.
 
-        Args:
-            perturbation: if not 0, the weights start an ulp away, up or down as this number draws.
+        If ``perturbation`` is not 0, the weights start an ulp away, up or down as this number draws.
         """
         session = self.session(precision, seed, perturbation=perturbation)
         found: dict[str, float] = {}

@@ -47,6 +47,10 @@ def limit(share: float) -> float:
     return 1 / max(1 - share, 1e-9)
 
 
+def limit_line(share: float) -> str:
+    return f"Amdahl's limit: {limit(share):.3g} times as fast if products took no time"
+
+
 def expected(share: float, speedup: float) -> float:
     """Returns the speed-up of a step whose products, ``share`` of it, are ``speedup`` times as fast."""
     return 1 / (1 - share + share / speedup)

@@ -12,8 +12,7 @@ _PLACEHOLDER = "#"
 def fold(rows: Iterable[tuple[str, ...]], *, folded: bool = True) -> list[tuple[str, ...]]:
     """Returns ``rows``, whose first cell is a module's name; those that differ only in one index share a row.
 
-    Args:
-        folded: False: only rows that are equal in all cells share one.
+    Unless ``folded``, only rows that are equal in all cells share one.
     """
     equal: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dtrain.tools.tables import Table, show
-from dtrain.train.memory.plan import MARGIN, MemoryPlan, plan_memory
+from dtrain.train.memory.plan import MARGIN, plan_memory
 from dtrain.train.memory.receipt import PEAK, STEP, Receipt, bytes_range, fit_lines
 from dtrain.train.planned import PlannedRun
 
@@ -30,16 +30,13 @@ _MEANINGS = {
 def show_memory(run: PlannedRun) -> None:
     """Prints the plan: the kinds, whether the run fits, the largest micro-batch that does, and changes."""
     plan = plan_memory(run)
-    rows = [(row.kind, bytes_range(row.low, row.high), _meaning(row.kind, plan)) for row in plan.rows]
+    meanings = {**_MEANINGS, MARGIN: ", ".join(plan.margin.reasons)}
+    rows = [(row.kind, bytes_range(row.low, row.high), meanings.get(row.kind, "")) for row in plan.rows]
     rows.append(("total", bytes_range(plan.low, plan.high), ""))
     title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])
     for line in fit_lines(run, plan):
         print(line)
-
-
-def _meaning(kind: str, plan: MemoryPlan) -> str:
-    return ", ".join(plan.margin.reasons) if kind == MARGIN else _MEANINGS.get(kind, "")
 
 
 def show_against(receipt: Receipt, run: PlannedRun) -> None:

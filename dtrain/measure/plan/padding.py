@@ -20,11 +20,9 @@ MIN_GAIN = 0.03
 
 
 def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: float) -> float | None:
-    """Returns the share of the time of the products of ``cause`` that padding saves, or None if it is not measured.
+    """Returns the share of the time of the products of ``cause`` that padding to ``multiple`` saves.
 
-    Args:
-        multiple: to which the size is padded.
-        budget_s: seconds that the measurement may take; it is given up if it would take more.
+    It is None if the measurement would take more than ``budget_s`` seconds.
     """
     counts = Counter(
         (product.signature, changed)

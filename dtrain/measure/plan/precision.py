@@ -31,8 +31,7 @@ _TO_BE_TIMED = "if timed faster than BF16 at the start"
 def show_plan(config: RunConfig, *, folded: bool) -> None:
     """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
-    Args:
-        folded: whether modules that differ only in one index share a row.
+    If ``folded``, modules that differ only in one index share a row.
 
     Raises:
         ConfigError: ``dtrain train`` would refuse the configuration.

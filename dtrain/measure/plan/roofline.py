@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.measure.plan.amdahl import limit
+from dtrain.measure.plan.amdahl import limit_line
 from dtrain.planning.calls import CallRecorder, RecordedCall
 from dtrain.planning.devices import Device
 from dtrain.planning.network import Network
@@ -107,7 +107,7 @@ def show_roofline(run: PlannedRun, network: Path | None) -> None:
     )
     if run.compiles_blocks:
         print("the blocks are taken as uncompiled (model.compile): compiled ones read and write less between products")
-    print(f"Amdahl's limit: {limit(share):.3g} times as fast if products took no time")
+    print(limit_line(share))
     if bound.transfers:
         received = sum(transfer.nbytes for transfer in bound.transfers)
         traffic = f"{len(bound.transfers)} collectives a step, of which a rank receives {received / 1e6:.4g} MB"

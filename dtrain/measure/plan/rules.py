@@ -44,9 +44,7 @@ class Cause:
 def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[int, int]]) -> list[Cause]:
     """Returns the causes in the order in which forward meets them.
 
-    Args:
-        products: of one step.
-        linears: input and output features of Linears by name: FP8 products have those padded.
+    FP8 products have the features of ``linears``, by name and as they go in and out, padded.
     """
     causes: dict[tuple[str, int, int], Cause] = {}
     for product in products:
@@ -58,12 +56,12 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
                 cause = causes.setdefault((kind, size, multiple), Cause(kind, size, multiple, {size}))
                 cause.uses[product.module, dimension] = None
     merged = _merge_multiples(causes)
-    modules = {id(cause): {module for module, _ in cause.uses} for cause in merged}
     for cause in merged:
+        modules = {module for module, _ in cause.uses}
         cause.products = [
             product
             for product in products
-            if product.module in modules[id(cause)] and MULTIPLES.get(product.format, 1) == cause.multiple
+            if product.module in modules and MULTIPLES.get(product.format, 1) == cause.multiple
         ]
     return merged
 
@@ -116,8 +114,7 @@ def _merge_multiples(causes: Mapping[tuple[str, int, int], Cause]) -> list[Cause
         else:
             base.sizes |= cause.sizes
             base.uses |= cause.uses
-    order = list(causes.values())
-    return sorted(kept, key=lambda cause: next(i for i, other in enumerate(order) if other is cause))
+    return [cause for cause in causes.values() if any(cause is other for other in kept)]
 
 
 def _follows(cause: Cause, base: Cause) -> bool:

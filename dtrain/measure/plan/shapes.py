@@ -28,9 +28,8 @@ _HOPPER = (9, 0)
 def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -> None:
     """Prints the products of forward and backward of one micro-batch, and the sizes that break a rule.
 
-    Args:
-        measure: whether padding is timed, if the planned device is this machine's and has the format in hardware.
-        folded: whether modules that differ only in one index share a row.
+    If ``measure``, padding is timed on a planned device that is this machine's and has the format in hardware. If
+    ``folded``, modules that differ only in one index share a row.
     """
     found, linears = record_products(run)
     causes = find_causes(found, linears)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from dtrain.config.dump import config_from_dict, config_to_dict, from_plain
 from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.distributed.transport.choose import make_communicator
-from dtrain.measure.plan.amdahl import Item, expected, limit, profile_items, record, speedups
+from dtrain.measure.plan.amdahl import Item, expected, limit, limit_line, profile_items, record, speedups
 from dtrain.measure.plan.roofline import part_table, show_roofline
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
@@ -50,8 +50,7 @@ class RankTime:
 def show_time(run: PlannedRun, network: Path | None) -> None:
     """Prints the time of a step of ``run``: measured if its device is this machine's, else a lower bound.
 
-    Args:
-        network: results of ``dtrain bench collectives``; without them communication takes no time.
+    Without ``network``, the results of ``dtrain bench collectives``, communication takes no time.
 
     Raises:
         ConfigError: ``network`` is no such file.
@@ -67,19 +66,16 @@ def show_time(run: PlannedRun, network: Path | None) -> None:
     for line in summary(times, run, network):
         print(line)
     print()
-    show([item_table(times), format_table(times)] if times.speedups else [item_table(times)])
+    show([item_table(times), *([format_table(times)] if times.speedups else [])])
     if not times.speedups:
-        faster = f"{limit(product_share(times)):.3g} times as fast"
-        print(f"Amdahl's limit: {faster} if products took no time; in no other format have they been timed")
+        print(f"{limit_line(product_share(times))}; in no other format have they been timed")
 
 
 def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> RankTime:
     """Returns the times of the slowest of the ranks that share this host, each in a process of its own.
 
     The ranks of a CPU share its cores and memory, so as many run at the same time as the host has; a GPU runs one.
-
-    Args:
-        budget_s: seconds for the steps, and twice as many for the products.
+    The steps take ``budget_s`` seconds, and the products twice as many.
     """
     config = run.config
     is_cpu = run.device.type == "cpu"

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from dtrain.engine.interface import Engine
 from dtrain.planning.devices import Device
 from dtrain.planning.heap import Heap
@@ -118,11 +116,7 @@ def run_steps(
 ) -> StepMemory:
     """Runs steps of ``engine``, on real or on fake tensors, and returns the memory of the last one.
 
-    Args:
-        engine: built inside ``tracker``.
-        step: takes a step with a watch.
-        tracker: entered.
-        num_steps: the first one allocates the buffers that stay.
+    The engine is built inside ``tracker``, which is entered. The first step allocates the buffers that stay.
     """
     first = tracker.largest = 0
     for heap in tracker.heaps:
@@ -155,10 +149,7 @@ def plan_memory(run: PlannedRun, num_steps: int = NUM_STEPS) -> MemoryPlan:
     """
     tracker = StorageTracker([Heap(count) for count in _OBJECTS] if run.device.type == "cpu" else ())
 
-    def count_unsharded(output: Tensor) -> None:
-        tracker.relabel(UNSHARDED, [output])
-
-    with tracker, run.engine(count_unsharded) as (engine, step):
+    with tracker, run.engine(lambda output: tracker.relabel(UNSHARDED, [output])) as (engine, step):
         memory = run_steps(engine, partial(step, run.num_micro_batches), tracker, num_steps)
         return MemoryPlan(run.device, run.num_ranks, memory, saved_copy(run, engine), tuple(_notes(run)))
 

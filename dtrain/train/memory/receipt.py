@@ -45,13 +45,7 @@ class Receipt:
 
     @staticmethod
     def of(plan: MemoryPlan, states: Mapping[str, int], peak: int | None) -> Receipt:
-        """Returns the receipt.
-
-        Args:
-            plan: of the run.
-            states: measured by ``engine.memory()``.
-            peak: measured; None: it cannot be.
-        """
+        """Returns the receipt of ``states``, measured by ``engine.memory()``, and of the ``peak``, None if unknown."""
         planned, host = plan.step.states, plan.step.host
         states = {kind: nbytes for kind, nbytes in states.items() if kind not in host}
         kinds = [kind for kind in states if states[kind] or planned.get(kind)]
@@ -108,11 +102,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(run: PlannedRun, what: str) -> OutOfMemoryError:
-    """Returns an error that shows the plan of ``run``, which ran out of memory, and the changes that make it fit.
-
-    Args:
-        what: the first line of what the allocator said.
-    """
+    """Returns an error of ``run``: ``what`` the allocator said, the plan, and the changes that make it fit."""
     head = f"out of memory: {what}"
     try:
         return OutOfMemoryError("\n".join([head, *plan_lines(run, plan_memory(run))]))

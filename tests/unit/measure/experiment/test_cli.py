@@ -4,6 +4,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import get_type_hints
 
 import pytest
 
@@ -45,7 +46,7 @@ def stored_tables(name: str) -> list[Table]:
     record = read_record(RESULTS / f"experiment-{name}.json", ExperimentRecord, "experiment")
     assert record.experiment == name
     experiment = cli.load(name)
-    tables: list[Table] = experiment.tables(from_plain(experiment.Result, record.result))
+    tables: list[Table] = experiment.tables(from_plain(get_type_hints(experiment.run)["return"], record.result))
     return tables
 
 

@@ -15,7 +15,7 @@ from dtrain.config.optim import SGD
 from dtrain.engine.initialize import initialize
 from dtrain.measure.experiment import accumulation, formats, gradient_histogram, loss_scaling, master_weights
 from dtrain.measure.experiment.accumulation import MATMUL, SUMS, VECTORS
-from dtrain.measure.experiment.formats import PRECISIONS, FormatCurves, Result, TaskComparison, draw, run
+from dtrain.measure.experiment.formats import PRECISIONS, FormatCurves, FormatsResult, TaskComparison, draw, run
 from dtrain.measure.experiment.gradient_histogram import SCALES
 from dtrain.measure.experiment.master_weights import WithoutMasters
 from dtrain.measure.experiment.networks import convnet, detector, regression
@@ -160,15 +160,15 @@ def test_gaps_are_in_units_of_seed_and_rounding_noise_at_that_step() -> None:
 
 def test_a_worse_format_is_told_from_noise() -> None:
     item = compared(curves("bf16", [5.0, 9.0], [6.0, 11.0]))
-    assert formats.finding(Result([0, 1], [item])) == (
+    assert formats.finding(FormatsResult([0, 1], [item])) == (
         "Outside FP32's own noise: BF16 on any (+5.4 units); other mean gaps are at most 0.0 units at the end, "
         "0.0 at any step"
     )
     same = compared(curves("bf16", [5.0, 1.0], [6.5, 3.0]))
-    assert formats.finding(Result([0, 1], [same])) == (
+    assert formats.finding(FormatsResult([0, 1], [same])) == (
         "No format can be told from FP32's own noise; mean gaps are at most 0.0 units at the end, 0.3 at any step"
     )
-    rows = formats.tables(Result([0, 1], [item]))[0].rows
+    rows = formats.tables(FormatsResult([0, 1], [item]))[0].rows
     assert rows[3][:3] == ("", "fp8", "50% fp8 (Linears: 1 of 2); convolutions, 25%, bf16")
 
 

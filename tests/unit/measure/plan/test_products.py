@@ -42,45 +42,36 @@ _IMAGES = (f"{_SHAPED}images", "precision=bf16")
 CPU = torch.device("cpu")
 
 
-class Layer(nn.Module):
-    """Attention and feed-forward; queries, keys and values are as wide as ``heads`` heads."""
-
-    def __init__(self, hidden: int, heads: int, head_dim: int, ffn: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.q, self.k, self.v = (nn.Linear(hidden, heads * head_dim) for _ in range(3))
-        self.out = nn.Linear(heads * head_dim, hidden)
-        self.up, self.down = nn.Linear(hidden, ffn), nn.Linear(ffn, hidden)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2)
-        x = x + self.out(mixed)
-        return x + self.down(F.gelu(self.up(x)))
+def run_layer(net: Any, x: Tensor) -> Tensor:
+    """Attention and feed-forward."""
+    q, k, v = (layer(x).unflatten(-1, (net.heads, -1)).transpose(1, 2) for layer in (net.q, net.k, net.v))
+    x = x + net.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(-2))
+    return x + net.down(F.gelu(net.up(x)))
 
 
-class Shaped(nn.Module):
-    def __init__(self, hidden: int, heads: int, head_dim: int, ffn: int, vocab_rows: int, vocab_size: int) -> None:
-        super().__init__()
-        self.vocab_size = vocab_size
-        self.embed = nn.Embedding(vocab_rows, hidden)
-        self.blocks = nn.ModuleList(Layer(hidden, heads, head_dim, ffn) for _ in range(2))
-        self.head = nn.Linear(hidden, vocab_rows, bias=False)
+def run_shaped(net: Any, tokens: Tensor, targets: Tensor | None = None, positions: Any = None) -> ModelOutput:
+    x = net.embed(tokens)
+    for block in net.blocks:
+        x = block(x)
+    return causal_lm_output(net.head(x)[..., : net.vocab_size], targets)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, positions: Tensor | None = None) -> ModelOutput:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return causal_lm_output(self.head(x)[..., : self.vocab_size], targets)
+
+def shaped(hidden: int, heads: int, head_dim: int, ffn: int, vocab_rows: int, vocab_size: int) -> nn.Module:
+    """Returns a model of two layers; their queries, keys and values are as wide as ``heads`` heads."""
+    sizes = dict.fromkeys(("q", "k", "v"), (hidden, heads * head_dim))
+    sizes |= {"out": (heads * head_dim, hidden), "up": (hidden, ffn), "down": (ffn, hidden)}
+    layers = [Net(run_layer, heads=heads, **{name: nn.Linear(*size) for name, size in sizes.items()}) for _ in range(2)]
+    ends = {"embed": nn.Embedding(vocab_rows, hidden), "head": nn.Linear(hidden, vocab_rows, bias=False)}
+    return Net(run_shaped, vocab_size=vocab_size, blocks=nn.ModuleList(layers), **ends)
 
 
 def build_bad(config: ModelConfig, vocab_size: int) -> nn.Module:
     """Vocabulary 257, hidden dim 60, feed-forward 101, heads of dim 12: four sizes that are no multiples of 8."""
-    return Shaped(60, 6, 12, 101, vocab_size, vocab_size)
+    return shaped(60, 6, 12, 101, vocab_size, vocab_size)
 
 
 def build_good(config: ModelConfig, vocab_size: int) -> nn.Module:
-    return Shaped(64, 4, 16, 104, 264, vocab_size)
+    return shaped(64, 4, 16, 104, 264, vocab_size)
 
 
 def run_images(net: Any, tokens: Tensor, targets: Tensor) -> ModelOutput:
@@ -312,10 +303,7 @@ def test_tables_show_what_was_measured() -> None:
 
 @pytest.mark.parametrize(
     ("key", "kinds"),
-    [
-        ("model.num_heads=4", {MATMUL, ATTENTION}),
-        ("model.factory=tests.helpers.planned_models:Experts", {MATMUL}),
-    ],
+    [("model.num_heads=4", {MATMUL, ATTENTION}), ("model.factory=tests.helpers.planned_models:Experts", {MATMUL})],
 )
 def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[str]) -> None:
     calls = record(PlannedRank(compose([*SMALL, key]), 1, CPU, HOST))
