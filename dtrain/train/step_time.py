@@ -53,19 +53,13 @@ class StepTime:
 
 
 class PlannedRank:
-    """Rank 0 of a job whose other ranks are not there, on its real device with real data.
-
-    Attributes:
-        session: of the run.
-    """
+    """Rank 0 of a job whose other ranks are not there, on its real device with real data."""
 
     def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
-        """Args:
-        config: of the run; its learning rate is replaced by 0, because the gradients of others are made up, and its
-            batch by the largest. Its blocks are not compiled.
-        num_ranks: ranks of the job; more than one take the native engine.
-        device: of the rank.
-        transport: of :func:`dtrain.planning.ranks.planned_ranks`.
+        """Takes the largest batch of ``config``, and a learning rate of 0: the gradients of others are made up.
+
+        Blocks are not compiled. More than one rank take the native engine. ``transport`` is that of
+        :func:`dtrain.planning.ranks.planned_ranks`.
         """
         if num_ranks > 1:
             config = replace(config, engine=config.engine.as_native())
@@ -92,9 +86,8 @@ class PlannedRank:
     def time(self, network: Network | None, budget_s: float, ready: Callable[[], None]) -> StepTime:
         """Times steps for about ``budget_s`` seconds, after two that are not counted.
 
-        Args:
-            network: between the ranks; None: transfers take no time.
-            ready: called before the steps that count, to wait for processes that share the host.
+        Without a ``network``, transfers take no time. ``ready`` waits for the processes that share the host, before the
+        steps that count.
         """
         device = self.engine.device
         steps = _STEPS_OF_WINDOW[device.type]

@@ -34,11 +34,9 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
     config = points[0].traced.run.config
     size = getattr(config.engine, "shard_size", None)
     sharded = f", replicas of {size} ranks" if size else ""
-    stage = f"ZeRO stage {config.engine.zero_stage}{sharded}"
-    lines = [f"Simulated: {config.model.name}, {run.device.name}, {stage}"]
+    lines = [f"Simulated: {config.model.name}, {run.device.name}, ZeRO stage {config.engine.zero_stage}{sharded}"]
     lines += [line[0].upper() + line[1:] for line in assumptions(run, [*by_kind[False], *by_kind[True]], assumed)]
-    text = ". ".join(lines) + "."
-    figure.text(0.02, 0.01, textwrap.fill(text, 165), fontsize=7.5, va="bottom")
+    figure.text(0.02, 0.01, textwrap.fill(". ".join(lines) + ".", 165), fontsize=7.5, va="bottom")
     figure.tight_layout(rect=(0, 0.16, 1, 1))
     figure.savefig(path, dpi=110)
 
