@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from dtrain.planning.timeline import RankTrace, Transfer
 
@@ -55,13 +55,8 @@ class Replay:
 
     def total(self, purpose: str | None = None) -> Share:
         """Returns the transfers of all axes; of all purposes without ``purpose``."""
-        found = [share for (name, _), share in self.shares.items() if purpose in (name, None)]
-        return Share(
-            sum(share.count for share in found),
-            sum(share.nbytes for share in found),
-            sum(share.seconds for share in found),
-            sum(share.exposed for share in found),
-        )
+        found = (astuple(share) for (name, _), share in self.shares.items() if purpose in (name, None))
+        return Share(*map(sum, zip(*found, strict=True)))
 
 
 def replay(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import torch
 
@@ -150,12 +150,8 @@ def _extended(shorter: Replay, longer: Replay, more: int) -> Replay:
     shares = {}
     for key, share in longer.shares.items():
         before = shorter.shares.get(key, Share())
-        shares[key] = Share(
-            round(add(share.count, before.count)),
-            round(add(share.nbytes, before.nbytes)),
-            add(share.seconds, before.seconds),
-            max(0.0, add(share.exposed, before.exposed)),
-        )
+        count, nbytes, seconds, exposed = map(add, astuple(share), astuple(before))
+        shares[key] = Share(round(count), round(nbytes), seconds, max(0.0, exposed))
     return Replay(
         add(longer.seconds, shorter.seconds),
         add(longer.compute, shorter.compute),
