@@ -9,8 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from dtrain.measure.accept.page import Acceptance, render
 from dtrain.measure.accept.table import LIMITS_S, PARTS, Machine, Plan, make_plan
 from dtrain.redaction.redact import redact_text
 from dtrain.telemetry.metrics import write_atomically, write_json
-from dtrain.version import version
+from dtrain.version import package_version, version
 
 RESULTS_FILE, PAGE_FILE, CACHES, TRACES = "accept.json", "accept.md", "caches", "traces"
 _POLL_S, _WRITE_S = 0.05, 1.0
@@ -95,12 +93,8 @@ def _describe_machine(device: str) -> dict[str, Any]:
     found = driver_facts() if device != "cpu" else {}
     if device == "cuda" and not found:
         raise ConfigError("device=cuda, but nvidia-smi shows no GPU: install the driver, or see CUDA_VISIBLE_DEVICES")
-    packages = {"dtrain": version(), "python": sys.version.split()[0]}
-    for name in _PACKAGES:
-        try:
-            packages[name] = package_version(name)
-        except PackageNotFoundError:
-            continue
+    installed = {name: number for name in _PACKAGES if (number := package_version(name)) is not None}
+    packages = {"dtrain": version(), "python": sys.version.split()[0], **installed}
     return {"device": "cuda" if found else "cpu", **found, "packages": packages}
 
 

@@ -11,8 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as package_version
 from pathlib import Path
 from statistics import median
 
@@ -27,7 +25,7 @@ from dtrain.telemetry.gpu import attention_kernel, cublaslt_version, describe_st
 from dtrain.telemetry.host import describe_host, memory_left
 from dtrain.telemetry.trackers import wandb_mode
 from dtrain.tools.tables import Table
-from dtrain.version import version
+from dtrain.version import package_version, version
 
 _PACKAGES = {
     "numpy": "data",
@@ -74,10 +72,7 @@ def _software() -> list[tuple[str, str, str]]:
         ("torch", str(torch.__version__), cuda),
     ]
     for name, purpose in _PACKAGES.items():
-        try:
-            number = package_version(name)
-        except PackageNotFoundError:
-            number = "not installed"
+        number = package_version(name) or "not installed"
         problem = triton_problem(number) if name == "triton" else None
         rows.append((name, number, f"{purpose}; {number} {problem}" if problem else purpose))
     return rows
@@ -169,9 +164,7 @@ def _nccl() -> str:
 
 
 def _wandb() -> str:
-    try:
-        package_version("wandb")
-    except PackageNotFoundError:
+    if package_version("wandb") is None:
         return "not installed: pip install wandb"
     modes = {
         "online": "online: logged in",

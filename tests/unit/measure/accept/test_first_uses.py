@@ -18,6 +18,7 @@ from dtrain.measure.accept import first_uses
 from dtrain.measure.accept.job import DONE, Ended, Lines
 from dtrain.measure.accept.lines import read_lines
 from dtrain.measure.accept.run import driver_facts
+from dtrain.measure.accept.uses import require
 from dtrain.precision.float8 import proof
 
 
@@ -65,10 +66,10 @@ def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other(tmp_p
         "scaled_mm, blocks of 128 fails: ArithmeticError: the result is 1.0 expected 2.0",
         f"device: {'x' * 400}",
     ]
-    first_uses._require(2.01, 2.0, 1e-2)
+    require(2.01, 2.0, 1e-2)
     for wrong in (2.1, float("nan")):
         with pytest.raises(ArithmeticError, match="expected 2"):
-            first_uses._require(wrong, 2.0, 1e-2)
+            require(wrong, 2.0, 1e-2)
 
 
 def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_path: Path, monkeypatch: Any) -> None:
