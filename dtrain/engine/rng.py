@@ -33,10 +33,7 @@ def rng_key(seed: int, step: int, index: int, call: int = 0) -> int:
 def keyed_rng(device: torch.device, key: int) -> Iterator[None]:
     """Runs its body with torch's generators seeded by ``key``, then restores the caller's generator states."""
     # not fork_rng and manual_seed, which visit every kind of device: 300 us for each forward instead of 10
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        generators.append(torch.cuda.default_generators[index])
+    generators = generators_of(device)
     states = [generator.get_state() for generator in generators]
     try:
         for generator in generators:
@@ -45,3 +42,11 @@ def keyed_rng(device: torch.device, key: int) -> Iterator[None]:
     finally:
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def generators_of(device: torch.device) -> list[torch.Generator]:
+    """Returns torch's generators that a forward on ``device`` draws from."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import glob
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from dtrain.measure.probe.evidence import (
     Evidence,
@@ -23,22 +22,19 @@ from dtrain.measure.probe.evidence import (
     scale_text,
     untested,
 )
-from dtrain.measure.probe.records import Advice, AdvisedRule, ProductResult, Trial
+from dtrain.measure.probe.records import FORWARD, Advice, AdvisedRule, ProductResult, Trial
 from dtrain.tools.tables import plural
 
 MAX_RETRAINS = 12
 """Trainings that the search for rules may take for one format."""
 
 _FLOAT8_GAIN = 0.97  # of BF16's time per step that FP8 may take: it costs precision
-_FORWARD = ("fprop", "forward")
 
 
-class Retrain(Protocol):
-    """Trains once more from the same start on the same samples."""
+Retrain = Callable[[str, Mapping[str, str], float | None], Trial]
+"""Trains once more from the same start on the same samples.
 
-    def __call__(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
-        """Returns the trial of a format under ``rules``; ``loss_scale`` is a constant one, None the run's own."""
-        ...
+Takes a format, rules, and a constant loss scale, None for the run's own; returns the trial."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,8 @@ def advise(evidence: Evidence, retrain: Retrain) -> Advice:
     adviser = _Adviser(evidence, retrain)
     choice = adviser.choose()
     if choice is None:
-        adviser.explain_fp32()
+        tried = ", ".join(trial.format for trial in evidence.trials if trial.format != "fp32")
+        adviser.reasons.append(f"fp32: no format that was tried ({tried or 'none'}) stays below two noise units")
     precision = choice.trial.format if choice else "fp32"
     rules, scale = (choice.rules, choice.loss_scale) if choice else ((), None)
     all_rules = dict(choice.trial.rules) if choice else {}  # with those that the user gave
@@ -82,13 +79,6 @@ class _Adviser:
             or self._with_rules("bf16")
             or self._with_rules("fp16")
             or self._healthy("tf32")
-        )
-
-    def explain_fp32(self) -> None:
-        """Adds the reason why nothing is left but FP32."""
-        tried = [trial.format for trial in self.evidence.trials if trial.format != "fp32"]
-        self.reasons.append(
-            f"fp32: no format that was tried ({', '.join(tried) or 'none'}) stays below two noise units"
         )
 
     def _float8(self) -> _Choice | None:
@@ -129,14 +119,13 @@ class _Adviser:
         return self.evidence.analysis.loss_scale if format_name == "fp16" else None
 
     def _accept(self, choice: _Choice, how: str = "") -> _Choice:
-        trial, units = choice.trial, self.evidence.units
+        trial = choice.trial
         rules = f" with {plural(len(choice.rules), 'rule')}" if choice.rules else ""
         cosine = f", cosine of the first gradients {trial.cosine:.4f}" if math.isfinite(trial.cosine) else ""
         self.reasons.append(
             f"{trial.format}{rules}{how} {self.evidence.describe(trial)} (gaps below 2 cannot be told from noise)"
             f"{cosine}"
         )
-        assert units(trial.gap) < 2
         return choice
 
     # -- the search for rules ---------------------------------------------------------------------------------------
@@ -211,7 +200,7 @@ class _Candidate:
         return any(".".join(parts[:end]) in names for end in range(1, len(parts)))
 
     def describe(self) -> str:
-        worst = max(self.results, key=lambda r: (_size(r.predicted), -r.sqnr_db))
+        worst = max(self.results, key=lambda r: (r.size, -r.sqnr_db))
         measured = "" if self.measured is None else f", {change_text(self.measured)} measured alone"
         return f"{self.kind} '{self.name}': {figures(worst)}{measured}"
 
@@ -233,8 +222,8 @@ def _ranked(evidence: Evidence, format_name: str) -> list[_Candidate]:
     for name, found in results.items():
         if not name:  # a rule for the model itself would keep all of it out
             continue
-        forward = measured.get(name, _total(r.predicted for r in found if r.product in _FORWARD))
-        score = _size(forward) + _total(r.predicted for r in found if r.product not in _FORWARD)
+        forward = measured.get(name, math.fsum(r.size for r in found if r.product in FORWARD))
+        score = forward + math.fsum(r.size for r in found if r.product not in FORWARD)
         instead = "bf16" if found[0].format == "fp8" else "fp32"
         kind = analysis.kinds.get(name, "module")
         candidates.append(_Candidate(name, kind, instead, score, tuple(found), measured.get(name)))
@@ -249,14 +238,6 @@ def _outermost(candidates: list[_Candidate]) -> list[_Candidate]:
 
 def _patterns(candidates: Iterable[_Candidate]) -> dict[str, str]:
     return {s.pattern: s.instead for s in candidates}
-
-
-def _total(values: Iterable[float]) -> float:
-    return math.fsum(map(_size, values))
-
-
-def _size(value: float) -> float:
-    return math.inf if math.isnan(value) else value
 
 
 def _is_faster(fp8: Trial, bf16: Trial) -> bool:

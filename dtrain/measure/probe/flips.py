@@ -17,13 +17,11 @@ from dtrain.engine.rng import keyed_rng
 from dtrain.measure.probe.one_module import FormatSwitch, device_of
 from dtrain.measure.probe.products import is_product
 from dtrain.measure.probe.recording import micro_batch_key, unchanged
-from dtrain.measure.probe.records import Analysis, Flip
+from dtrain.measure.probe.records import FORWARD, Analysis, Flip
 from dtrain.measure.probe.sensitivity import MicroBatch, ProbeSettings
 from dtrain.precision.forward import set_matmul_precision
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.train.setup import torch_settings_restored
-
-_FORWARD = ("fprop", "forward")
 
 
 def flip(
@@ -44,41 +42,37 @@ def flip(
     settings = settings or ProbeSettings()
     if format_name == "tf32":
         return ()
-    ranked = [r for r in analysis.worst(format_name) if r.product in _FORWARD]
+    ranked = [r for r in analysis.worst(format_name) if r.product in FORWARD]
     chosen = ranked if num is None or len(ranked) <= 2 * num else [*ranked[:num], *ranked[-num:]]
     if not chosen:
         return ()
     with torch_settings_restored(), unchanged(model), torch.no_grad():
         set_matmul_precision(PrecisionPolicy.named("fp32"))
-        flipper = _Flipper(model, micro_batches, format_name, settings)
-        return tuple(Flip(r.module, format_name, r.predicted, flipper.measure(r.module)) for r in chosen)
+        device = device_of(model)
+        switch = FormatSwitch(model, settings.handovers(model, micro_batches[0]), settings.float8)
+
+        def losses(context: AbstractContextManager[object]) -> list[float]:
+            found = []
+            with context:
+                for index, micro_batch in enumerate(micro_batches):
+                    with keyed_rng(device, micro_batch_key(settings.seed, index)):
+                        found.append(float(settings.loss_of(model, micro_batch)))
+            return found
+
+        exact = losses(nullcontext())
+        flips = []
+        for r in chosen:
+            before = exact
+            if not is_product(model.get_submodule(r.module)):
+                before = losses(switch.with_rounded_inputs(r.module, format_name))
+            with settings.fp16() if format_name == "fp16" else nullcontext():
+                after = losses(switch.in_format(r.module, format_name))
+            flips.append(Flip(r.module, format_name, r.predicted, _rms_change(before, after)))
+        return tuple(flips)
 
 
-class _Flipper:
-    def __init__(
-        self, model: nn.Module, micro_batches: Sequence[MicroBatch], format_name: str, settings: ProbeSettings
-    ) -> None:
-        self.model, self.micro_batches, self.format, self.settings = model, micro_batches, format_name, settings
-        self.device = device_of(model)
-        self._switch = FormatSwitch(model, settings.handovers(model, micro_batches[0]), settings.float8)
-        self._losses = self._run(nullcontext())
-
-    def measure(self, name: str) -> float:
-        """Returns the change of the loss, root mean square over the micro-batches."""
-        losses = self._losses
-        if not is_product(self.model.get_submodule(name)):
-            losses = self._run(self._switch.with_rounded_inputs(name, self.format))
-        with self.settings.fp16() if self.format == "fp16" else nullcontext():
-            flipped = self._run(self._switch.in_format(name, self.format))
-        changes = [after - before for after, before in zip(flipped, losses, strict=True)]
-        if not all(map(math.isfinite, changes)):
-            return math.inf
-        return math.sqrt(sum(change**2 for change in changes) / len(changes))
-
-    def _run(self, context: AbstractContextManager[object]) -> list[float]:
-        losses = []
-        with context:
-            for index, micro_batch in enumerate(self.micro_batches):
-                with keyed_rng(self.device, micro_batch_key(self.settings.seed, index)):
-                    losses.append(float(self.settings.loss_of(self.model, micro_batch)))
-        return losses
+def _rms_change(before: Sequence[float], after: Sequence[float]) -> float:
+    changes = [flipped - exact for exact, flipped in zip(before, after, strict=True)]
+    if not all(map(math.isfinite, changes)):
+        return math.inf
+    return math.sqrt(sum(change**2 for change in changes) / len(changes))

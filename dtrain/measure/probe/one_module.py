@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +167,40 @@ class FormatSwitch:
             self._contracts[key] = resolve(policy.on(self.device), self.model)
         return self._contracts[key]
 
-    def _handing_over(self, name: str, cast: Callable[[Tensor], Tensor]) -> AbstractContextManager[None]:
-        return _handing_over(self.model.get_submodule(name), name, self.model, self.handovers, cast)
+    @contextmanager
+    def _handing_over(self, name: str, cast: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Applies ``cast`` to the inputs of the module, and to what the outermost modules called by it return."""
+        module, handovers = self.model.get_submodule(name), self.handovers
+        names = {child: child_name for child_name, child in self.model.named_modules()}
+        depth = 0  # of calls inside `module`, itself included
+
+        def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
+            nonlocal depth
+            if called is module:
+                depth = 1
+                given = handovers.get(name)
+                return cast_flagged((args, kwargs), given.inputs, cast) if given and name else None
+            if depth:
+                depth += 1
+            return None
+
+        def leave(called: nn.Module, args: Any, output: Any) -> Any:
+            nonlocal depth
+            if called is module:
+                depth = 0
+                return pytree.tree_map(_to_fp32, output)
+            if not depth:
+                return None
+            depth -= 1
+            given = handovers.get(names[called])
+            return cast_flagged(output, given.outputs, cast) if depth == 1 and given else None
+
+        with ExitStack() as stack:
+            inner = [child for child in module.modules() if child is not module] if calls_modules(module) else []
+            for called in (module, *inner):
+                stack.callback(called.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(called.register_forward_hook(leave).remove)
+            yield
 
 
 def _dtype(format_name: str) -> torch.dtype:
@@ -186,43 +218,6 @@ def _replicas(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(own)
-
-
-@contextmanager
-def _handing_over(
-    module: nn.Module, name: str, model: nn.Module, handovers: Handovers, cast: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
-    """Applies ``cast`` to the inputs of ``module``, and to what the outermost modules called by it return."""
-    names = {child: child_name for child_name, child in model.named_modules()}
-    depth = 0  # of calls inside `module`, itself included
-
-    def enter(called: nn.Module, args: Any, kwargs: Any) -> Any:
-        nonlocal depth
-        if called is module:
-            depth = 1
-            given = handovers.get(name)
-            return cast_flagged((args, kwargs), given.inputs, cast) if given and name else None
-        if depth:
-            depth += 1
-        return None
-
-    def leave(called: nn.Module, args: Any, output: Any) -> Any:
-        nonlocal depth
-        if called is module:
-            depth = 0
-            return pytree.tree_map(_to_fp32, output)
-        if not depth:
-            return None
-        depth -= 1
-        given = handovers.get(names[called])
-        return cast_flagged(output, given.outputs, cast) if depth == 1 and given else None
-
-    with ExitStack() as stack:
-        inner = [child for child in module.modules() if child is not module] if calls_modules(module) else []
-        for called in (module, *inner):
-            stack.callback(called.register_forward_pre_hook(enter, with_kwargs=True).remove)
-            stack.callback(called.register_forward_hook(leave).remove)
-        yield
 
 
 def cast_flagged(values: Any, flags: Sequence[bool], cast: Callable[[Tensor], Tensor]) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dtrain.engine.rng import keyed_rng, rng_key
+from dtrain.engine.rng import generators_of, keyed_rng, rng_key
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_calls import ModuleCall, watch_calls
 
@@ -65,7 +65,8 @@ def record(
     def begin(call: ModuleCall) -> tuple[list[Tensor], Any]:
         # such as nn.ReLU(inplace=True)
         is_inplace = getattr(call.module, "inplace", False)
-        return random_state(device), pytree.tree_map(_clone, (call.args, call.kwargs)) if is_inplace else None
+        states = [generator.get_state() for generator in generators_of(device)]
+        return states, pytree.tree_map(_clone, (call.args, call.kwargs)) if is_inplace else None
 
     def end(watched: ModuleCall) -> None:
         needs_dx = any(isinstance(a, Tensor) and a.requires_grad for a in watched.args[:1])
@@ -113,30 +114,13 @@ def floats_of(output: Any) -> list[Tensor]:
     return floats or ([] if loss is None else [loss])
 
 
-def random_state(device: torch.device) -> list[Tensor]:
-    """Returns the states of torch's generators that a forward on ``device`` draws from."""
-    return [generator.get_state() for generator in _generators(device)]
-
-
 @contextmanager
 def same_random_numbers(device: torch.device, states: Collection[Tensor]) -> Iterator[None]:
     """Inside, the generators continue from ``states``; then from where they were."""
-    generators = _generators(device)
-    before = [generator.get_state() for generator in generators]
-    try:
-        for generator, state in zip(generators, states, strict=True):
+    with keyed_rng(device, 0):
+        for generator, state in zip(generators_of(device), states, strict=True):
             generator.set_state(state)
         yield
-    finally:
-        for generator, state in zip(generators, before, strict=True):
-            generator.set_state(state)
-
-
-def _generators(device: torch.device) -> list[torch.Generator]:
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 def micro_batch_key(seed: int, index: int) -> int:

@@ -11,6 +11,9 @@ from dtrain.precision.histogram import Histogram
 
 Item = TypeVar("Item")
 
+FORWARD = ("fprop", "forward")
+"""Products of a forward; the others are of gradients."""
+
 
 @dataclass(frozen=True)
 class ProductResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -40,20 +40,6 @@ from dtrain.tools.tables import plural
 from dtrain.train.session import check_model_fits, open_data
 from dtrain.train.setup import check_precision, set_threads, torch_settings_restored
 from dtrain.train.validation import to_device
-
-
-@dataclass
-class Stages:
-    """Times of the stages, which are announced as they begin."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def __call__(self, name: str, announcement: str) -> Iterator[None]:
-        logger.info("%s: %s", name, announcement)
-        begin = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - begin
 
 
 def run_probe(config: ProbeConfig, command: str) -> tuple[ProbeReport, Path]:
@@ -112,7 +98,7 @@ class _Probe:
         for name in formats:  # before the run has a folder
             check_model_fits(config.training(name), model, self.dataset)
         self.num_parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        self.stages = Stages()
+        self.seconds: dict[str, float] = {}
         self.retrained: list[Trial] = []
         self.first_gradients: dict[str, Tensor] = {}
         self.reference_loss = 0.0
@@ -136,14 +122,22 @@ class _Probe:
             f"{train.micro_batch_size} x {self.base.targets_per_sample} {self.dataset.task.unit}"
         )
 
+    @contextmanager
+    def stage(self, name: str, announcement: str) -> Iterator[None]:
+        """Announces a stage, and takes its time."""
+        logger.info("%s: %s", name, announcement)
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - begin
+
     def run(self, command: str, left_out: dict[str, str]) -> ProbeReport:
-        with self.stages("trials", f"{', '.join(self.formats)}, interleaved; {self.batch}"):
+        with self.stage("trials", f"{', '.join(self.formats)}, interleaved; {self.batch}"):
             reference, trials = self._trials()
-        with self.stages("noise", f"FP32 with weights an ulp away, and with {self.config.seeds} other seeds"):
+        with self.stage("noise", f"FP32 with weights an ulp away, and with {self.config.seeds} other seeds"):
             noise_runs = list(self._noise_runs())
         perturbed, *seeds = (final_loss(run.losses) for run in noise_runs)
         noise = Noise.of(self.reference_loss, [perturbed], seeds)
-        with self.stages(
+        with self.stage(
             "analysis", "every module and product, at the FP32 weights after the trial; gradients, also before"
         ):
             analysis, flips = self._analyze(reference)
@@ -160,9 +154,9 @@ class _Probe:
             retrained=self.retrained,
             advice=None,  # type: ignore[arg-type]  # follows from the rest
             left_out=left_out,
-            seconds=self.stages.seconds,
+            seconds=self.seconds,
         )
-        with self.stages("advice", "trials with rules, if a format needs any"):
+        with self.stage("advice", "trials with rules, if a format needs any"):
             return replace(report, advice=advise(report, self._retrain))
 
     def _trials(self) -> tuple[FormatTraining, list[Trial]]:
@@ -208,25 +202,23 @@ class _Probe:
         )
         # gradients are largest at the start, and a constant loss scale must hold there too
         start = build_model(config.model, self.dataset.task, config.seed).float().to(self.device)
-        first = analyze(
-            start, self._on_device(self.steps[0]), [name for name in self.formats if name == "fp16"], settings
+        first_step, last_step = (
+            [to_device(micro_batch, self.device) for micro_batch in batch] for batch in (self.steps[0], self.steps[-1])
         )
+        first = analyze(start, first_step, [name for name in self.formats if name == "fp16"], settings)
         if first.loss_scale is not None:
             settings = replace(settings, max_scale=first.loss_scale)
-        model, micro_batches = reference.plain_model(), self._on_device(self.steps[-1])
-        analysis = analyze(model, micro_batches, self.formats, settings)
+        model = reference.plain_model()
+        analysis = analyze(model, last_step, self.formats, settings)
         flips: list[Flip] = []
         for name in self.formats[1:]:
-            flips += flip(model, micro_batches, analysis, name, settings=settings)
+            flips += flip(model, last_step, analysis, name, settings=settings)
         merged = replace(
             analysis,
             gradients=_merge(first.gradients, analysis.gradients),
             activation_gradients=_merge(first.activation_gradients, analysis.activation_gradients),
         )
         return merged, flips
-
-    def _on_device(self, batch: Batch) -> Batch:
-        return [to_device(micro_batch, self.device) for micro_batch in batch]
 
     def _retrain(self, format_name: str, rules: Mapping[str, str], loss_scale: float | None = None) -> Trial:
         config = self.config.training(format_name, {**self.config.precision.rules, **rules})
