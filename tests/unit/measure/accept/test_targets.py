@@ -87,67 +87,58 @@ def test_mfu_is_that_of_the_faster_of_two_cases() -> None:
     assert found["MFU, 1.2B"][2:] == ("NOT MET", "cast takes 25% of the step in bf16: see its profile")
 
 
+FP8_SPEED, FP8_LOSS = "speed over dtrain, tensorwise, 1.2B", "loss from dtrain's, tensorwise"
+BANDWIDTH = "optimizer phase, of the copy's bandwidth"
+LAUNCHES, WAITS = "launches of the optimizer phase", "waits of the host in it"
+STATES, HEAD_SPEED = "states over the formula", "speed over compiled full logits"
+HEAD_MEMORY = "memory beside the gradients, of full FP32 logits"
+FORMULA = {"master": 4 * 2**30, "compute": 2**30}
+HELD = {"master": 9 * 2**30, "compute": 2**30, "other": 2**40}
+OFFLOADED = steps(case("dtrain", 100.0, formula=FORMULA, state=HELD, host_kinds=["master"]))
+MEMORY = [{"precision": "bf16", "stage": 3, "num_parameters": n, "ratio": r} for n, r in ((BILLION, 1.03), (9, 2.0))]
+GOOD_PHASE, BAD_PHASE = profile(0.90, 5), profile(0.89, 6, cudaStreamSynchronize=2)
+
+
+def beside(name: str, ms: float, last: float | None = 5.0, **more: Any) -> list[AnyResults]:
+    """A case beside dtrain's, which takes 100 ms and whose last loss is 5."""
+    own = case("dtrain", 100.0, **more)
+    return [steps(own, case(name, ms, (8.0, 7.0, 6.0, last), **more))]  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
-    ("peer", "ms", "figure", "status"),
+    ("results", "what", "figure", "status"),
     [
-        ("fsdp2", 110.0, "1.100", "met"),
-        ("fsdp2", 109.0, "1.090", "NOT MET"),
-        ("deepspeed", 129.0, "1.290", "NOT MET"),
-        ("plain", 99.0, "0.990", "met"),
+        (beside("fsdp2", 110.0), "speed over fsdp2", "1.100 (dtrain)", "met"),
+        (beside("fsdp2", 109.0), "speed over fsdp2", "1.090 (dtrain)", "NOT MET"),
+        (beside("deepspeed", 129.0), "speed over deepspeed", "1.290 (dtrain)", "NOT MET"),
+        (beside("plain", 99.0), "speed over plain", "0.990 (dtrain)", "met"),
+        *[
+            (beside(peer, 110.0, num_parameters=9**7), f"speed over {peer}", "", "not measured")
+            for peer in ("fsdp2", "deepspeed", "plain")
+        ],
+        (beside("tensorwise", 84.0, 5.01), FP8_SPEED, "1.190 (tensorwise)", "met"),
+        (beside("tensorwise", 84.0, 5.01), FP8_LOSS, "0.20% (tensorwise)", "met"),
+        (beside("tensorwise", 85.0, 5.02), FP8_SPEED, "1.176 (tensorwise)", "NOT MET"),
+        (beside("tensorwise", 85.0, 5.02), FP8_LOSS, "0.40% (tensorwise)", "NOT MET"),
+        (beside("tensorwise", 84.0, 4.98), FP8_LOSS, "-0.40% (tensorwise)", "NOT MET"),
+        (beside("tensorwise", 84.0, None), FP8_LOSS, "", "not measured"),
+        (beside("reproducible", 102.9), "slower than dtrain, reproducible, 1.2B", "2.9% (reproducible)", "met"),
+        (beside("reproducible", 104.0), "slower than dtrain, reproducible, 1.2B", "4.0% (reproducible)", "NOT MET"),
+        ([GOOD_PHASE], BANDWIDTH, "90.0% (bf16)", "met"),
+        ([GOOD_PHASE], LAUNCHES, "5 (bf16)", "met"),
+        ([GOOD_PHASE], WAITS, "0 (bf16)", "met"),
+        # the worse of two counts
+        ([GOOD_PHASE, BAD_PHASE], BANDWIDTH, "89.0% (bf16)", "NOT MET"),
+        ([GOOD_PHASE, BAD_PHASE], LAUNCHES, "6 (bf16)", "NOT MET"),
+        ([GOOD_PHASE, BAD_PHASE], WAITS, "2 (bf16)", "NOT MET"),
+        ([OFFLOADED], STATES, "1.000 (dtrain)", "met"),  # those on the device
+        ([OFFLOADED, rows_of("memory", *MEMORY)], STATES, "1.030 (bf16, stage 3)", "NOT MET"),
+        ([head(0.05, 4.0)], HEAD_MEMORY, "5.0% (dtrain, 512 rows)", "met"),
+        ([head(0.05, 4.0)], HEAD_SPEED, "1.000 (dtrain, 512 rows)", "met"),
+        ([head(0.051, 4.1)], HEAD_MEMORY, "5.1% (dtrain, 512 rows)", "NOT MET"),
+        ([head(0.051, 4.1)], HEAD_SPEED, "0.976 (dtrain, 512 rows)", "NOT MET"),
+        ([head(0.05, 4.0, vocab_size=512)], HEAD_SPEED, "", "not measured"),
     ],
 )
-def test_speed_over_peers(peer: str, ms: float, figure: str, status: str) -> None:
-    found = rows(steps(case("dtrain", 100.0), case(peer, ms)))
-    assert found[f"speed over {peer}"][::2] == (f"{figure} (dtrain)", status)
-    small = steps(case("dtrain", 100.0, num_parameters=9**7), case(peer, ms, num_parameters=9**7))
-    assert rows(small)[f"speed over {peer}"][2] == "not measured"
-
-
-@pytest.mark.parametrize(
-    ("ms", "last", "speed", "loss"),
-    [(84.0, 5.01, "met", "met"), (85.0, 5.02, "NOT MET", "NOT MET"), (84.0, 4.98, "met", "NOT MET")],
-)
-def test_fp8_is_faster_and_its_loss_the_same(ms: float, last: float, speed: str, loss: str) -> None:
-    found = rows(steps(case("dtrain", 100.0), case("tensorwise", ms, (8.0, 7.0, 6.0, last))))
-    assert found["speed over dtrain, tensorwise, 1.2B"][2] == speed
-    assert found["loss from dtrain's, tensorwise"][2] == loss
-    lost = rows(steps(case("dtrain", 100.0), case("tensorwise", ms, (8.0, 7.0, 6.0, None))))  # type: ignore[arg-type]
-    assert lost["loss from dtrain's, tensorwise"][2] == "not measured"
-
-
-def test_the_optimizer_phase() -> None:
-    found = rows(profile(0.90, 5))
-    assert found["optimizer phase, of the copy's bandwidth"] == ("90.0% (bf16)", "at least 90%", "met", "")
-    assert [found[what][2] for what in ("launches of the optimizer phase", "waits of the host in it")] == ["met"] * 2
-    found = rows(profile(0.90, 5), profile(0.89, 6, cudaStreamSynchronize=2))  # the worse one counts
-    assert found["optimizer phase, of the copy's bandwidth"][0] == "89.0% (bf16)"
-    assert found["launches of the optimizer phase"][::2] == ("6 (bf16)", "NOT MET")
-    assert found["waits of the host in it"][::2] == ("2 (bf16)", "NOT MET")
-
-
-def test_states_are_those_on_the_device_and_the_worst_of_two_suites_counts() -> None:
-    formula = {"master": 4 * 2**30, "compute": 2**30}
-    held = {"master": 9 * 2**30, "compute": 2**30, "other": 2**40}
-    offloaded = case("dtrain", 100.0, formula=formula, state=held, host_kinds=["master"])
-    assert rows(steps(offloaded))["states over the formula"][::2] == ("1.000 (dtrain)", "met")
-    memory = [
-        {"precision": "bf16", "stage": 3, "num_parameters": n, "ratio": r} for n, r in ((BILLION, 1.03), (9, 2.0))
-    ]
-    found = rows(steps(offloaded), rows_of("memory", *memory))
-    assert found["states over the formula"][::2] == ("1.030 (bf16, stage 3)", "NOT MET")
-
-
-def test_the_loss_head() -> None:
-    found = rows(head(0.05, 4.0))
-    assert found["memory beside the gradients, of full FP32 logits"][::2] == ("5.0% (dtrain, 512 rows)", "met")
-    assert found["speed over compiled full logits"][::2] == ("1.000 (dtrain, 512 rows)", "met")
-    found = rows(head(0.051, 4.1))
-    assert found["memory beside the gradients, of full FP32 logits"][2] == "NOT MET"
-    assert found["speed over compiled full logits"][2] == "NOT MET"
-    assert rows(head(0.05, 4.0, vocab_size=512))["speed over compiled full logits"][2] == "not measured"
-
-
-@pytest.mark.parametrize(("ms", "status"), [(102.9, "met"), (104.0, "NOT MET")])
-def test_reproducible_sums_cost_little(ms: float, status: str) -> None:
-    found = rows(steps(case("dtrain", 100.0), case("reproducible", ms)))
-    assert found["slower than dtrain, reproducible, 1.2B"][2] == status
+def test_each_target(results: list[AnyResults], what: str, figure: str, status: str) -> None:
+    assert rows(*results)[what][::2] == (figure, status)
