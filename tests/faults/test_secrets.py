@@ -150,7 +150,7 @@ def test_accept_leaves_no_secret(tmp_path: Path, monkeypatch: Any, capsys: Any, 
     (tmp_path / "leaky_package").mkdir()
     (tmp_path / "leaky_package" / "leaky.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    job = PartJob("leaky", "rates", ("leaky_package.leaky", "{out}", "+token=PWD-c4nary"), 60.0, imported="-")
+    job = PartJob("leaky", "rates", "leaky_package.leaky {out} +token=PWD-c4nary", 60.0, imported="-")
     monkeypatch.setattr(accept_run, "make_plan", lambda *_, **__: Plan([], 0.0, [job]))
     command = command_text("accept", ["out=https://me:c4nary-url1@x.org", "+token=PWD-c4nary"])
     out = tmp_path / "a"

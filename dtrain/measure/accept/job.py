@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import shutil
 import time
@@ -26,28 +27,34 @@ _ERROR = "dtrain: "
 
 @dataclass(frozen=True)
 class PartJob:
-    """A row of the table, made for a machine.
+    """A command of an acceptance: a row of the table, and the same made for a machine.
 
     Attributes:
-        name: unique.
+        name: unique; the page and the files of the results use it.
         part: key of :data:`dtrain.measure.accept.table.PARTS`, under whose title the page shows it.
-        command: module and words of ``python -m``, after variables of the environment; ``{out}`` is the results file,
-            ``{folder}`` where it lies.
-        limit_s: time after which it is killed.
+        command: variables, module and words of ``python -m``. ``{out}`` is the results file, ``{folder}`` where it
+            lies; in a row of the table other text in braces depends on the machine.
+        limit_s: time after which it is killed; in a row of the table infinite: as long as anything runs side by side.
         results: end of the path of its results, after the name.
         imported: by its process while it waits.
-        threads: of the processor.
+        threads: of the processor; of a machine.
         starts: times that it is started again if its process crashes; it then does what is left.
+        goals: in which it runs.
+        on_cpu: the command on a CPU; None: the same; empty: none.
+        together: whether it runs side by side with others, because it is small.
     """
 
     name: str
     part: str
-    command: tuple[str, ...]
-    limit_s: float
+    command: str
+    limit_s: float = math.inf
     results: str = ".json"
     imported: str = "torch"
     threads: int = 1
     starts: int = 1
+    goals: tuple[str, ...] = ("facts",)
+    on_cpu: str | None = None
+    together: bool = False
 
     @property
     def file_name(self) -> str:
@@ -55,12 +62,13 @@ class PartJob:
 
     def words(self, out: Path) -> list[str]:
         """Returns the words of the command with results in ``out``."""
-        return [word.replace("{out}", str(out)).replace("{folder}", str(out.parent)) for word in self.command]
+        words = shlex.split(self.command)
+        return [word.replace("{out}", str(out)).replace("{folder}", str(out.parent)) for word in words]
 
     @property
     def shown(self) -> str:
         """The command for a shell, without the place of its results."""
-        words = [word for word in self.command if "{out}" not in word and "{folder}" not in word]
+        words = [word for word in shlex.split(self.command) if "{out}" not in word and "{folder}" not in word]
         module = next(number for number, word in enumerate(words) if "=" not in word)
         if words[module] != "dtrain":
             words[module:module] = ["python", "-m"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -69,71 +70,39 @@ _USES = "dtrain.measure.accept.first_uses device={device} out={out}"
 _STARTS = 20  # of pytest: a process without xdist ends with each error that the device does not survive
 
 
-@dataclass(frozen=True)
-class PartRow:
-    """A command of an acceptance.
-
-    Attributes:
-        name: unique; the page and the files of the results use it.
-        part: key of :data:`PARTS`.
-        goals: in which it runs.
-        command: variables, module and words of ``python -m``; text in braces depends on the machine.
-        limit_s: time after which it is killed; None: as long as anything runs side by side.
-        on_cpu: the command on a CPU; None: the same; empty: none.
-        together: whether it runs side by side with others, because it is small.
-        starts: see :class:`PartJob`.
-        imported: see :class:`PartJob`.
-        results: end of the path of its results, after the name.
-    """
-
-    name: str
-    part: str
-    goals: tuple[str, ...]
-    command: str
-    limit_s: float | None
-    on_cpu: str | None = None
-    together: bool = False
-    starts: int = 1
-    imported: str = "torch"
-    results: str = ".json"
-
-
 def _bench(
     name: str, part: str, words: str, limit_s: float, *, goals: tuple[str, ...] = (FIGURES,), **more: Any
-) -> PartRow:
+) -> PartJob:
     if more.get("on_cpu"):
         more["on_cpu"] = f"dtrain bench {more['on_cpu']} bench.device=cpu bench.out={{out}}"
-    return PartRow(
-        name, part, goals, f"dtrain bench {words} bench.device={{device}} bench.out={{out}}", limit_s, **more
-    )
+    command = f"dtrain bench {words} bench.device={{device}} bench.out={{out}}"
+    return PartJob(name, part, command, limit_s, goals=goals, **more)
 
 
-def _curves(engine: str, on_cpu: str = "") -> PartRow:
+def _curves(engine: str, on_cpu: str = "") -> PartJob:
     """Returns the row of an engine; ``on_cpu`` has the stages of a dry run."""
     command = f"dtrain parity parity.reference=cpu parity.engines=[{engine}] parity.ranks=1 parity.device={{device}}"
     # the precisions in the first stage, then the others: a bug shows in the precision first
     large = "parity.stages=[2,3,0,1] parity.precisions=[bf16,fp32,fp8,fp16,tf32] parity.threads_per_rank=4"
     small = f"parity.stages={on_cpu} parity.precisions=[bf16,fp32,fp8] parity.global_batch_size=4 {_NARROW}"
-    return PartRow(
+    return PartJob(
         f"curves of {engine}",
         "curves",
-        (FACTS,),
         f"{command} {large} run_dir={{folder}}",
-        None,
-        on_cpu and f"{command} {small} run_dir={{folder}}",
+        on_cpu=on_cpu and f"{command} {small} run_dir={{folder}}",
         together=True,
         results="/report.json",
     )
 
 
-def _compiled(name: str, cases: str) -> PartRow:
+def _compiled(name: str, cases: str) -> PartJob:
     """Returns a row that compiles the blocks of a model: a fact, and a filled cache."""
     words = f"step {{1.2B}} model.num_layers=2 model.compile=blocks bench.cases=[{cases}] bench.data=random"
     words += " bench.warmup_steps=1 bench.steps=1 bench.window_steps=1 bench.rounds=1"
     return _bench(f"compiled, {name}", "compiled", words, 140.0, goals=(FACTS,), on_cpu="", together=True)
 
 
-def _steps(name: str, cases: str, size: int, words: str = "") -> PartRow:
+def _steps(name: str, cases: str, size: int, words: str = "") -> PartJob:
     """Returns a row of training steps; each case has the GPU alone, and halves its sequences if it is out of memory."""
     model = f"{{{name.split(',')[0]}}}"
     large = f"step {model} {{compiled}} bench.cases=[{cases}] bench.micro_batch_size={size} {words}"
@@ -141,21 +110,19 @@ def _steps(name: str, cases: str, size: int, words: str = "") -> PartRow:
     return _bench(name, "steps", large, 300.0, on_cpu=f"step {model} bench.cases=[{cases}] {short}")
 
 
-def _profile(name: str, words: str, size: int, *, on_cpu: bool = True) -> PartRow:
+def _profile(name: str, words: str, size: int, *, on_cpu: bool = True) -> PartJob:
     small = f"profile {{1.2B}} {words}" if on_cpu else ""
     large = f"profile {{1.2B}} {{compiled}} {words} bench.micro_batch_size={size}"
     return _bench(name, "profile", large, 90.0, on_cpu=small)
 
 
 ROWS = (
-    PartRow("first uses", "environment", (FACTS,), _USES, 150.0, together=True, imported="-"),
-    PartRow(
+    PartJob("first uses", "environment", _USES, 150.0, together=True, imported="-"),
+    PartJob(
         "tests",
         "tests",
-        (FACTS,),
         f"{_PYTEST} -k 'not test_what_is_timed' {_FILES}",
-        None,
-        f"DTRAIN_GPU_TESTS_ON_CPU=1 {_PYTEST} -k '{_QUICK}' {_FILES}",
+        on_cpu=f"DTRAIN_GPU_TESTS_ON_CPU=1 {_PYTEST} -k '{_QUICK}' {_FILES}",
         together=True,
         starts=_STARTS,
         results=".jsonl",
@@ -164,18 +131,17 @@ ROWS = (
     _curves("fsdp2"),
     _curves("deepspeed"),  # needs a compiler on a CPU
     _curves("ddp", "[0]"),
-    PartRow("casts", "casts", (FACTS,), f"{_USES} what=casts", 150.0, on_cpu="", together=True),
+    PartJob("casts", "casts", f"{_USES} what=casts", 150.0, on_cpu="", together=True),
     _compiled("dtrain", "dtrain"),
     _compiled("FP8 tensorwise", "tensorwise"),
     _compiled("FSDP2", "fsdp2"),
     _compiled("chunked loss", "chunked"),
-    PartRow(
+    PartJob(
         "tests that measure time",
         "streams",
-        (FACTS,),
         f"{_PYTEST} {_TIMED_TESTS}",
         60.0,
-        f"DTRAIN_GPU_TESTS_ON_CPU=1 {_PYTEST} -k 'dtype or gloo' {{root}}/tests/gpu/test_streams.py",
+        on_cpu=f"DTRAIN_GPU_TESTS_ON_CPU=1 {_PYTEST} -k 'dtype or gloo' {{root}}/tests/gpu/test_streams.py",
         results=".jsonl",
     ),
     _bench("optimizer", "optimizer", "profile {1.2B} bench.micro_batch_size=1", 60.0, goals=_BOTH),
@@ -276,7 +242,7 @@ def make_plan(
     )
 
 
-def _missing(row: PartRow, machine: Machine) -> str:
+def _missing(row: PartJob, machine: Machine) -> str:
     if machine.device == "cpu" and row.on_cpu == "":
         return "no GPU"
     if row.part == "curves":
@@ -288,7 +254,7 @@ def _missing(row: PartRow, machine: Machine) -> str:
     return "" if find_spec("pytest") is not None else "pytest is not installed: pip install 'dtrain[test]'"
 
 
-def _job(row: PartRow, machine: Machine, together_s: float, traces: str | None) -> PartJob:
+def _job(row: PartJob, machine: Machine, together_s: float, traces: str | None) -> PartJob:
     on_cpu, is_small = machine.device == "cpu", machine.gib < _SMALL_GIB
     texts = {
         "{device}": machine.device,
@@ -301,10 +267,9 @@ def _job(row: PartRow, machine: Machine, together_s: float, traces: str | None) 
         command += f" bench.keep_trace={traces}/{row.name.replace(' ', '-').replace(',', '')}"
     for name, text in texts.items():
         command = command.replace(name, text)
-    words = tuple(word.replace("{root}", str(_root())) for word in shlex.split(command))
-    limit_s = together_s if row.limit_s is None else row.limit_s
-    threads = 1 if row.together or on_cpu else num_cores()
-    return PartJob(row.name, row.part, words, limit_s, row.results, row.imported, threads, row.starts)
+    command = shlex.join(word.replace("{root}", str(_root())) for word in shlex.split(command))
+    limit_s = together_s if row.limit_s == math.inf else row.limit_s
+    return replace(row, command=command, limit_s=limit_s, threads=1 if row.together or on_cpu else num_cores())
 
 
 def _plugins(workers: int) -> str:

@@ -45,7 +45,7 @@ def test_a_crash_costs_one_test(workers: int, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PYTEST_ADDOPTS", "")
     options = "-p no:cacheprovider -q --tb=short --continue-on-collection-errors -p dtrain.measure.accept.recorder"
     options += f" -n {workers} --max-worker-restart 60" if workers else " -p no:xdist"
-    command = ("DTRAIN_RECORDS={out}", "pytest", *options.split(), str(folder))
+    command = f"DTRAIN_RECORDS={{out}} pytest {options} {folder}"
     job = PartJob("tests", "tests", command, 120.0, ".jsonl", "-", starts=9)
     monkeypatch.setattr(accept_run, "make_plan", lambda *_, **__: Plan([], 0.0, [job]))
     (ended,) = accept_run.accept(AcceptConfig(device="cpu"), "dtrain accept", out, 0.0).ended

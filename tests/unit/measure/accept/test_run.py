@@ -73,10 +73,8 @@ def make_jobs(folder: Path, monkeypatch: pytest.MonkeyPatch, **sources: str) -> 
 
 
 def planted(name: str, **changes: Any) -> PartJob:
-    command = (f"planted_jobs.{name}", "out={out}")
-    return PartJob(
-        **{"name": name, "part": "environment", "command": command, "limit_s": 60.0, "imported": "-"} | changes
-    )
+    job = PartJob(name, "environment", f"planted_jobs.{name} out={{out}}", 60.0, imported="-")
+    return replace(job, **changes)
 
 
 def plan_of(monkeypatch: pytest.MonkeyPatch, together: list[PartJob], alone: list[PartJob], seconds: float) -> None:
@@ -212,7 +210,7 @@ def test_tests_that_were_killed_are_repeated(status: str, is_kept: bool, tmp_pat
     (job,) = make_jobs(
         tmp_path, monkeypatch, good="import sys, pathlib\npathlib.Path(sys.argv[1]).open('a').write('x')"
     )
-    job = replace(job, results=".jsonl", command=("planted_jobs.good", "{out}"))
+    job = replace(job, results=".jsonl", command="planted_jobs.good {out}")
     plan_of(monkeypatch, [], [job], 0.0)
     out = tmp_path / "out"
     run(out)
