@@ -11,7 +11,7 @@ import pytest
 from dtrain.cli.resolve import read_suite
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.config.commands import PARITY, SUITES
-from dtrain.config.tool_schema import ProfileSuiteConfig
+from dtrain.config.tool_schema import ProfileSuite
 from dtrain.measure.accept import table
 from dtrain.measure.accept.job import PartJob
 from dtrain.measure.accept.table import LIMITS_S, PARTS, ROWS, Machine, Plan, make_plan
@@ -100,7 +100,7 @@ def test_every_command_has_a_valid_configuration(machine: Machine) -> None:
         elif words[:2] == ["dtrain", "parity"]:
             found.append(read_suite(words[2:], PARITY))
     assert len(found) >= 12
-    profiles = [config.bench.keep_trace for config in found if isinstance(config, ProfileSuiteConfig)]
+    profiles = [config.bench.keep_trace for config in found if isinstance(config, ProfileSuite)]
     assert len(set(profiles)) == len(profiles) > 1, "a trace does not replace another one"
 
 
