@@ -305,6 +305,7 @@ def test_a_case_out_of_memory_takes_half_of_its_sequences(monkeypatch: pytest.Mo
         processes.start()
 
 
+@pytest.mark.exhaustive  # takes a minute; the others test the same worker with blocks as they are
 @pytest.mark.compile
 def test_a_peer_compiles_its_blocks_as_dtrain_does() -> None:
     words = ["model.compile=blocks", "bench.data=random", "model.vocab_size=64", "bench.cases=[dtrain,plain]"]
