@@ -61,7 +61,8 @@ _FILES = " ".join(
 """The most fundamental first."""
 # without the options of the project's configuration, some of which need plugins
 _PYTEST = (
-    "DTRAIN_RECORDS={out} pytest -o addopts= -p no:cacheprovider -q --tb=short --color=no "
+    "DTRAIN_RECORDS={out} HYPOTHESIS_STORAGE_DIRECTORY={out}.hypothesis "
+    "pytest -o addopts= -p no:cacheprovider -q --tb=short --color=no "
     "--continue-on-collection-errors -p dtrain.measure.accept.recorder {plugins}"
 )
 _TIMED_TESTS = "{root}/tests/gpu/test_streams.py {root}/tests/gpu/test_float8.py::test_what_is_timed_is_never_slower"

@@ -186,7 +186,7 @@ def test_every_task_trains_in_every_format_and_is_drawn() -> None:
     result = run(chosen, seeds=(0, 1))
     for item in result.tasks:
         assert item.steps == [1, 2]
-        assert item.noise().seeds > 0
+        assert item.noise().seed > 0
         assert (item.fp32.metric is None) == (not item.metric)
         finals = {tuple(found.losses()) for found in (item.fp32, *item.formats)}
         # without an FP8 Linear, FP8 is BF16 bit by bit
