@@ -36,7 +36,7 @@ _GRACE_S = 1.0  # after the end of the input, for a rank that is about to wait
 
 @dataclass(frozen=True)
 class Rank:
-    """What a rank is told.
+    """Holds the job of a rank, and its place among the others.
 
     Attributes:
         job: plain values, the same on all ranks.

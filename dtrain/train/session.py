@@ -41,7 +41,7 @@ MicroBatch = Mapping[str, Tensor]
 
 
 class StepWatch:
-    """What surrounds the parts of a step. Each context does nothing unless a subclass replaces it."""
+    """Contexts around the parts of a step. Each one does nothing unless a subclass replaces it."""
 
     def forward(self, micro: MicroBatch) -> AbstractContextManager[object]:
         """Returns the context of the forward of a micro-batch."""

@@ -60,7 +60,7 @@ class BenchmarkCase:
 
 @dataclass(frozen=True)
 class RankJob:
-    """What the ranks of a case are told.
+    """Holds the job of the ranks of a case.
 
     Attributes:
         config: the suite's.

@@ -66,7 +66,7 @@ TARGETS = (
     Target("G6", "loss-head", "", "speed over compiled full logits", AT_LEAST, 1.0, "", "g"),
     Target("G7", "step", "reproducible", "slower than dtrain", AT_MOST, 0.03, "1.2B", ".0%"),
 )
-"""Of G1 the faster of the two cases counts."""
+"""For G1 the faster of the two cases counts."""
 
 
 def targets_of(suite: str, case: str, num_parameters: int | None = None) -> list[Target]:

@@ -1,4 +1,4 @@
-"""What a rank of a benchmark case makes of its job, whoever trains."""
+"""The training that a rank of a benchmark case prepares, by dtrain or by another library."""
 
 from __future__ import annotations
 
