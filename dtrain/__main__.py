@@ -25,6 +25,7 @@ _RANK_0_PRINTS_FIRST_S = 5.0
 
 def _train(argv: list[str]) -> int:
     from dtrain.cli.resolve import read_jobs
+    from dtrain.planning.receipt import RunPlanner
     from dtrain.train.jobs import run_jobs
 
     follow_launcher()
@@ -36,13 +37,13 @@ def _train(argv: list[str]) -> int:
             # must have had the time to print the mistake
             time.sleep(_RANK_0_PRINTS_FIRST_S)
         return _fail(error)
-    return run_jobs(jobs, argv)
+    return run_jobs(jobs, argv, RunPlanner())
 
 
 VERBS = {  # its meaning and an example
     "train": ("train a model", "precision=bf16 train.steps=1000"),
     "plan": ("show what a run would do", "precision precision=fp8 model=llama-1b"),
-    "simulate": ("step time on many ranks, by a model", "model=llama-8b device=h100-80gb ranks=8,512 network=ib-400g"),
+    "simulate": ("another name of plan scale: many ranks", "model=llama-8b ranks=8,512 network=ib-400g"),
     "parity": ("compare the engines with an FP32 oracle", "precision=bf16 parity.ranks=2"),
     "probe": ("try the number formats on your model, and advise", "model.factory=my_model:build steps=20"),
     "bench": ("measure speed and memory", "engine bench.ranks=2"),
@@ -58,8 +59,8 @@ VERBS = {  # its meaning and an example
 }
 
 
-MEASURES = ("accept", "bench", "experiment", "parity", "plan", "probe", "replay", "simulate")
-"""Verbs that train a model in order to measure something; the other verbs but ``train`` read."""
+MEASURES = ("accept", "bench", "experiment", "parity", "probe", "replay")
+"""Verbs that train a model in order to measure something; the other verbs but ``train`` and ``plan`` read."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,9 +84,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if verb == "train":
             return _train(rest)
         rest = [_with_home(word) for word in rest]
-        run: Callable[[list[str]], int] = import_module(
-            f"dtrain.{'measure' if verb in MEASURES else 'tools'}.{verb}.cli"
-        ).main
+        if verb == "simulate":
+            verb, rest = "plan", ["scale", *rest]
+        module = "planning" if verb == "plan" else f"{'measure' if verb in MEASURES else 'tools'}.{verb}"
+        run: Callable[[list[str]], int] = import_module(f"dtrain.{module}.cli").main
         return run(rest)
     except DtrainError as error:
         return _fail(error)

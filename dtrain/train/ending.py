@@ -6,34 +6,24 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import logger
-from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.engine.interface import Engine
-from dtrain.planning.devices import HERE, find_device
+from dtrain.errors import OutOfMemoryError
 from dtrain.telemetry.report.page import REPORT_FILE, write_report
-from dtrain.train.memory.plan import plan_memory
-from dtrain.train.memory.receipt import Receipt, is_out_of_memory, out_of_memory
-from dtrain.train.planned import PlannedRun
+from dtrain.train.receipt import Measured, Planner, is_out_of_memory
 from dtrain.train.run_dir import RunDir
 
 
-def planned_here(config: RunConfig, device: torch.device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
-    """Returns the plan of a run on this machine."""
-    name = HERE if device.type == "cuda" else "cpu"
-    return PlannedRun.of(config, find_device(name, LaunchEnv.read().local_world_size), num_ranks, dataset)
-
-
-def write_receipt(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir, peak: int | None) -> None:
-    """Writes ``memory.json`` and logs it: what rank 0 was planned to need, and ``peak``, the bytes that it took."""
+def write_receipt(
+    planner: Planner, config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir, measured: Measured
+) -> None:
+    """Writes ``memory.json`` and logs it: what rank 0 was planned to need, and what it took."""
     try:
-        plan = plan_memory(planned_here(config, engine.device, engine.world_size, dataset))
-        receipt = Receipt.of(plan, engine.memory(), peak)
+        receipt = planner.receipt(config, engine, dataset, measured)
         receipt.write(run_dir.path)
     except Exception as error:  # perhaps of a user's model; the run is finished and saved
         logger.warning("no plan of the memory to compare with: %s", describe(error))
@@ -51,7 +41,7 @@ def write_page(run_dir: RunDir) -> None:
 
 
 @contextmanager
-def explained_out_of_memory(config: RunConfig, comm: Communicator) -> Iterator[None]:
+def explained_out_of_memory(config: RunConfig, comm: Communicator, planner: Planner | None) -> Iterator[None]:
     """Turns a failed allocation in the block into an error that shows the plan, and changes that make the run fit."""
     what = ""
     try:
@@ -62,6 +52,13 @@ def explained_out_of_memory(config: RunConfig, comm: Communicator) -> Iterator[N
         what = (str(error).strip() or type(error).__name__).splitlines()[0]
         # its frames hold the engine and what backward needs, which the plan may need the room of
         error.__traceback__ = error.__context__ = error.__cause__ = None
-    if what:
-        gc.collect()
-        raise out_of_memory(planned_here(config, comm.device, comm.world_size), f"rank {comm.rank}: {what}")
+    if not what:
+        return
+    gc.collect()
+    lines = [f"out of memory: rank {comm.rank}: {what}"]
+    if planner is not None:
+        try:
+            lines += planner.advice(config, comm.device, comm.world_size)
+        except Exception as error:  # the plan must not hide the failure that it explains
+            lines.append(f"no plan of the memory: {describe(error)}")
+    raise OutOfMemoryError("\n".join(lines))

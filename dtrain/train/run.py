@@ -50,6 +50,7 @@ from dtrain.telemetry.throughput import device_name, mfu, mfu_text
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
 from dtrain.train.flops import flops_between, flops_by_seq_len
+from dtrain.train.receipt import Measured, Planner
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -79,7 +80,7 @@ DATA_FINGERPRINT = "data_fingerprint"
 """Key in a checkpoint's extra."""
 
 
-def run_training(config: RunConfig, *, job: int | None = None) -> int:
+def run_training(config: RunConfig, *, job: int | None = None, planner: Planner | None = None) -> int:
     """Runs one training run; called on every rank.
 
     The first SIGTERM, SIGUSR1 or Ctrl-C on any rank ends the step on all ranks and saves; the same command and
@@ -88,6 +89,7 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
     Args:
         config: resolved and checked.
         job: the number of this run in a sweep, else None.
+        planner: writes ``memory.json`` and explains a lack of memory; None: neither is done.
 
     Returns:
         0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -108,9 +110,9 @@ def run_training(config: RunConfig, *, job: int | None = None) -> int:
         try:
             configure_logging(comm.rank)
             watch = watched.enter_context(supervised(comm, limits_s, enabled=supervise.enabled))
-            explained = explained_out_of_memory(config, comm)
+            explained = explained_out_of_memory(config, comm, planner)
             with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending(), explained:
-                exit_code = _train(config, comm, job, stop, held, watch)
+                exit_code = _train(config, comm, planner, job, stop, held, watch)
             if exit_code == EXIT_STOPPED:
                 # a launcher sends SIGTERM to the other ranks once one has left: rank 0's files must be written before
                 comm.barrier()
@@ -140,7 +142,13 @@ def check_run(config: RunConfig) -> None:
 
 
 def _train(
-    config: RunConfig, comm: Communicator, job: int | None, stop: StopSignals, held: ExitStack, watch: Supervision
+    config: RunConfig,
+    comm: Communicator,
+    planner: Planner | None,
+    job: int | None,
+    stop: StopSignals,
+    held: ExitStack,
+    watch: Supervision,
 ) -> int:
     start = time.monotonic()
     threads = set_threads(config, comm)
@@ -190,7 +198,10 @@ def _train(
     if comm.rank == 0:
         if config.report:
             with watch.ending():
-                write_receipt(config, engine, dataset, run_dir, peak)
+                if planner is not None:
+                    write_receipt(
+                        planner, config, engine, dataset, run_dir, Measured(peak, 1e3 * result.timing.step_s or None)
+                    )
                 write_page(run_dir)
         _log_summary(summary, run_dir, stop, dataset.task.unit)
     return exit_code

@@ -19,13 +19,12 @@ from dtrain.cli.resolve import compose, read_jobs
 from dtrain.config.schema import RunConfig
 from dtrain.distributed.startup.setup import connect
 from dtrain.distributed.transport.host_memory import HostMemory
-from dtrain.measure.simulate.step import trace_run
 from dtrain.planning.devices import find_device
-from dtrain.planning.memory import StepMemory
-from dtrain.planning.storages import StorageTracker
-from dtrain.planning.timeline import REPLICATE, SHARD, WORLD
-from dtrain.train.memory.plan import plan_memory, run_steps
-from dtrain.train.planned import PlannedRun
+from dtrain.planning.memory.plan import plan_memory
+from dtrain.planning.memory.step_memory import StepMemory, step_memory
+from dtrain.planning.planned_run import PlannedRun, split_memory
+from dtrain.planning.record.recorder import StepRecorder
+from dtrain.planning.record.transfers import REPLICATE, SHARD, WORLD
 from dtrain.train.session import Session
 from tests.helpers.ranks import run_ranks
 
@@ -73,12 +72,14 @@ def storages_of(rank: int, world: int, keys: list[str]) -> StepMemory:
     """Returns the memory of a real step."""
     config = configuration(world, keys, TINY)
     comm = connect(torch.device("cpu"), shared_memory=config.launch.shared_memory)
-    tracker = StorageTracker()
-    with tracker:
+    with StepRecorder() as recorder:
         session, batch = build(config, comm)
         gc.collect()
-        tracker.exclude(comm.memory.foreign if isinstance(comm, HostMemory) else [])
-        return run_steps(session.engine, lambda watch: session.step(batch, watch=watch), tracker)
+        foreign = comm.memory.foreign if isinstance(comm, HostMemory) else []
+        recorder.label(None, (torch.empty(0, dtype=torch.uint8).set_(storage) for storage in foreign))
+        counts = [len(batch)] * 2
+        steps = recorder.record_steps(session.engine, lambda _, watch: session.step(batch, watch=watch), counts)
+        return step_memory(recorder.storages, steps, split_memory(session.engine))
 
 
 _ADAPTED = "model.factory=tests.helpers.planned_models:Adapted"
@@ -150,10 +151,10 @@ def third_step(rank: int, world: int, keys: list[str]) -> list[tuple[str, str, i
 def simulated(device: str, world: int, *keys: str) -> list[tuple[str, str, int]]:
     """Returns the same of a simulated step, with the bytes of the whole tensor."""
     config = config_of(world, [*keys])
-    traced = trace_run(PlannedRun.of(config, find_device(device, world), world), 0.7, 100.0)
+    recorded = PlannedRun.of(config, find_device(device, world), world).record(is_extended=True)
     size = getattr(config.engine, "shard_size", None) or world
     found = []
-    for transfer in traced.traces[max(traced.traces)].transfers.values():
+    for transfer in (one.transfer for one in recorded.steps[-1].transfers.values()):
         expected = {WORLD: world, SHARD: size, REPLICATE: world // size}[transfer.axis]
         assert (transfer.world_size, transfer.stride) == (expected, size if transfer.axis == REPLICATE else 1)
         # a CPU sends and sums in place of a reduce-scatter

@@ -25,6 +25,7 @@ from dtrain.checkpoint import open_newest, verify
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig, SuperviseConfig
 from dtrain.errors import DtrainError
+from dtrain.planning.receipt import RunPlanner
 from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE
@@ -141,7 +142,7 @@ def train_here(job: RunConfig | list[str], env: Mapping[str, str], log: str) -> 
     if isinstance(job, list):
         return main(["train", *job])
     try:
-        return run_training(job)
+        return run_training(job, planner=RunPlanner())
     except DtrainError as error:
         print(f"dtrain: {error}", file=sys.stderr)
         return error.exit_code

@@ -26,11 +26,11 @@ from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.planning.devices import find_device
+from dtrain.planning.planned_run import PlannedRun
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.sharding.accumulate import GradientSum
 from dtrain.sharding.gradients import ExchangedSending, FlatGradient
 from dtrain.sharding.layout import CHUNK, ArenaSegment, ParamSpec, flat_layouts
-from dtrain.train.planned import PlannedRun
 from tests.helpers.vote_records import rank_records
 
 LLAMA_8B = ("model=llama-8b", "model.vocab_size=128256", "model.recompute=full", "precision=bf16")

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dtrain.cli.resolve import compose
-from dtrain.measure.simulate.points import Assumptions, as_ring
-from dtrain.measure.simulate.step import Traced, simulate_step, trace_run
 from dtrain.planning.devices import find_device
-from dtrain.planning.timeline import Transfer
-from dtrain.train.planned import PlannedRun
+from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.record.recorder import RecordedTransfer
+from dtrain.planning.scale.points import with_ranks
+from dtrain.planning.time.prediction import ENGINE, RING, RING_FP32, Assumptions, PricedRun
 
 RESULTS = Path(__file__).parents[2] / "docs/results/scaling"
 PUBLISHED, COMPARED = RESULTS / "published.json", RESULTS / "against-published.json"
@@ -31,7 +31,7 @@ PLACES = {  # of published devices: the one that is simulated, and its network
     "a100-40gb": ("a100-40gb", "ib-200g"),
 }
 DEFAULTS = Assumptions("")
-"""Those of ``dtrain simulate``, but the network."""
+"""Those of ``dtrain plan scale``, but the network."""
 _MANY = 64
 
 Series = dict[str, Any]
@@ -78,14 +78,9 @@ def compare(series: Series, **changed: Any) -> dict[str, Any]:
     device, network = PLACES[series["device"]]
     assumed = replace(DEFAULTS, network=network, **changed)
     first, *others = series["points"]
-    traces = [_traced_on(series, point, device) for point in series["points"]]
-    seconds_of = assumed.links(traces[0].run.transport).seconds
-    fp32 = "reduced in bf16" not in series["precision"]
-
-    def reduce_scattered(transfer: Transfer) -> float:
-        return seconds_of(as_ring(transfer, traces[0].sends, fp32=fp32))
-
-    efficiencies = [_efficiencies(series, traces, of, assumed) for of in (seconds_of, reduce_scattered)]
+    priced = [_priced_on(series, point, device) for point in series["points"]]
+    ring = RING if "reduced in bf16" in series["precision"] else RING_FP32
+    efficiencies = [_efficiencies(series, priced, replace(assumed, gradients=by)) for by in (ENGINE, ring)]
     points = [
         {
             "gpus": point["gpus"],
@@ -98,54 +93,55 @@ def compare(series: Series, **changed: Any) -> dict[str, Any]:
     return {"name": series["name"], "base": first["gpus"], "points": points}
 
 
-def _traced_on(series: Series, point: Series, device: str) -> Traced:
-    """Returns what a rank does; from :data:`_MANY` GPUs on the trace of the first number, with its transfers scaled.
+def _priced_on(series: Series, point: Series, device: str) -> PricedRun:
+    """Returns what a rank does; from :data:`_MANY` GPUs on that of the first number, with its transfers scaled.
 
     On more GPUs only the padding of the buffers and the update, a thousandth of a step by then, would differ.
     """
     first = point if point["gpus"] < _MANY else next(one for one in series["points"] if one["gpus"] >= _MANY)
-    traced = _traced(tuple(keys(series, first)), first["gpus"], device)
-    return traced if first is point else _scaled(traced, first["gpus"], point["gpus"])
+    recorded = _recorded(tuple(keys(series, first)), first["gpus"], device)
+    if first is not point:
+        recorded = _scaled(recorded, first["gpus"], point["gpus"])
+    return PricedRun.of(recorded, DEFAULTS.efficiency)
 
 
-def _scaled(traced: Traced, gpus: int, more: int) -> Traced:
-    """Returns ``traced``, of ``gpus`` GPUs, with the transfers of ``more``."""
+def _scaled(recorded: RecordedRun, gpus: int, more: int) -> RecordedRun:
+    """Returns ``recorded``, of ``gpus`` GPUs, with the transfers of ``more``."""
 
-    def of_more(transfer: Transfer) -> Transfer:
-        nbytes = transfer.nbytes / (gpus - 1) * (more - 1)
-        if transfer.op != "gather_rows":  # of the vote, whose row is as long on any number
+    def of_more(one: RecordedTransfer) -> RecordedTransfer:
+        nbytes = one.transfer.nbytes / (gpus - 1) * (more - 1)
+        if one.transfer.op != "gather_rows":  # of the vote, whose row is as long on any number
             nbytes *= gpus / more
-        return replace(transfer, nbytes=round(nbytes), world_size=more)
+        return replace(one, transfer=replace(one.transfer, nbytes=round(nbytes), world_size=more))
 
-    traces = {
-        count: replace(trace, transfers={number: of_more(one) for number, one in trace.transfers.items()})
-        for count, trace in traced.traces.items()
-    }
-    return replace(traced, run=replace(traced.run, num_ranks=more), traces=traces)
+    steps = [
+        replace(step, transfers={number: of_more(one) for number, one in step.transfers.items()})
+        for step in recorded.steps
+    ]
+    return replace(
+        recorded,
+        run=with_ranks(recorded.run, more, recorded.run.config.train.global_batch_size // gpus * more),
+        steps=steps,
+    )
 
 
 @cache
-def _traced(keys: Sequence[str], gpus: int, device: str) -> Traced:
-    return trace_run(PlannedRun.of(compose(keys), find_device(device), gpus), DEFAULTS.efficiency, None)
+def _recorded(keys: Sequence[str], gpus: int, device: str) -> RecordedRun:
+    return PlannedRun.of(compose(keys), find_device(device), gpus).record(is_extended=True)
 
 
-def _efficiencies(
-    series: Series, traces: Sequence[Traced], seconds_of: Callable[[Transfer], float], assumed: Assumptions
-) -> list[float]:
+def _efficiencies(series: Series, priced: Sequence[PricedRun], assumed: Assumptions) -> list[float]:
     """Returns the simulated efficiency on all numbers of GPUs but the smallest."""
 
-    def seconds(traced: Traced, compute_factor: float) -> float:
-        compute_factor *= assumed.compute_factor(traced.run.num_ranks)
-        return simulate_step(
-            traced, seconds_of, compute_factor=compute_factor, slowdown=assumed.overlap_slowdown
-        ).seconds
+    def seconds(of: PricedRun, factor: float) -> float:
+        return of.predict(replace(assumed, step_ms=1e3 * factor * of.parts.total)).step.seconds
 
     target = series["micro_batch"] * series["seq_len"] / series["points"][0]["tokens_per_s_per_gpu"]
     low, high = 0.01, 100.0
     for _ in range(50):  # a bisection
         middle = (low * high) ** 0.5
-        low, high = (low, middle) if seconds(traces[0], middle) > target else (middle, high)
-    return [target / seconds(traced, low) for traced in traces[1:]]
+        low, high = (low, middle) if seconds(priced[0], middle) > target else (middle, high)
+    return [target / seconds(one, low) for one in priced[1:]]
 
 
 def table(compared: Sequence[dict[str, Any]]) -> str:

@@ -15,8 +15,8 @@ from dtrain.data import load_dataset
 from dtrain.device import PeakMemory
 from dtrain.distributed.startup.setup import connect
 from dtrain.planning.devices import find_device
-from dtrain.train.memory.plan import MemoryPlan, plan_memory
-from dtrain.train.planned import PlannedRun
+from dtrain.planning.memory.plan import MemoryPlan, plan_memory
+from dtrain.planning.planned_run import PlannedRun
 from tests.distributed.test_plans import CASES, TINY, build, configuration
 from tests.helpers.ranks import run_ranks
 from tests.measure.results import load_now, printed, write

@@ -18,12 +18,11 @@ import torch
 
 from dtrain.device import elapsed_ms
 from dtrain.distributed.startup.setup import connect
-from dtrain.measure.simulate.step import simulate_step, trace_run
 from dtrain.planning.devices import find_device
-from dtrain.planning.network import Network
-from dtrain.train.planned import PlannedRun
+from dtrain.planning.planned_run import PlannedRun
+from dtrain.planning.time.measured import PlannedRank
+from dtrain.planning.time.prediction import Assumptions, predict
 from dtrain.train.session import Session
-from dtrain.train.step_time import PlannedRank
 from tests.distributed.test_plans import configuration
 from tests.helpers.ranks import run_ranks
 from tests.measure.results import bench_collectives, load_now, printed, write
@@ -73,9 +72,8 @@ def measure(ranks: int, keys: list[str], network: Path | None) -> dict[str, Any]
     rounds = zip(*run_ranks(ranks, steps, own, timeout=600.0), strict=True)
     alone, measured = zip(*(map(max, zip(*one, strict=True)) for one in rounds), strict=True)
     run = PlannedRun.of(configuration(ranks, own, DEFAULTS), find_device("cpu", ranks), ranks)
-    links = None if network is None else Network.read(network, run.transport)
-    traced = trace_run(run, 1.0, median(alone))
-    simulated = 1e3 * simulate_step(traced, links.seconds if links is not None else lambda _: 0.0).seconds
+    assumed = Assumptions(str(network), step_ms=median(alone), spread=0.0)
+    simulated = median(alone) if network is None else 1e3 * predict(run, assumed).step.seconds
     return {
         "ranks": ranks,
         "keys": keys,

@@ -12,11 +12,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dtrain.measure.plan.amdahl import expected
-from dtrain.measure.plan.time import RankTime, measure_time, product_share
 from dtrain.planning.devices import find_device
+from dtrain.planning.planned_run import PlannedRun
+from dtrain.planning.time.amdahl import expected
+from dtrain.planning.time.show import RankTime, measure_time, product_share
 from dtrain.telemetry.metrics import read_metrics
-from dtrain.train.planned import PlannedRun
 from tests.distributed.test_plans import configuration
 from tests.measure.results import bench_collectives, load_now, printed, write
 

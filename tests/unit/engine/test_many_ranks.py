@@ -17,8 +17,8 @@ from dtrain.checkpoint.format.fingerprint import MASK
 from dtrain.engine.vote.divergence import texts_of
 from dtrain.engine.vote.record import NUM_FIELDS, DeviceRecord, HostRecord
 from dtrain.parameters.compute_shard import ComputeShard
-from dtrain.planning.ranks import NCCL, planned_ranks
-from dtrain.planning.timeline import Timeline
+from dtrain.planning.record.ranks import NCCL, planned_ranks
+from dtrain.planning.record.recorder import StepRecorder
 from tests.helpers.many_ranks import Texts, planned_run, seconds, vote_host_work, vote_rows
 
 RANKS = 1024
@@ -27,12 +27,8 @@ _TINY = ("model=tiny", "model.num_layers=2", "model.vocab_size=64", "precision=b
 
 
 def test_a_step_gathers_one_row_of_each_rank() -> None:
-    timeline, ranks = Timeline(CPU), 64
-    with planned_run(ranks, model=_TINY).engine(timeline=timeline) as (_, step):
-        for _ in range(2):
-            timeline.restart()
-            step()
-        transfers = timeline.trace().transfers.values()
+    ranks = 64
+    transfers = [one.transfer for one in planned_run(ranks, model=_TINY).record().steps[1].transfers.values()]
     received = [transfer.nbytes for transfer in transfers if transfer.op == "gather_rows"]
     assert received == [(ranks - 1) * (NUM_FIELDS + 1) * 8]  # a bit for each of up to 64 parameters
 
@@ -80,7 +76,7 @@ def test_intervals_do_not_grow_with_the_ranks() -> None:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_wholes_have_the_sums_of_their_parts_and_the_same_own_parts(precision: str, stage: int) -> None:
     model = nn.Sequential(nn.Linear(96, 160), nn.ReLU(), nn.Linear(160, 32))
-    comm = planned_ranks(5, NCCL, CPU, lambda _: None, Timeline(CPU))
+    comm = planned_ranks(5, NCCL, CPU, StepRecorder())
     options: dict[str, Any] = {"zero_stage": stage, "precision": precision, "comm": comm}
     engine = dtrain.initialize(model, optimizer=dtrain.AdamW(compile=False), **options)
     parts, wholes = list(engine.states.compute_shards()), list(engine.states.whole_compute_shards())

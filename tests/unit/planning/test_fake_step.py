@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
-from dtrain.planning.fake_step import _tell_of_selection
+from dtrain.planning.record.fake_step import _tell_of_selection
 from tests.helpers.net import Net
-from tests.unit.measure.plan.planned_runs import planned_run
+from tests.unit.planning.planned_runs import planned_run
 
 _SELECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "index": lambda values, mask: values[mask],

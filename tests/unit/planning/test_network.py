@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from dtrain.errors import ConfigError
 from dtrain.planning import devices
 from dtrain.planning.devices import find_device
-from dtrain.planning.fabric import FABRICS, find_fabric
-from dtrain.planning.network import Link, Network
-from dtrain.planning.ranks import HOST, NCCL, SOCKETS
-from dtrain.planning.timeline import REPLICATE, Transfer
+from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS
+from dtrain.planning.record.transfers import REPLICATE, Transfer
+from dtrain.planning.time.fabric import FABRICS, find_fabric
+from dtrain.planning.time.network import Link, Network
 from dtrain.precision.hardware import GPUS
 from tests.helpers.launch import ROOT
 

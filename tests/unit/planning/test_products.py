@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from dtrain.planning.calls import CallRecorder
-from dtrain.planning.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
-from dtrain.train.planned import PlannedRun
-from tests.unit.measure.plan.planned_runs import planned_run
+from dtrain.planning.planned_run import PlannedRun
+from dtrain.planning.record.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
+from dtrain.planning.record.recorder import StepRecorder
+from tests.unit.planning.planned_runs import planned_run
 
 _CPU_ATTENTION = {  # torch's counter does not know the CPU's kernels
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(q, k, v),
@@ -43,13 +43,14 @@ def by_op(found: list[MatrixProduct]) -> dict[str, int]:
 
 
 def of_run(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, int]]:
-    with run.engine() as (engine, step), counted() as flops, CallRecorder(engine.module) as recorder:
-        step()
-    return products(recorder.calls), flops()
+    recorder = StepRecorder()
+    with run.engine(recorder) as (engine, step), counted() as flops:
+        (recorded,) = recorder.record_steps(engine, step, [1])
+        return products(recorded.calls), flops()
 
 
 def of_module(model: nn.Module, *inputs: Tensor) -> tuple[list[MatrixProduct], dict[str, int]]:
-    with FakeTensorMode(allow_non_fake_inputs=True), counted() as flops, CallRecorder(model) as recorder:
+    with FakeTensorMode(allow_non_fake_inputs=True), counted() as flops, StepRecorder(model) as recorder:
         model(*inputs).float().sum().backward()
     return products(recorder.calls), flops()
 

@@ -6,43 +6,64 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.planning.heap import LIMIT, Heap
-from dtrain.planning.storages import StorageTracker
+from dtrain.planning.memory.heap import LIMIT, Heap
+from dtrain.planning.memory.step_memory import step_memory
+from dtrain.planning.record.recorder import ACTIVATIONS, BACKWARD, OTHER, RecordedStep, StepRecorder
 
 KIB, MIB = 2**10, 2**20
 
 
-def test_storages_are_counted_once_by_kind_until_they_are_freed_or_excluded() -> None:
-    with StorageTracker() as tracker:
+def peak_of(recorder: StepRecorder, *heaps: Heap) -> tuple[dict[str, int], int, int]:
+    """Returns bytes by kind at the peak of all that is recorded, those of the largest storage, and what heaps hold."""
+    step = RecordedStep(1, 0, recorder.storages[-1].born + 99, (), {})
+    found = step_memory(recorder.storages, [step], ({}, {}), heaps)
+    return dict(found.peak), found.largest, found.fragments[1]
+
+
+def test_storages_are_counted_once_by_kind_until_they_are_freed_or_of_others() -> None:
+    with StepRecorder() as recorder:
         first = torch.zeros(256)
         view = first[10:].view(-1)
-        assert sum(tracker.live.values()) == 1024
-        with tracker.labelled("forward"):
+        assert len(recorder.storages) == 1
+        with recorder.in_part(ACTIVATIONS):
             second = first + 1
         del first
-        assert tracker.live == {"other": 1024, "forward": 1024}  # the view holds the storage
+        assert [storage.died for storage in recorder.storages] == [None, None]  # the view holds the storage
         del view, second
-        assert sum(tracker.live.values()) == 0
-    assert tracker.peak == {"other": 1024, "forward": 1024}
-    with StorageTracker() as tracker:
+        assert all(storage.died for storage in recorder.storages)
+        third = torch.zeros(512)
+    assert third.numel() == 512
+    assert [(storage.kind, storage.nbytes) for storage in recorder.storages] == [
+        (OTHER, 1024),
+        (ACTIVATIONS, 1024),
+        (OTHER, 2048),
+    ]
+    with StepRecorder() as recorder:
         one, other = torch.zeros(8), torch.zeros(16)
-        tracker.relabel("master", [one[2:]])
-        assert (tracker.live["master"], tracker.live["other"]) == (32, 64)
-        tracker.exclude([other.untyped_storage()])
-        assert (tracker.live["master"], tracker.live["other"]) == (32, 0)
-        del other
-        assert sum(tracker.live.values()) == 32
+        recorder.label("master", [one[2:]])
+        recorder.label(None, [other])
+    assert peak_of(recorder)[0] == {"master": 32}
+
+
+def test_the_peak_is_that_of_a_moment() -> None:
+    with StepRecorder() as recorder:
+        first = torch.zeros(256)
+        with recorder.in_part(BACKWARD):
+            second = first + 1
+        del first, second
+        third = torch.zeros(300)
+    assert third.numel() == 300
+    assert peak_of(recorder) == ({OTHER: 1024, BACKWARD: 1024}, 1200, 0)
 
 
 def test_heaps_take_what_is_counted() -> None:
     heap = Heap(1)
-    with StorageTracker([heap]) as tracker:
+    with StepRecorder() as recorder:
         held = [torch.empty(LIMIT, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)]
-        assert heap.peak == LIMIT + 5096
-        tracker.exclude([held[0].untyped_storage()])
+        recorder.label(None, held[:1])
         held.append(torch.empty(LIMIT - 1, dtype=torch.uint8))
+    assert peak_of(recorder, heap)[2] == 2 * 96
     assert heap.peak == LIMIT - 1 + 96 + 5096
-    assert tracker.largest == LIMIT
 
 
 def test_small_objects_keep_neighboring_holes_apart() -> None:

@@ -21,6 +21,7 @@ from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
+from dtrain.planning.receipt import RunPlanner
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.tasks import language
 from dtrain.telemetry.metrics import TIMES, read_metrics
@@ -44,7 +45,7 @@ _SMALL = [
 
 
 def _run(rank: int, world: int, run_dir: str, *overrides: str) -> int:
-    return run_training(compose([*_SMALL, f"run_dir={run_dir}", *overrides]))
+    return run_training(compose([*_SMALL, f"run_dir={run_dir}", *overrides]), planner=RunPlanner())
 
 
 def _curve(run_dir: Path) -> list[dict[str, Any]]:

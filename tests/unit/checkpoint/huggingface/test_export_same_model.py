@@ -19,7 +19,7 @@ from dtrain.checkpoint.huggingface.same_model import replaced, same_config
 from dtrain.cli.resolve import compose
 from dtrain.config.model import Lora
 from dtrain.errors import CheckpointError, ConfigError
-from dtrain.measure.plan.precision import show_plan
+from dtrain.planning.precision import show_plan
 from dtrain.tools.checkpoint.cli import main
 from dtrain.train.run import run_training
 from tests.helpers.hf_models import SIZES, TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf

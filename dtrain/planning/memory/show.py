@@ -1,0 +1,105 @@
+"""Prints the memory that a run needs on a rank, before it is started, or beside what a run took."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from dtrain.planning.memory.changes import cheapest_changes
+from dtrain.planning.memory.plan import FITS, MARGIN, MemoryPlan, largest_micro_batch, plan_memory
+from dtrain.planning.planned_run import PlannedRun
+from dtrain.tools.tables import Table, show
+from dtrain.train.receipt import PEAK, STEP, Receipt, ReceiptRow, bytes_range, bytes_text
+
+_MEANINGS = {
+    "compute": "weights in the format of the products",
+    "unsharded": "full weights at one time (stage 3)",
+    "main_grad": "gradients of a step",
+    "master": "master weights, or their remainders",
+    "moments": "states of the optimizer",
+    "unreduced_grad": "gradients on their way to their owners",
+    "frozen": "frozen weights",
+    "buffers": "the model's buffers",
+    "matrices": "matrices on their way (Muon)",
+    "activations": "what forward leaves for backward",
+    "other": "micro-batch, votes",
+    "update": "what the update takes",
+    "backward": "gradients of activations and weights",
+    "transfer": "sums on their way to the host",
+    "saved_copy": "copy that an asynchronous save writes",
+    STEP: "what a step takes in addition",
+}
+
+
+def show_memory(run: PlannedRun) -> None:
+    """Prints the plan: the kinds, whether the run fits, the largest micro-batch that does, and changes."""
+    plan = plan_memory(run)
+    meanings = {**_MEANINGS, MARGIN: ", ".join(plan.margin.reasons)}
+    rows = [(row.kind, bytes_range(row.low, row.high), meanings.get(row.kind, "")) for row in plan.rows]
+    rows.append(("total", bytes_range(plan.low, plan.high), ""))
+    title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
+    show([Table(title, ("kind", "planned", "what it is"), rows)])
+    for line in fit_lines(run, plan):
+        print(line)
+
+
+def show_against(receipt: Receipt, run: PlannedRun) -> None:
+    """Prints the plan of a run beside what the run has measured."""
+    measured = {row.kind: row.measured for row in receipt.rows}
+    peak = measured.get(PEAK)
+    states = {kind: nbytes or 0 for kind, nbytes in measured.items() if kind not in (STEP, PEAK)}
+    again = receipt_of(plan_memory(run), states, peak)
+    rows = [(row.kind, *row.texts(), _deviation(row.planned_low, row.planned_high, row.measured)) for row in again.rows]
+    show([Table("Memory of rank 0, planned and measured", ("kind", "planned", "measured", ""), rows)])
+    for note in receipt.notes:
+        print(note)
+
+
+def receipt_of(plan: MemoryPlan, states: Mapping[str, int], peak: int | None) -> Receipt:
+    """Returns the receipt of ``states``, measured by ``engine.memory()``, and of the ``peak``, None if unknown."""
+    planned, host = plan.step.states, plan.step.host
+    states = {kind: nbytes for kind, nbytes in states.items() if kind not in host}
+    kinds = [kind for kind in states if states[kind] or planned.get(kind)]
+    rows = [ReceiptRow(kind, planned.get(kind, 0), planned.get(kind, 0), states[kind]) for kind in kinds]
+    held, measured = sum(planned.values()), sum(states.values())
+    rows.append(ReceiptRow(STEP, plan.low - held, plan.high - held, None if peak is None else peak - measured))
+    rows.append(ReceiptRow(PEAK, plan.low, plan.high, peak))
+    where = "growth of the resident set" if plan.device.type == "cpu" else "memory of the device"
+    note = f"rank 0 of {plan.num_ranks} on {plan.device.name}; the peak is the {where}"
+    return Receipt(rows, [note, *plan_notes(plan)], plan.device.name, plan.num_ranks)
+
+
+def plan_lines(run: PlannedRun) -> list[str]:
+    """Returns the plan as text: kinds, whether it fits, largest micro-batch, changes."""
+    plan = plan_memory(run)
+    kinds = [f"memory {row.kind:<16} {bytes_range(row.low, row.high):>24}" for row in plan.rows]
+    return [*kinds, f"memory {'total':<16} {bytes_range(plan.low, plan.high):>24}", *fit_lines(run, plan)]
+
+
+def plan_notes(plan: MemoryPlan) -> list[str]:
+    """Returns a line about what is offloaded to the host, if anything is, and the notes of the plan."""
+    lines, host = [], plan.step.host
+    if host:
+        kinds = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in host.items())
+        lines.append(f"in the memory of the host, for each rank: {bytes_text(sum(host.values()))} ({kinds})")
+    return [*lines, *plan.notes]
+
+
+def fit_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
+    """Returns whether the run fits, the largest micro-batch that does, and changes if it does not."""
+    device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
+    own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
+    sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
+    lines = [f"{plan.fit} on {device}; {sizes}", *plan_notes(plan)]
+    for change in cheapest_changes(run, plan) if plan.fit != FITS else []:
+        need = bytes_range(change.plan.low, change.plan.high)
+        lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")
+    return lines
+
+
+def _deviation(low: int, high: int, measured: int | None) -> str:
+    if measured is None:
+        return "not measured"
+    if low <= measured <= high:
+        return "as planned"
+    nearest = low if measured < low else high
+    return f"{100 * (measured - nearest) / max(nearest, 1):+.1f} %"

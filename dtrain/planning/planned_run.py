@@ -1,0 +1,280 @@
+"""A run that is not started: its real model and engine on fake tensors, as one rank of any number."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from dtrain.config.audit import Audit
+from dtrain.config.model import HF_FACTORY
+from dtrain.config.schema import RunConfig
+from dtrain.data import Dataset, load_dataset
+from dtrain.data.growing import cut_rows
+from dtrain.engine.adapters.native import NativeEngine
+from dtrain.engine.interface import Engine
+from dtrain.engine.outcome import StepOutcome
+from dtrain.errors import ConfigError
+from dtrain.models import build_model
+from dtrain.planning.devices import Device
+from dtrain.planning.record.fake_step import fake_batch, fake_engine
+from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, planned_ranks
+from dtrain.planning.record.recorder import RecordedStep, RecordedStorage, StepRecorder
+from dtrain.planning.record.transfers import Transfer
+from dtrain.tasks import Language, Task
+from dtrain.train.session import Session, StepWatch, micro_batch_weight
+from dtrain.train.setup import make_engine, torch_settings_restored
+
+_NUM_TREE_MICRO_BATCHES = 8
+"""Micro-batches of a planned step in which partial sums stay (``reproducible``); two show all else."""
+
+
+def build_without_values(config: RunConfig, task: Task | int) -> nn.Module:
+    """Returns the model of ``config`` without weights, or with weights if its code needs values."""
+    if config.model.factory == HF_FACTORY:
+        task = 1  # it has a vocabulary of its own, whatever the data's
+    try:
+        with torch.device("meta"):
+            return build_model(config.model, task, config.seed)
+    except (RuntimeError, NotImplementedError):
+        return build_model(config.model, task, config.seed)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """A run on a device that need not be here.
+
+    Attributes:
+        config: what ``dtrain train`` takes, with one size of all batches; :meth:`engine` changes only what does not
+            change memory or products.
+        device: device of a rank.
+        num_ranks: ranks of the job.
+        batch: a micro-batch of a rank; only shapes and dtypes count, and how many targets do.
+        task: of the data; a number is the vocabulary of a language model.
+    """
+
+    config: RunConfig
+    device: Device
+    num_ranks: int
+    batch: Mapping[str, Tensor]
+    task: Task | int
+
+    @staticmethod
+    def of(config: RunConfig, device: Device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
+        """Returns the plan of ``config``; without ``dataset`` its data is opened, or guessed from the model.
+
+        A batch that grows is planned at its largest.
+
+        Raises:
+            ConfigError: the data cannot be opened, and the vocabulary is not known without it.
+        """
+        config = config.at_largest_batch()
+        train, model = config.train, config.model
+        seq_len = train.seq_len or config.targets_per_sample
+        try:
+            dataset = dataset or load_dataset(config.data, model.max_seq_len)
+        except ConfigError:
+            unknown = model.vocab_size is None and model.factory != HF_FACTORY
+            if unknown or not config.data.is_language:
+                raise
+            rows = train.micro_batch_size * model.max_seq_len // seq_len
+            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
+            return PlannedRun(config, device, num_ranks, {"tokens": tokens, "targets": tokens}, model.vocab_size or 1)
+        ids = dataset.train.order(config.seed, np.arange(train.micro_batch_size, dtype=np.int64))
+        batch = cut_rows(dataset.train.batch(ids), seq_len) if train.seq_len else dataset.train.batch(ids)
+        return PlannedRun(config, device, num_ranks, batch, dataset.task)
+
+    @property
+    def unit(self) -> str:
+        """Unit of the targets that count in the loss: ``tokens`` or ``samples``."""
+        return self.task.unit if isinstance(self.task, Task) else Language.unit
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
+        train = self.config.train
+        count: int = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
+        return max(1, count)
+
+    @property
+    def num_recorded(self) -> int:
+        """Micro-batches of a recorded step: as many as show the memory of all."""
+        return min(self.num_micro_batches, _NUM_TREE_MICRO_BATCHES if self.config.engine.reproducible else 2)
+
+    def with_micro_batch_size(self, size: int, *, keeps_global: bool = False) -> PlannedRun:
+        """Returns the run with micro-batches of ``size`` samples: as many of them, or for the same global batch."""
+        train = self.config.train
+        whole = train.global_batch_size
+        if not keeps_global:
+            whole = size * (whole // train.micro_batch_size)
+        config = replace(self.config, train=replace(train, micro_batch_size=size, global_batch_size=whole))
+        batch = {
+            name: tensor[:1].expand(size * len(tensor) // train.micro_batch_size, *tensor.shape[1:])
+            for name, tensor in self.batch.items()
+        }
+        return replace(self, config=config, batch=batch)
+
+    @property
+    def transport(self) -> str:
+        """How the ranks of the run would communicate."""
+        return NCCL if self.device.type == "cuda" else HOST if self.config.launch.shared_memory else SOCKETS
+
+    @property
+    def compiles_blocks(self) -> bool:
+        """Whether the run compiles blocks, or decides by a measurement; a plan takes them as they are."""
+        mode = self.config.model.compile
+        return mode == "blocks" or (mode == "auto" and self.device.type == "cuda")
+
+    @property
+    def is_tf32(self) -> bool:
+        """Whether products of FP32 use TF32."""
+        return bool(self.config.precision.name == "tf32")
+
+    @contextmanager
+    def engine(self, recorder: StepRecorder | None = None) -> Iterator[tuple[NativeEngine, Callable[..., StepOutcome]]]:
+        """Yields the engine of rank 0, and a function that takes a step of some micro-batches with a StepWatch.
+
+        Inside, tensors are fake, the device is a CPU, and ``recorder`` records what happens.
+        """
+        recorder = recorder or StepRecorder()
+        config = _executable(self.config, self.device)
+        cpu = torch.device("cpu")
+        comm = planned_ranks(self.num_ranks, self.transport, cpu, recorder)
+        model = build_without_values(config, self.task)
+        # fake targets have no values to count
+        weight = micro_batch_weight(self.batch, config.train.micro_batch_size * config.targets_per_sample)
+        engines = fake_engine(model, partial(make_engine, config), comm, recorder)
+        with _older_objects_frozen(), torch_settings_restored(), engines as engine:
+            assert isinstance(engine, NativeEngine)
+            session, batch = Session(engine, config, weigh=lambda _: weight), fake_batch(self.batch)
+
+            def step(num_micro_batches: int = 1, watch: StepWatch | None = None) -> StepOutcome:
+                return session.step([batch] * num_micro_batches, watch=watch or StepWatch())
+
+            yield engine, step
+
+    def record(self, *, is_extended: bool = False, num_steps: int = 2) -> RecordedRun:
+        """Returns recorded steps of the run on fake tensors.
+
+        The buffers that stay are allocated in the first of ``num_steps``, and the order of the groups is learned. If
+        ``is_extended``, another step follows that has one micro-batch more, unless the run has no more.
+
+        Raises:
+            DtrainError: ``dtrain train`` would refuse the run.
+        """
+        counts = [self.num_recorded] * num_steps
+        if is_extended and self.num_recorded < self.num_micro_batches:
+            counts.append(self.num_recorded + 1)
+        recorder = StepRecorder()
+        with self.engine(recorder) as (engine, step):
+            startup = [recorded.transfer for recorded in recorder.transfers]
+            steps = recorder.record_steps(engine, step, counts)
+            exchange = engine.sharded.reducer.exchange
+            return RecordedRun(
+                run=self,
+                steps=steps,
+                storages=recorder.storages,
+                startup=startup,
+                memory=split_memory(engine),
+                saved=saved_bytes(engine),
+                sends={send.label: send.dtype.itemsize for send in getattr(exchange, "sends", ())},
+                buffers=[
+                    Buffer(layout.name, layout.numel, sum(slot.stop - slot.start for slot in layout.slots))
+                    for layout in engine.sharded.layouts
+                ],
+                shard_ranks=engine.states.mesh.shard.world_size,
+            )
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A flat buffer: its elements, and those of them that are a parameter's."""
+
+    name: str
+    numel: int
+    used: int
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """Recorded steps of a planned run, and what its engine holds.
+
+    Attributes:
+        steps: see :meth:`PlannedRun.record`.
+        storages: of engine and steps.
+        startup: transfers while the engine is built.
+        memory: bytes of ``engine.memory()`` on the device, and in the memory of the host beside it.
+        saved: bytes of the rank's part of a checkpoint, and of the whole.
+        sends: bytes of an element of the gradients that are sent unreduced, by label.
+        buffers: of the trained parameters.
+        shard_ranks: ranks that share the states.
+    """
+
+    run: PlannedRun
+    steps: Sequence[RecordedStep]
+    storages: Sequence[RecordedStorage]
+    startup: Sequence[Transfer]
+    memory: tuple[dict[str, int], dict[str, int]]
+    saved: tuple[int, int]
+    sends: Mapping[str, int]
+    buffers: Sequence[Buffer]
+    shard_ranks: int
+
+
+def split_memory(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
+    """Returns the bytes of ``engine.memory()`` on the rank's device, and those in the memory of the host beside it."""
+    memory = engine.memory()
+    host = {kind: memory.pop(kind) for kind in engine.host_kinds}
+    return memory, host
+
+
+def saved_bytes(engine: NativeEngine) -> tuple[int, int]:
+    """Returns the bytes that rank 0 saves, and those of all ranks, if these have as many for each parameter."""
+    own = {kind: list(engine.states.owned_shards(kind)) for kind in engine.states.saved_dtypes}
+    nbytes = sum(shard.nbytes for shards in own.values() for shard in shards)
+    elements = max(sum(shard.data.numel() for shard in shards) for shards in own.values())
+    whole = sum(slot.spec.numel for layout in engine.sharded.layouts for slot in layout.slots)
+    return nbytes, round(nbytes * whole / max(elements, 1))
+
+
+@contextmanager
+def _older_objects_frozen() -> Iterator[None]:
+    """Inside, the garbage collector looks at new objects only: a plan makes many, next to torch's even more."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def _executable(config: RunConfig, device: Device) -> RunConfig:
+    """Returns ``config`` as fake CPU tensors can run it: what the device decides is decided, nothing is compiled."""
+    precision = config.precision
+    if device.type == "cuda":
+        if precision.name == "auto":
+            precision = replace(precision, name="bf16" if device.capability >= (8, 0) else "fp16")
+        elif precision.name == "tf32":  # the same tensors
+            precision = replace(precision, name="fp32")
+    if precision.name == "fp8" or "fp8" in precision.rules.values():
+        float8 = precision.float8
+        emulate: Any = float8.emulate
+        if emulate == "auto" and device.type == "cuda":
+            emulate = device.capability < (8, 9)
+        choice = "all" if float8.choice in ("auto", "timed") else float8.choice
+        precision = replace(precision, float8=replace(float8, emulate=emulate, choice=choice, compile=False))
+    optim: Any = config.optim
+    if hasattr(optim, "compile"):
+        optim = replace(optim, compile=False)
+    engine = config.engine.as_native()  # which has the activations of the same model
+    if engine.offload == "cpu" and device.type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
+        engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
+    model = replace(config.model, compile="none")
+    audit = Audit(every=0)  # it reads values
+    return replace(config, precision=precision, optim=optim, engine=engine, model=model, audit=audit)

@@ -1,0 +1,126 @@
+"""Prints the precision contract of a run as tables, before the run starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from dtrain.config.capabilities import CAPABILITIES
+from dtrain.config.schema import RunConfig
+from dtrain.data import load_dataset
+from dtrain.data.text import VOCAB_SIZE
+from dtrain.distributed.startup.launch_env import LaunchEnv
+from dtrain.distributed.startup.setup import choose_device
+from dtrain.planning.folding import fold
+from dtrain.planning.planned_run import build_without_values
+from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
+from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
+from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.rules import format_name
+from dtrain.telemetry.texts import compact
+from dtrain.tools.tables import Table, show
+from dtrain.train.setup import check_patterns, check_precision, make_policy
+
+_TO_BE_TIMED = "if timed faster than BF16 at the start"
+
+
+def show_plan(config: RunConfig, *, folded: bool) -> None:
+    """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
+
+    If ``folded``, modules that differ only in one index share a row.
+
+    Raises:
+        ConfigError: ``dtrain train`` would refuse the configuration.
+    """
+    device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
+    check_precision(config, device)
+    is_language = config.data.is_language  # then the formats are the same with any vocabulary
+    task = VOCAB_SIZE if is_language else load_dataset(config.data, config.model.max_seq_len).task
+    model = build_without_values(config, task)
+    check_patterns(config, model)
+    policy = make_policy(config).on(device)
+    candidates = float8_candidates(policy, model)
+    decisions = _decisions_without_timing(candidates, policy, device)
+    states = StateFormats(
+        getattr(config.engine, "master", "full"),
+        getattr(config.engine, "grad_dtype", "fp32"),
+        "bf16" if config.optim.name == "adamw-bf16" else "fp32",
+    )
+    contract = replace(resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions), states=states)
+    tables = [module_table(contract, model, folded=folded), operation_table(contract)]
+    timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
+    if timed:
+        tables.append(timing_table([candidate for candidate in candidates if candidate.name in timed], policy))
+    show(tables)
+    for line in summary(contract, model, device):
+        print(line)
+
+
+def _decisions_without_timing(
+    candidates: Sequence[Float8Candidate], policy: PrecisionPolicy, device: torch.device
+) -> tuple[Float8Decision, ...]:
+    by_shape = decide_float8(candidates, replace(policy.float8, choice="all"), device)
+    if policy.float8.choice != "timed":
+        return by_shape
+    return tuple(replace(item, reason=_TO_BE_TIMED) if item.is_float8 else item for item in by_shape)
+
+
+def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
+    policy = contract.policy
+    lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
+    if contract.recipe is not None:
+        lines.append(f"float8: {contract.recipe.describe()}")
+    numel: Counter[str] = Counter()
+    for name, parameter in model.named_parameters():
+        numel[format_name(contract.replica_dtypes[name])] += parameter.numel()
+    weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
+    num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+    frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
+    return [*lines, f"compute weights: {weights}{frozen}; {contract.states.describe()}"]
+
+
+def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:
+    """Returns a table with a row per module, or per set of modules that differ only in the index of a block."""
+    rows = [
+        (module.name, module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
+        for module in contract.modules
+    ]
+    return Table("Modules", ("module", "kind", "weight", "format", "reason"), fold(rows, folded=folded))
+
+
+def _shape(module: nn.Module) -> str:
+    weight = module._parameters.get("weight")
+    return "x".join(map(str, weight.shape)) if weight is not None else "-"
+
+
+def operation_table(contract: Contract) -> Table:
+    compute = format_name(contract.policy.compute_dtype)
+    if not contract.is_mixed:
+        rows = [("all", "fp32 (products tf32)" if contract.policy.tf32 else "fp32")]
+    else:
+        rows = [
+            ("products, convolutions, RNN cells, attention", f"{compute}, sums in fp32"),
+            ("softmax, norms, losses, reductions, linalg", "fp32"),
+            ("elementwise", "format of the inputs"),
+            ("inside dtrain.full_precision()", "fp32"),
+            ("outputs of the model", "fp32"),
+        ]
+    if contract.recipe is not None:
+        gradients = str(contract.recipe.grad_dtype).removeprefix("torch.float8_").removesuffix("fn")
+        rows.insert(1, ("products of fp8 modules", f"e4m3 x e4m3, gradients {gradients} x e4m3, sums in fp32"))
+    return Table("Operations outside rules", ("operation", "format"), rows)
+
+
+def timing_table(candidates: Sequence[Float8Candidate], policy: PrecisionPolicy) -> Table:
+    """Returns a table of the shapes that rank 0 times at the start, in FP8 and in BF16."""
+    shapes = Counter((candidate.out_features, candidate.in_features) for candidate in candidates)
+    num_rows = policy.float8.num_rows
+    return Table(
+        "Timed at the start: output and both gradients, in FP8 and in BF16",
+        ("rows x in -> out", "modules"),
+        [(f"{num_rows} x {columns} -> {out}", str(count)) for (out, columns), count in shapes.items()],
+    )

@@ -1,0 +1,129 @@
+"""Steps of the real engine on fake tensors, which have shapes and dtypes and take no memory."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.logging import logger
+from dtrain.engine.interface import Engine
+from dtrain.errors import ConfigError
+from dtrain.planning.record.recorder import StepRecorder
+
+Batch = Mapping[str, Tensor]
+
+_ATEN = torch.ops.aten
+_READ = _ATEN._local_scalar_dense.default
+_NONZERO, _MASKED = _ATEN.nonzero.default, _ATEN.masked_select.default
+
+
+class _StandInValues(FakeTensorMode):
+    """Gives what the host reads of a fake tensor a value: 1, or false; a mask selects all elements."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here; the guard would import the compiler, for a second
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _READ:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
+        if func in (_NONZERO, _MASKED):
+            _tell_of_selection()
+            if func is _NONZERO:
+                return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
+            return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
+        return self.dispatch(func, types, args, kwargs or {})
+
+
+@cache
+def _tell_of_selection() -> None:
+    logger.warning(
+        "the model selects elements by their values, such as with a mask; the plan has no values, so it counts all "
+        "elements, more than a step selects"
+    )
+
+
+@contextmanager
+def fake_engine(
+    model: nn.Module, build: Callable[[nn.Module, Communicator], Engine], comm: Communicator, recorder: StepRecorder
+) -> Iterator[Engine]:
+    """Yields an engine that ``build`` makes of ``model`` without values; inside, new tensors are fake.
+
+    The host may read them: a number is 1, a truth value false. What is selected by a mask is all.
+
+    Args:
+        model: on ``meta`` or with values; its parameters and buffers are replaced by fake ones.
+        build: makes the engine of a run.
+        comm: from :func:`dtrain.planning.record.ranks.planned_ranks`.
+        recorder: of all that happens inside.
+
+    Raises:
+        ConfigError: the model makes a tensor whose size depends on values in another way.
+    """
+    with _sizes_are_known(), _StandInValues(), recorder, warnings.catch_warnings():
+        # a transport compares addresses, which are all 0 here
+        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+        _drop_values(model)
+        with _quiet():
+            engine = build(model, comm)
+        yield engine
+
+
+@contextmanager
+def _sizes_are_known() -> Iterator[None]:
+    try:
+        yield
+    except (DynamicOutputShapeException, DataDependentOutputException) as error:
+        raise ConfigError(
+            f"a plan runs the model on tensors without values, and the size of the result of {error.func} depends on "
+            "them; replace the operation, or train some steps and read memory.json of the run"
+        ) from error
+
+
+def fake_batch(batch: Batch) -> dict[str, Tensor]:
+    """Returns tensors of the shapes and dtypes of ``batch``, to be called inside :func:`fake_engine`."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
+
+
+def _drop_values(model: nn.Module) -> None:
+    """Replaces parameters and buffers by fake ones; tied ones stay tied."""
+    replaced: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in replaced:
+            values: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            replaced[id(tensor)] = values, tensor  # the second keeps the identity from being given to another
+        return replaced[id(tensor)][0]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, the engine logs only warnings."""
+    level = logger.level
+    logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

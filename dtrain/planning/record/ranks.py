@@ -1,0 +1,218 @@
+"""The collectives of one rank among many that are not there: buffers are allocated as a transport does, none is sent.
+
+A plan runs the engine with it on fake tensors, so it holds what a rank of that many would hold; or on real ones, so it
+computes what such a rank would compute. What the other ranks would send is this rank's own then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from dtrain.distributed.communicator import (
+    Communicator,
+    GradientExchange,
+    GradientSend,
+    Handle,
+    recorded,
+    require_fp32,
+)
+from dtrain.distributed.schedule import Collective, CollectiveSchedule
+from dtrain.distributed.transport.all_to_all_exchange import AllToAllExchange
+from dtrain.distributed.transport.host_memory import ring_schedule
+from dtrain.distributed.transport.ring_exchange import RingExchange
+from dtrain.distributed.transport.single_rank import SingleRank
+from dtrain.planning.record.transfers import REPLICATE, SHARD, WORLD, Transfer, TransferLog
+from dtrain.precision.fake import is_fake
+
+HOST, SOCKETS, NCCL = "host", "sockets", "nccl"
+"""Transports: CPU ranks that read each other's memory, CPU ranks through sockets, and GPUs."""
+
+
+def planned_ranks(world_size: int, transport: str, device: torch.device, log: TransferLog) -> Communicator:
+    """Returns the communicator of rank 0 of ``world_size``.
+
+    Args:
+        world_size: number of ranks.
+        transport: one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`.
+        device: of the rank's tensors.
+        log: keeps when transfers would start and be waited for.
+    """
+    if world_size == 1:
+        return _PlannedRank(device, transport)
+    return PlannedRanks(world_size, transport, device, log)
+
+
+class _PlannedRank(SingleRank):
+    """A single rank on the device that a transport of several ranks would join."""
+
+    def __init__(self, device: torch.device, transport: str) -> None:
+        super().__init__(device)
+        self._transport = transport
+
+    @property
+    def device_is_host(self) -> bool:
+        return self._transport != NCCL
+
+
+class _Held:
+    """A collective in flight, which holds tensors until it is waited for."""
+
+    def __init__(self, log: TransferLog, number: int, *tensors: Tensor) -> None:
+        self._log = log
+        self._number: int | None = number
+        self._tensors = tensors
+
+    def wait(self) -> None:
+        if self._number is not None:
+            self._log.wait(self._number)
+        self._number, self._tensors = None, ()
+
+
+class _Announced:
+    def __init__(self, tensor: Tensor, weight: int, world_size: int, held: _Held) -> None:
+        self._tensor = tensor
+        self._weight = weight
+        self._world_size = world_size
+        self._held = held
+
+    def wait(self) -> tuple[list[Tensor], list[int]]:
+        self._held.wait()
+        return [self._tensor] * self._world_size, [self._weight] * self._world_size
+
+
+class PlannedRanks(Communicator):
+    """Rank 0 of ``world_size``; the arguments are those of :func:`planned_ranks`, and ``axis`` and ``stride`` of the
+    transfers.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        transport: str,
+        device: torch.device,
+        log: TransferLog,
+        axis: str = WORLD,
+        stride: int = 1,
+    ) -> None:
+        self.rank = 0
+        self.world_size = world_size
+        self.device = device
+        self.schedule = CollectiveSchedule()
+        self.process_group = None
+        self._transport = transport
+        self._log = log
+        self._axis, self._stride = axis, stride
+
+    @property
+    def device_is_host(self) -> bool:
+        return self._transport != NCCL
+
+    def allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
+        self.schedule.record("all_gather", label, output)
+        self._log.gathered(output)
+        # in each row; a copy, because the shard may lie in one
+        self._fill([output.view(self.world_size, -1)], [shard if is_fake(shard) else shard.clone()])
+        return self._start("all_gather", label, output.nbytes, output, shard)
+
+    def reduce_scatter_sum(
+        self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
+    ) -> Handle:
+        require_fp32("reduce_scatter_sum", flat)
+        self.schedule.record("reduce_scatter_sum", label, flat)
+        self._fill([output], [flat.view(self.world_size, -1)[self.rank]])
+        nbytes = flat.numel() * dtype.itemsize
+        if self._transport == SOCKETS or (self._transport == NCCL and dtype != torch.float32):
+            sent, received = flat.to(dtype), torch.empty_like(flat, dtype=dtype)
+            return self._start("reduce_scatter_sum", label, nbytes, sent, received)
+        return self._start("reduce_scatter_sum", label, nbytes, flat)
+
+    def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
+        """Does what :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single` does."""
+        self.schedule.record("all_to_all_single", label, flat)
+        self._fill([output], [flat])
+        return self._start("all_to_all_single", label, flat.nbytes, output, flat)
+
+    def all_to_all(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_sizes: Sequence[int],
+        input_sizes: Sequence[int],
+        *,
+        total: int,
+        label: str,
+    ) -> Handle:
+        self.schedule.record("all_to_all", label, recorded(input.dtype, total))
+        self._fill([output], [output.new_zeros(())])
+        return self._start("all_to_all", label, output.nbytes, output, input)
+
+    def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
+        self.schedule.record("all_reduce_max", label, tensor)
+        return self._start("all_reduce_max", label, 2 * tensor.nbytes)
+
+    def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
+        self.schedule.record("broadcast", label, tensor)
+        self._start("broadcast", label, tensor.nbytes).wait()
+
+    def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
+        self.schedule.record("gather_rows", label, row)
+        self._start("gather_rows", label, self.world_size * row.nbytes).wait()
+        return row.unsqueeze(0).expand(self.world_size, -1).contiguous()
+
+    def exchange_text(self, text: str) -> list[str]:
+        return [text] * self.world_size
+
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
+        """As ``HostMemory.announce``; the engine itself reads the memory."""
+        return _Announced(tensor, weight, self.world_size, self._start("announce", "", 0))
+
+    def _start(self, op: str, label: str, nbytes: int, *held: Tensor) -> _Held:
+        """Starts a transfer of ``nbytes``, of which each rank has an equal part."""
+        received = nbytes * (self.world_size - 1) // self.world_size
+        transfer = Transfer(op, received, self.world_size, label, self._axis, self._stride)
+        return _Held(self._log, self._log.start(transfer), *held)
+
+    def _fill(self, outputs: Iterable[Tensor], values: Sequence[Tensor]) -> None:
+        """Gives ``outputs`` values that the engine can compute with."""
+        with self._log.absent():
+            for output, value in zip(outputs, values, strict=True):
+                if not is_fake(output):
+                    output.copy_(value)
+
+    def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
+        if self._transport != HOST or not sends:
+            return _PlannedExchange(self, sends)
+        schedule = ring_schedule(sends, num_early)
+        return RingExchange(self, sends, self.allocate(schedule.capacity, torch.uint8), schedule)
+
+    def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
+        shard, replicate = (
+            PlannedRanks(num_ranks, self._transport, self.device, self._log, axis, stride)
+            for num_ranks, axis, stride in (
+                (shard_size, SHARD, 1),
+                (self.world_size // shard_size, REPLICATE, shard_size),
+            )
+        )
+        shard.schedule = replicate.schedule = self.schedule
+        return shard, replicate
+
+    def sibling(self) -> Communicator:
+        return SingleRank(self.device)
+
+    def barrier(self) -> None:
+        """Returns at once: the other ranks are not there."""
+
+
+class _PlannedExchange(AllToAllExchange):
+    def shards(self, index: int, buffer: Tensor) -> Sequence[Tensor]:
+        """As the base class; of a fake buffer the shard of rank 0 stands for all, because 4,096 views take a while."""
+        if not is_fake(buffer):
+            return super().shards(index, buffer)
+        world_size = self._comm.world_size
+        return [buffer.narrow(0, 0, self.sends[index].numel // world_size)] * world_size

@@ -1,0 +1,227 @@
+"""The step of a rank among others on a device that is not here: the engine's own schedule at published rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from statistics import NormalDist
+
+from dtrain.config.engines import Native
+from dtrain.errors import ConfigError
+from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.record.ranks import NCCL
+from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.time.fabric import FABRICS, Fabric, find_fabric
+from dtrain.planning.time.network import Network
+from dtrain.planning.time.rates import Parts, Rates, Work
+from dtrain.planning.time.replay import Replay, Share, replay
+
+ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
+"""Ways to reduce gradients: as the engine does, or by a ring reduce-scatter of their dtype, or of FP32."""
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """Values of a simulation that no run has measured; keys of ``dtrain plan time`` and ``plan scale``."""
+
+    network: str = "ib-400g"
+    efficiency: float = 0.7
+    step_ms: float | None = None
+    overlap_slowdown: float = 1.189
+    spread: float = 0.015
+    gradients: str = ENGINE
+    write_gbps: float = 10.0
+
+    def links(self, run: PlannedRun) -> Fabric | Network:
+        """Returns the network of ``run``, by its name or from the results of ``dtrain bench collectives``.
+
+        Raises:
+            ConfigError: the network does not fit the run, or it is on a CPU and there is no ``step_ms``.
+        """
+        if run.device.type == "cpu" and self.step_ms is None:
+            raise ConfigError(
+                "no rates of a CPU are published; give device=h100-80gb or another GPU, or step_ms=, the computation "
+                "of a rank in a step, which dtrain plan time measures"
+            )
+        if self.network not in FABRICS and Path(self.network).is_file():
+            return Network.read(Path(self.network), run.transport)
+        found = find_fabric(self.network)
+        if run.transport != NCCL:
+            raise ConfigError(
+                f"network={self.network} connects GPUs, and the ranks are CPUs; give the file of dtrain bench "
+                "collectives bench.out=FILE"
+            )
+        return found
+
+    def compute_factor(self, ranks: int) -> float:
+        """Returns by which the slowest of ``ranks`` computes longer than their mean.
+
+        The largest of n normal values is about the quantile (n - 0.375) / (n + 0.25) (Blom 1958).
+        """
+        return 1 + self.spread * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step as it is expected.
+
+    Attributes:
+        priced: what a rank does without transfers.
+        assumed: see above.
+        step: with transfers, of the slowest rank.
+        startup_s: seconds of the transfers while the engine is built.
+    """
+
+    priced: PricedRun
+    assumed: Assumptions
+    step: Replay
+    startup_s: float
+
+    @cached_property
+    def ring(self) -> Replay | None:
+        """The step if gradients went by a ring reduce-scatter of FP32; None: no gradient goes by all-to-all."""
+        if not self.recorded.sends or self.assumed.gradients != ENGINE:
+            return None
+        return self.priced.predict(replace(self.assumed, gradients=RING_FP32)).step
+
+    @property
+    def recorded(self) -> RecordedRun:
+        return self.priced.recorded
+
+    @property
+    def targets_per_s(self) -> float:
+        """Targets of all ranks that count in the loss, in a second."""
+        config = self.recorded.run.config
+        samples: int = config.train.global_batch_size
+        return samples * config.targets_per_sample / self.step.seconds
+
+
+@dataclass(frozen=True)
+class PricedRun:
+    """A recorded run with the seconds of its operations.
+
+    Attributes:
+        recorded: see above.
+        works: of the steps after the first, in which the engine learns.
+        parts: of a step of all micro-batches: products, others and update.
+    """
+
+    recorded: RecordedRun
+    works: Sequence[Work]
+    parts: Parts
+
+    @staticmethod
+    def of(recorded: RecordedRun, efficiency: float = 1.0) -> PricedRun:
+        """Prices ``recorded``, which has an extended step if the run has more micro-batches than a recorded step.
+
+        Args:
+            recorded: see above.
+            efficiency: share of the published rates that products reach.
+
+        Raises:
+            ConfigError: a rate of the device is not published.
+        """
+        rates = Rates.of(recorded.run, efficiency)
+        states = {kind: nbytes for memory in recorded.memory for kind, nbytes in memory.items()}
+        works = [rates.work(step, states) for step in recorded.steps[1:]]
+        shorter, longer = works[0].parts, works[-1].parts
+        more = recorded.run.num_micro_batches - works[-1].step.num_micro_batches
+        products = longer.products + more * (longer.products - shorter.products)
+        others = longer.others + more * (longer.others - shorter.others)
+        return PricedRun(recorded, works, Parts(products, others, longer.update))
+
+    def predict(self, assumed: Assumptions) -> Prediction:
+        """Returns the step of the run.
+
+        Raises:
+            ConfigError: see :meth:`Assumptions.links`.
+        """
+        recorded, run = self.recorded, self.recorded.run
+        links = assumed.links(run)
+        overlaps = run.transport == NCCL  # else the rank itself moves the bytes
+        factor = 1.0 if assumed.step_ms is None else assumed.step_ms / 1e3 / self.parts.total
+        more = run.num_micro_batches - self.works[-1].step.num_micro_batches
+
+        def seconds_of(transfer: Transfer) -> float:
+            if assumed.gradients != ENGINE:
+                transfer = _as_ring(transfer, recorded.sends, fp32=assumed.gradients == RING_FP32)
+            return links.seconds(transfer)
+
+        found = [
+            replay(
+                work.trace(factor),
+                seconds_of,
+                overlaps=overlaps,
+                compute_factor=assumed.compute_factor(run.num_ranks),
+                slowdown=assumed.overlap_slowdown if overlaps else 1.0,
+            )
+            for work in self.works
+        ]
+        step = found[0] if len(found) == 1 else _extended(found[0], found[1], more)
+        return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
+
+
+def predict(run: PlannedRun, assumed: Assumptions) -> Prediction:
+    """Returns the step of ``run``; raises as :meth:`PricedRun.of` and :meth:`PricedRun.predict`."""
+    assumed.links(run)  # a network that does not fit is an error before anything is recorded
+    return PricedRun.of(run.record(is_extended=True), assumed.efficiency).predict(assumed)
+
+
+def _as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Transfer:
+    """Returns ``transfer`` as a reduce-scatter, widened first if ``fp32``, if it is the all-to-all of a gradient."""
+    if transfer.op != "all_to_all_single" or transfer.label not in sends:
+        return transfer
+    factor = 4 // sends[transfer.label] if fp32 else 1
+    return replace(transfer, op="reduce_scatter_sum", nbytes=factor * transfer.nbytes)
+
+
+def _extended(shorter: Replay, longer: Replay, more: int) -> Replay:
+    """Returns ``longer`` with ``more`` micro-batches, each of which adds what the last one added."""
+
+    def add(last: float, first: float) -> float:
+        return last + more * (last - first)
+
+    shares = {}
+    for key, share in longer.shares.items():
+        before = shorter.shares.get(key, Share())
+        count, nbytes, seconds, exposed = map(add, astuple(share), astuple(before))
+        shares[key] = Share(round(count), round(nbytes), seconds, max(0.0, exposed))
+    return Replay(
+        add(longer.seconds, shorter.seconds),
+        add(longer.compute, shorter.compute),
+        add(longer.slowed, shorter.slowed),
+        shares,
+        {label: max(0.0, add(seconds, shorter.waits.get(label, 0.0))) for label, seconds in longer.waits.items()},
+    )
+
+
+def assumptions(run: PlannedRun, assumed: Assumptions, micro_batches: Sequence[int] = ()) -> Iterator[str]:
+    """Yields what predictions of ``run`` rest on, a sentence each; ``micro_batches``: of the steps of a rank."""
+    counts = sorted(micro_batches or [run.num_micro_batches])
+    fabric = FABRICS.get(assumed.network)
+    text = f"network {assumed.network}" + ("" if fabric is None else f": {fabric.line}")
+    yield f"nothing is measured; {text}; {accumulation(counts)}"
+    rates = (
+        f"products at {assumed.efficiency:.0%} of the published rate, all else at the memory's bandwidth"
+        if assumed.step_ms is None
+        else f"a rank computes {assumed.step_ms:g} ms"
+    )
+    yield (
+        f"{rates}; {assumed.overlap_slowdown:g} times as long while a transfer runs; the speeds of ranks deviate by "
+        f"{assumed.spread:.1%}"
+    )
+    engine = run.config.engine
+    if not isinstance(engine, Native):
+        scatters = "; for its reduce-scatters: gradients=ring-fp32" if engine.zero_stage else ""
+        yield f"engine={engine.name} is predicted as native at the same stage{scatters}"
+    if run.compiles_blocks:
+        yield "the blocks are taken as uncompiled (model.compile): compiled ones read and write less between products"
+
+
+def accumulation(counts: Sequence[int]) -> str:
+    """Returns ascending numbers of micro-batches of a step, for people."""
+    if counts[0] == counts[-1]:
+        return f"{counts[0]} micro-batch{'es' if counts[0] > 1 else ''} a step"
+    return f"{counts[0]} to {counts[-1]} micro-batches a step"
