@@ -10,9 +10,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 _STATUS = Path("/proc/self/status")
 _LEAST_MS = {"cuda": 2.0, "cpu": 5.0}  # shorter intervals measure the launch and the clock
@@ -105,18 +108,11 @@ class PeakMemory:
         self._device = device
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-            self._allocated = torch.cuda.memory_allocated(device)
             return
         _return_free_memory()
         with suppress(OSError):  # on other systems than Linux
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # proc(5): VmHWM starts again
         self._start = _status("VmRSS")
-
-    def tensors(self) -> int:
-        """Returns the bytes of tensors at the peak beside those at the start; 0 on a CPU, which does not count them."""
-        if self._device.type != "cuda":
-            return 0
-        return torch.cuda.max_memory_allocated(self._device) - self._allocated
 
     def total(self, foreign: int = 0) -> int | None:
         """Returns the bytes; None if this system does not say.
@@ -131,6 +127,42 @@ class PeakMemory:
             return int(torch.cuda.max_memory_reserved(self._device) + others)
         high = _status("VmHWM")
         return None if high is None or self._start is None else high - self._start - foreign
+
+
+class TensorBytes:
+    """Counts the bytes of tensors beside those at its start, with the temporaries of kernels.
+
+    On a CPU the profiler counts them, which takes time, and does not see that earlier tensors are freed.
+
+    Attributes:
+        peak: most bytes at one time.
+        kept: bytes at the end.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.peak = self.kept = 0
+        self._device = device
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def __enter__(self) -> TensorBytes:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._before = torch.cuda.memory_allocated(self._device)
+        else:
+            self._profile.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._device.type == "cuda":
+            self.peak = torch.cuda.max_memory_allocated(self._device) - self._before
+            self.kept = torch.cuda.memory_allocated(self._device) - self._before
+            return
+        self._profile.stop()
+        profiler: Any = self._profile.profiler
+        changes = [event for event in profiler.kineto_results.events() if event.name() == "[memory]"]
+        changes.sort(key=lambda event: event.start_ns())
+        sums = [0, *accumulate(event.nbytes() for event in changes)]
+        self.peak, self.kept = max(sums), sums[-1]
 
 
 def _status(name: str) -> int | None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dtrain import device as memory
-from dtrain.device import PeakMemory, alternating_ms, elapsed_ms, peak_memory, peak_resident, repeated_ms
+from dtrain.device import TensorBytes, alternating_ms, elapsed_ms, peak_memory, peak_resident, repeated_ms
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -82,12 +82,24 @@ def test_on_a_gpu_the_allocator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert peak_memory(GPU) == 7
 
 
-def test_a_meter_on_a_gpu_counts_from_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_of_tensors_on_a_gpu_are_the_allocators(monkeypatch: pytest.MonkeyPatch) -> None:
     cuda = SimpleNamespace(now=100, peak=400)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: cuda.now)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: cuda.peak)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: setattr(cuda, "peak", cuda.now))
-    meter = PeakMemory(GPU)
-    assert meter.tensors() == 0
-    cuda.peak = 150
-    assert meter.tensors() == 50
+    with TensorBytes(GPU) as found:
+        cuda.now, cuda.peak = 120, 150
+    assert (found.peak, found.kept) == (50, 20)
+
+
+def test_on_a_cpu_what_is_freed_inside_counts_at_the_peak() -> None:
+    before, low = torch.zeros(1000), torch.zeros(1000, dtype=torch.bfloat16)
+    with TensorBytes(torch.device("cpu")) as found:
+        freed = torch.zeros(3000)
+        del freed
+        kept = before + 1
+    assert (found.peak, found.kept) == (12_000, kept.nbytes)
+    with TensorBytes(torch.device("cpu")) as found:
+        low.add_(kept)
+    assert found.peak >= 4000, "the kernel casts"
+    assert found.kept == 0

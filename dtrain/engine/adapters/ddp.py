@@ -35,6 +35,7 @@ from dtrain.precision.contract import Contract
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 from dtrain.precision.policy import refuse_sparse_gradients
+from dtrain.sharding.placement import STAGES, memory_formula
 
 
 def build(request: EngineRequest) -> Engine:
@@ -221,14 +222,8 @@ class DdpStates(LocalStates):
 
     def memory_formula(self) -> dict[str, int]:
         """Returns bytes on a rank: nothing is sharded, the weights are the masters, FP8 copies exist in a step only."""
-        held = 4 * self.num_parameters
-        return {
-            "compute": 0,
-            "main_grad": held,
-            "master": held,
-            "moments": self.state_bytes,
-            "frozen": self.frozen_bytes,
-        }
+        numel, states, frozen = self.num_parameters, self.state_bytes, self.frozen_bytes
+        return memory_formula(STAGES[0], numel=numel, state_bytes=states, frozen_bytes=frozen)
 
 
 def _cache_float8(model: nn.Module, contract: Contract) -> list[QuantizedWeight]:

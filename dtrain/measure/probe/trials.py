@@ -6,7 +6,7 @@ import logging
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from dtrain.config.precision import Float8
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
 from dtrain.data.loader import Batch
-from dtrain.device import PeakMemory, elapsed_ms
+from dtrain.device import TensorBytes, elapsed_ms
 from dtrain.distributed.logging import logger
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.adapters.native import NativeEngine
@@ -135,11 +135,12 @@ class FormatTraining:
     def _attempt(self, batch: Batch) -> StepOutcome:
         set_matmul_precision(self.engine.policy)  # a mode of the process, in which other formats train too
         # other formats' trainings lie on the device too; a CPU does not say, and would take time
-        peak = PeakMemory(self._device) if self._device.type == "cuda" else None
+        counted = TensorBytes(self._device) if self._device.type == "cuda" else nullcontext(None)
         outcomes: list[StepOutcome] = []
         around = fp16_products(self._device, _formats(self._config))
-        ms = elapsed_ms(lambda: outcomes.append(self._session.step(batch, around)), self._device)
-        own = sum(self.engine.memory().values()) + (peak.tensors() if peak else 0)
+        with counted as found:
+            ms = elapsed_ms(lambda: outcomes.append(self._session.step(batch, around)), self._device)
+        own = sum(self.engine.memory().values()) + (0 if found is None else found.peak)
         self._memory = max(self._memory, own)
         if outcomes[0].applied:
             self._ms.append(ms)

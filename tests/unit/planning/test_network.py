@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
-from dtrain.planning import devices
 from dtrain.planning.devices import find_device
 from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS
 from dtrain.planning.record.transfers import REPLICATE, Transfer
 from dtrain.planning.time.fabric import FABRICS, find_fabric
 from dtrain.planning.time.network import Link, Network
-from dtrain.precision.hardware import GPUS
+from dtrain.precision.hardware import GPUS, Variant
 from tests.helpers.launch import ROOT
 
 MEASURED = ROOT / "docs" / "results" / "collectives-cpu.json"
 IB = FABRICS["ib-400g"]
 
 
-@pytest.mark.parametrize("device", devices._GPUS, ids=lambda device: device.name)
-def test_every_listed_gpu_has_published_rates(device: devices.Device) -> None:
-    assert any(device.model in gpu.device_names for gpu in GPUS)
+@pytest.mark.parametrize("variant", [one for gpu in GPUS for one in gpu.variants.values() if one], ids=itemgetter(0))
+def test_every_listed_gpu_has_published_rates(variant: Variant) -> None:
+    device = find_device(variant.name)
     gigabytes = int(device.name.rsplit("-", 1)[1].removesuffix("gb"))
     assert 0.9 < device.memory / (gigabytes * 1e9) < 1.08
     assert device.rate("fp16")

@@ -154,7 +154,7 @@ def test_rates_are_found_by_torchs_names() -> None:
     assert rate("NVIDIA H200", "fp8") == 1978.9
     assert rate("NVIDIA A100-SXM4-80GB", "fp8") is None
     assert rate("NVIDIA H200 MIG 1g.18gb", "bf16") is None
-    device_names = [name for gpu in GPUS for name in gpu.device_names]
+    device_names = [name for gpu in GPUS for name in gpu.variants]
     assert len(set(device_names)) == len(device_names)
 
 

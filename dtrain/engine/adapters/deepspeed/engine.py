@@ -327,16 +327,15 @@ class DeepSpeedStates(ModelStates):
 
     def memory_formula(self) -> dict[str, int]:
         """Bytes on a rank by the ZeRO formula in force, without padding and buffers; at stage 0 masters are weights."""
-        formula = memory_formula(
+        itemsize = self.contract.policy.compute_dtype.itemsize if self.zero_stage else 0
+        return memory_formula(
             STAGES[self.zero_stage],
             numel=self.num_parameters,
             state_bytes=self.state_bytes,
-            replica_bytes=self.num_parameters * self.contract.policy.compute_dtype.itemsize,
-            fp32_numel=0,
+            replica_bytes=self.num_parameters * itemsize,
             frozen_bytes=self.frozen_bytes,
             num_ranks=self.comm.world_size,
         )
-        return formula if self.zero_stage else formula | {"compute": 0}
 
 
 def _check_model(request: EngineRequest) -> None:

@@ -40,6 +40,7 @@ from dtrain.parameters.local_shards import LocalShard, LocalShards, check_in_pla
 from dtrain.parameters.micro_batch_weight import Weight
 from dtrain.parameters.model_states import LocalStates
 from dtrain.sharding.hooks import ModuleHook
+from dtrain.sharding.placement import STAGES, memory_formula
 
 
 def build(request: EngineRequest) -> Engine:
@@ -219,20 +220,17 @@ class Fsdp2States(LocalStates):
         FP32 weights in low-precision units and frozen weights are replicated. Unsharded weights are freed between steps
         at both stages; on CPU a rank keeps its shard of the compute weights, which the others read.
         """
-        world_size = self.comm.world_size
-        shards = [(unit.num_parameters, unit.dtype.itemsize) for unit in self.units]
-        sharded = -(-sum(numel for numel, _ in shards) // world_size)
-        held = sharded + sum(math.prod(shard.shape) for shard in self.replicated.local_shards)
-        compute = sum(numel * size for numel, size in shards) if any(unit.shards for unit in self.units) else 0
-        replicated = self.plan.state_bytes({s.name: math.prod(s.shape) for s in self.replicated.local_shards})
+        is_held = any(unit.shards for unit in self.units)
+        weights = sum(unit.num_parameters * unit.dtype.itemsize for unit in self.units if is_held)
         replicas = sum(tensor.nbytes for tensor in self.replicated.replicas)
-        return {
-            "compute": -(-compute // world_size) + replicas,
-            "main_grad": 4 * held,
-            "master": 4 * held,
-            "moments": -(-(self.state_bytes - replicated) // world_size) + replicated,
-            "frozen": self.frozen_bytes,
-        }
+        numels = {shard.name: math.prod(shard.shape) for shard in self.replicated.local_shards}
+        numel, states, frozen = sum(numels.values()), self.plan.state_bytes(numels), self.frozen_bytes
+        whole = memory_formula(STAGES[0], numel=numel, state_bytes=states, replica_bytes=replicas, frozen_bytes=frozen)
+        numel, states = self.num_parameters - numel, self.state_bytes - states
+        sharded = memory_formula(
+            STAGES[3], numel=numel, state_bytes=states, replica_bytes=weights, num_ranks=self.comm.world_size
+        )
+        return {kind: whole[kind] + sharded[kind] for kind in whole}
 
 
 def _mesh(comm: Communicator) -> DeviceMesh:

@@ -11,14 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.config.tool_schema import BenchSuite, LossHeadBenchConfig
-from dtrain.device import PeakMemory
+from dtrain.device import TensorBytes
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.operations.timing import Operation, measure_operations, time_rounds
 from dtrain.measure.bench.records import OperationResults, OperationTiming
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
-from dtrain.planning.storages import StorageTracker
 from dtrain.precision.hardware import has_bf16_products
 from dtrain.tools.tables import plural
 
@@ -119,23 +118,15 @@ class _Head:
         """Returns the peak memory of each case over the bytes of FP32 logits."""
         logits = 4 * len(self.hidden) * len(self.weight)
         gradients = self.hidden.nbytes + 4 * self.weight.numel()  # the weight's is summed in FP32
-        # a compiled graph allocates without an operation that could be counted on a CPU
-        is_counted = self.hidden.is_cuda
-        peaks = {name: self._peak(run) for name, run in self.cases(compiled=compiled and is_counted).items()}
+        peaks = {name: self._peak(run) for name, run in self.cases(compiled=compiled).items()}
         return {name: {PEAK: peak / logits, BESIDE: (peak - gradients) / logits} for name, peak in peaks.items()}
 
     def _peak(self, run: Callable[[], None]) -> int:
         run()  # compiles, and loads libraries
         self.hidden.grad = self.weight.grad = None
-        if self.hidden.is_cuda:
-            meter = PeakMemory(self.hidden.device)
+        with TensorBytes(self.hidden.device) as found:
             run()
-            return meter.tensors()
-        tracker = StorageTracker()
-        tracker.exclude(value.untyped_storage() for value in (self.hidden, self.weight, self.targets))
-        with tracker:
-            run()
-        return sum(tracker.peak.values())
+        return found.peak
 
 
 def _full(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

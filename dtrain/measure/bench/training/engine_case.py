@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from dtrain.config.schema import RunConfig, TelemetryConfig
+from dtrain.device import TensorBytes
 from dtrain.distributed.startup.setup import connect
 from dtrain.engine.interface import Engine
 from dtrain.measure.bench.records import LinearFormat, RankJob
@@ -81,13 +81,6 @@ class _ActivationBytes(StepWatch):
 
     @contextmanager
     def forward(self, micro: MicroBatch) -> Iterator[None]:
-        if self._device.type == "cuda":
-            before = torch.cuda.memory_allocated(self._device)
+        with TensorBytes(self._device) as found:
             yield
-            self.nbytes = torch.cuda.memory_allocated(self._device) - before
-            return
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-            yield
-        assert profiler.profiler is not None
-        events = profiler.profiler.kineto_results.events()
-        self.nbytes = sum(event.nbytes() for event in events if event.name() == "[memory]")
+        self.nbytes = found.kept
