@@ -55,11 +55,10 @@ VERBS = {  # its meaning and an example
     "replay": ("reproduce a step of a run, and show where it went wrong", "runs/mine step=37"),
     "doctor": ("show what this machine and the engines can do", "engines"),
     "formats": ("show what each number format does to a number", "0.1 1e-8 70000"),
-    "experiment": ("repeat the experiments of the paper on mixed precision", "loss-scaling"),
 }
 
 
-MEASURES = ("accept", "bench", "experiment", "parity", "probe", "replay")
+MEASURES = ("accept", "bench", "parity", "probe", "replay")
 """Verbs that train a model in order to measure something; the other verbs but ``train`` and ``plan`` read."""
 
 
@@ -78,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb == "--version":
         print(f"dtrain {version()}")
         return 0
+    if verb == "experiment":
+        name = "_".join(rest[:1]).replace("-", "_") or "NAME"
+        return _fail(
+            ConfigError(f"an experiment is a script: python docs/experiments/{name}.py; docs/experiments/README.md")
+        )
     if verb not in VERBS:
         return _fail(ConfigError(f"unknown verb '{verb}'{nearest(verb, VERBS)}"))
     try:

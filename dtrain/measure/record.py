@@ -36,13 +36,13 @@ class RecordHead:
 Found = TypeVar("Found")
 
 
-def head(command: str, config: Any = None) -> dict[str, Any]:
-    """Returns the fields of :class:`RecordHead` for a measurement of this process, by name; some have no ``config``."""
+def head(command: str, config: Any) -> dict[str, Any]:
+    """Returns the fields of :class:`RecordHead` for a measurement of this process, by name."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
         "host": describe_host(),
-        "config": {} if config is None else redact(config_to_dict(config)),
+        "config": redact(config_to_dict(config)),
     }
 
 

@@ -84,11 +84,6 @@ class FloatFormat:
         return math.ldexp(1.0, -self.mantissa_bits)
 
     @property
-    def unit_roundoff(self) -> float:
-        """Largest relative rounding error in the normal range."""
-        return self.epsilon / 2
-
-    @property
     def decimal_digits(self) -> float:
         """Precision in decimal digits, counting the implicit leading bit."""
         return (self.mantissa_bits + 1) * math.log10(2)
@@ -146,30 +141,6 @@ FP16 = FloatFormat("fp16", 5, 10)
 FP8_E4M3 = FloatFormat("fp8 e4m3", 4, 3, ieee=False)
 FP8_E5M2 = FloatFormat("fp8 e5m2", 5, 2)
 FORMATS = (FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)
-
-
-def gamma(length: int, unit_roundoff: float) -> float:
-    """Returns the error bound n u / (1 - n u) of n = ``length`` roundings in any order; Inf if n u >= 1.
-
-    Higham, "Accuracy and Stability of Numerical Algorithms" (2nd edition), lemma 3.1.
-    """
-    product = length * unit_roundoff
-    return product / (1 - product) if product < 1 else math.inf
-
-
-def product_bound(length: int, operands: FloatFormat, *, sums: FloatFormat = FP32, output: FloatFormat = FP32) -> float:
-    """Returns the largest error of a computed x.y relative to |x|.|y|, for numbers in the normal ranges.
-
-    A format whose products are exact in ``sums`` still counts ``length`` roundings, one more than its sums have.
-
-    Args:
-        length: length of the vectors.
-        operands: format that x and y are rounded to.
-        sums: format in which they are multiplied and added, in any order.
-        output: format that the sum is rounded to at the end.
-    """
-    operand_error, output_error = operands.unit_roundoff, output.unit_roundoff if output != sums else 0.0
-    return (1 + operand_error) ** 2 * (1 + gamma(length, sums.unit_roundoff)) * (1 + output_error) - 1
 
 
 def _exponent(number: Fraction) -> int:

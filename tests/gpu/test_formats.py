@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import dtrain
-from dtrain.precision.formats import BF16, FP16, TF32, FloatFormat, product_bound
+from dtrain.precision.formats import BF16, FP16, TF32, FloatFormat
 from tests.gpu.device import DEVICE, ON_CPU, capability
 from tests.unit.precision.test_formats import DTYPES, LOW
-from tests.unit.precision.test_rounding_bound import NUM_OUT, numbers, share_of_bound
+from tests.unit.precision.test_rounding_bound import NUM_OUT, numbers, product_bound, share_of_bound
 
 
 @pytest.mark.parametrize("floats", LOW, ids=lambda floats: floats.name)

@@ -8,7 +8,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-PAGES += sorted(page for glob in ("*.md", "examples/*.*", "decisions/*.md") for page in ROOT.glob(f"docs/{glob}"))
+PAGES += sorted(
+    page
+    for glob in ("*.md", "examples/*.*", "experiments/*.*", "experiments/failures/*.*", "decisions/*.md")
+    for page in ROOT.glob(f"docs/{glob}")
+)
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 
 # whole words; an identifier counts as the words between its underscores and humps

@@ -1,4 +1,4 @@
-"""``dtrain formats``, and ``dtrain formats`` with numbers, ``failures``, ``picture`` or ``histogram``."""
+"""``dtrain formats``, and ``dtrain formats`` with numbers, ``picture`` or ``histogram``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,13 @@ from dtrain.tools.tables import show
 _COMMANDS = """commands:
   (none)               what each format is: bits, range, precision, whether it needs scaling, speed of GPUs
   NUMBER ...           what each format makes of a number: dtrain formats 0.1 1e-8 70000
-  failures             how reduced precision goes wrong: each failure provoked, detected, and fixed by what dtrain does
   picture [FILE.png]   draw the error of every format across magnitudes, by default in formats.png
   histogram RUN [FILE.png] [PATTERN]
                        what the formats would lose of the gradients of a run: a table of the newest sampled step, and
                        in FILE.png the exponents against the formats' ranges; PATTERN chooses parameters, '*' is all
 
 On a terminal the tables are drawn; elsewhere they are Markdown."""
-_NAMES = ("failures", "picture", "histogram")
+_NAMES = ("picture", "histogram")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,10 +35,6 @@ def main(argv: Sequence[str]) -> int:
     if arguments.command == "numbers":
         show([number_table(word, number) for word, number in arguments.numbers])
         print(NUMBER_NOTE)
-    elif arguments.command == "failures":
-        from dtrain.tools.formats.failures import show_failures  # imports torch, which the other commands do not need
-
-        show_failures()
     elif arguments.command == "picture":
         from dtrain.tools.formats.picture import draw  # imports matplotlib
 
@@ -76,13 +71,12 @@ def _histogram(run: Path, words: Sequence[str]) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "dtrain formats",
-        usage="dtrain formats [NUMBER ... | failures | picture [FILE.png] | histogram RUN [FILE.png] [PATTERN]]",
+        usage="dtrain formats [NUMBER ... | picture [FILE.png] | histogram RUN [FILE.png] [PATTERN]]",
         epilog=_COMMANDS,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = parser.add_subparsers(dest="command", help=argparse.SUPPRESS)
     commands.add_parser("numbers").add_argument("numbers", nargs="+", type=_number)
-    commands.add_parser("failures")
     commands.add_parser("picture").add_argument("file", nargs="?", type=_picture_file, default=Path("formats.png"))
     histogram = commands.add_parser("histogram")
     histogram.add_argument("run", nargs="?", type=Path)
@@ -91,12 +85,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _number(word: str) -> tuple[str, Number]:
+    if word == "failures":
+        raise ConfigError(
+            "each failure is a script: python docs/experiments/failures/NAME.py; docs/experiments/README.md"
+        )
     number = parse_number(word)
     if number is None:
         hint = nearest(word, _NAMES) if word.isalpha() else ""
         raise ConfigError(
-            f"dtrain formats takes numbers from 1e-300 to 1e300, or 'failures', 'picture' or 'histogram'; "
-            f"got '{word}'{hint}"
+            f"dtrain formats takes numbers from 1e-300 to 1e300, or 'picture' or 'histogram'; got '{word}'{hint}"
         )
     return word, number
 

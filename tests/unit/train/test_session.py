@@ -106,8 +106,6 @@ OWN_LOOPS = {
     "dtrain/train/session.py": "the body of the loop",
     "dtrain/integrations/": "the loops are transformers' and accelerate's",
     "dtrain/measure/bench/peers/": "the other libraries' own loops",
-    "dtrain/measure/experiment/train.py": "networks of the paper, which compute their loss outside of the model",
-    "dtrain/tools/formats/failures.py": "as a user of the library writes it",
 }
 """Where ``accumulate`` or ``backward`` may be called, and why."""
 
