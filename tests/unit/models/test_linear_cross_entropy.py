@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import dtrain
+from dtrain.device import TensorBytes
 from dtrain.errors import ModelError, UsageError
 from dtrain.models.causal_lm import causal_lm_output
 from dtrain.models.linear_cross_entropy import auto_chunk_rows, linear_cross_entropy
-from dtrain.planning.storages import StorageTracker
 from dtrain.tasks import IGNORE_INDEX
 from tests.helpers.host_reads import forbidden
 from tests.helpers.oracle import normwise_error
@@ -168,9 +168,9 @@ def test_a_token_that_does_not_count_reaches_nothing_and_the_host_reads_nothing(
 
 def test_only_needed_gradients_are_formed_and_a_kept_graph_gives_them_again() -> None:
     hidden, weight, _, targets = inputs(rows=720)
-    with StorageTracker() as tracker, torch.no_grad():
+    with TensorBytes(weight.device) as taken, torch.no_grad():
         linear_cross_entropy(hidden, weight, targets, chunk_rows=4)
-    assert sum(tracker.peak.values()) < 1.5 * weight.nbytes, "the weight itself, and no gradient without grad mode"
+    assert taken.peak < 0.5 * weight.nbytes, "no gradient without grad mode"
     (only,) = torch.autograd.grad(linear_cross_entropy(hidden.detach(), weight, targets), (weight,))
     loss = linear_cross_entropy(hidden, weight, targets)
     first = torch.autograd.grad(3 * loss, (hidden, weight), retain_graph=True)
@@ -183,17 +183,15 @@ def test_only_needed_gradients_are_formed_and_a_kept_graph_gives_them_again() ->
 
 def test_temporaries_are_a_twentieth_of_full_fp32_logits() -> None:
     """At 4,096 tokens, the share does not depend on the vocabulary; both gradients are counted apart."""
-    with StorageTracker() as tracker:
-        hidden, weight, _, targets = inputs(4096, 4096, 64)
-        tracker.reset_peak()
-        before = sum(tracker.live.values())
+    hidden, weight, _, targets = inputs(4096, 4096, 64)
+    with TensorBytes(weight.device) as forward:
         loss = linear_cross_entropy(hidden, weight, targets)
-        peak, held = sum(tracker.peak.values()) - before, sum(tracker.live.values()) - before
-        summed = 4 * weight.numel()  # the FP32 sums of the weight's gradient
-        assert peak - hidden.nbytes - summed <= 0.05 * 4 * 4096 * 4096
-        assert abs(held - hidden.nbytes - weight.nbytes) < 100, "between forward and backward: the two gradients"
+    summed = 4 * weight.numel()  # the FP32 sums of the weight's gradient
+    assert forward.peak - hidden.nbytes - summed <= 0.05 * 4 * 4096 * 4096
+    assert abs(forward.kept - hidden.nbytes - weight.nbytes) < 100, "between forward and backward: the two gradients"
+    with TensorBytes(weight.device) as backward:
         loss.backward()
-        assert sum(tracker.peak.values()) - before <= peak, "backward takes no more"
+    assert forward.kept + backward.peak <= forward.peak, "backward takes no more"
 
 
 def test_auto_rows() -> None:
