@@ -24,10 +24,10 @@ _OWN = """\
   network=NAME|FILE   time, scale: ib-400g (default), ib-200g, efa, ethernet, nvlink, or what dtrain bench collectives
                       bench.out=FILE has measured between such ranks
 
-Of time on a device that is elsewhere, and of scale:
+Of time, and of scale:
 
   efficiency=0.7      part of the published rate that products reach
-  step_ms=MS          measured computation of one rank in a step, instead of the published rates
+  step_ms=MS          measured computation of one rank in a step, instead of the published rates; time measures it here
   overlap_slowdown=X  by which a transfer slows the computation beside it (default 1.189)
   spread=X            deviation of the GPUs' speeds; a step takes as long as its slowest rank (default 0.015)
   gradients=engine    or ring, ring-fp32: reduce-scatters where the engine uses all-to-all
@@ -167,13 +167,13 @@ def _show(plan: str, config: RunConfig, given: Mapping[str, str]) -> None:
 
 
 def _show_time(config: RunConfig, given: Mapping[str, str]) -> None:
+    from dtrain.planning.record.ranks import NCCL
+    from dtrain.planning.time.prediction import NO_NETWORK
     from dtrain.planning.time.show import show_time
 
     run = planned_run(config, given)
-    unused = [key for key in _TIME_KEYS if key in given and key not in (*_RUN_KEYS, "network")]
-    if run.device.is_here and unused:
-        raise ConfigError(f"{unused[0]}= is for a prediction, and {run.device.name} is here, so its steps are measured")
-    show_time(run, _assumptions(given), Path(given["network"]) if "network" in given else None)
+    # no network between the ranks of a CPU is assumed
+    show_time(run, _assumptions({"network": NO_NETWORK, **given} if run.transport != NCCL else given))
 
 
 def _show_scale(config: RunConfig, given: Mapping[str, str]) -> None:

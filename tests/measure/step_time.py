@@ -15,7 +15,8 @@ from typing import Any
 from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.time.amdahl import expected
-from dtrain.planning.time.show import RankTime, measure_time, product_share
+from dtrain.planning.time.prediction import Assumptions
+from dtrain.planning.time.show import RankTime, measure_time, product_share, with_ranks
 from dtrain.telemetry.metrics import read_metrics
 from tests.distributed.test_plans import configuration
 from tests.measure.results import bench_collectives, load_now, printed, write
@@ -48,11 +49,12 @@ _STEPS, _SKIPPED = 14, 3
 _NOT_TIMED = ["train.save_every=0", "train.eval_every=0", "train.sample_tokens=0", "report=false"]
 
 
-def planned(ranks: int, keys: list[str], network: Path) -> RankTime:
+def planned(ranks: int, keys: list[str], network: Path) -> tuple[RankTime, float]:
+    """Returns the measured times of a rank, and the planned milliseconds of a step."""
     config = configuration(ranks, [*keys, f"launch.num_processes={ranks}"], DEFAULTS)
-    return measure_time(
-        PlannedRun.of(config, find_device("cpu", ranks), ranks), network if ranks > 1 else None, _BUDGET_S
-    )
+    run = PlannedRun.of(config, find_device("cpu", ranks), ranks)
+    times = measure_time(run, _BUDGET_S)
+    return times, 1e3 * with_ranks(run, times, Assumptions(str(network), spread=0.0)).seconds
 
 
 def trained(ranks: int, keys: list[str]) -> float:
@@ -73,8 +75,8 @@ def measure(ranks: int, keys: list[str], network: Path) -> dict[str, Any]:
     for _ in range(_ROUNDS):
         plans.append(planned(ranks, keys, network))
         steps.append(trained(ranks, keys))
-    ms, measured = median(plan.step.ms for plan in plans), median(steps)
-    plan = plans[-1]
+    ms, measured = median(planned_ms for _, planned_ms in plans), median(steps)
+    plan = plans[-1][0]
     result = {"ranks": ranks, "keys": keys, "planned_ms": ms, "measured_ms": measured, "ratio": round(ms / measured, 3)}
     if ranks == 1 and plan.precision == "fp32" and "bf16" in plan.speedups:
         changed = ["precision=bf16" if key.startswith("precision=") else key for key in keys]

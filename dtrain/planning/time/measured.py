@@ -1,4 +1,4 @@
-"""Times the steps of one rank: its real work on its device, and by a model of the network what it waits for others."""
+"""Times the work of one rank on its real device; the other ranks are absent."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dtrain.config.schema import RunConfig
 from dtrain.data.loader import PrefetchedBatches
 from dtrain.engine.interface import Engine
-from dtrain.planning.record.ranks import NCCL, planned_ranks
-from dtrain.planning.time.network import Network
-from dtrain.planning.time.replay import Replay, replay
-from dtrain.planning.time.timeline import Timeline
-from dtrain.telemetry.throughput import PhaseTimes, device_name, mfu
+from dtrain.planning.record.ranks import planned_ranks
+from dtrain.planning.record.transfers import Transfer
+from dtrain.telemetry.throughput import PhaseTimes
 from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.session import Session
 
@@ -30,27 +30,72 @@ _STEPS_OF_WINDOW = {"cpu": 1, "cuda": 5}  # the end of a window synchronizes wit
 
 @dataclass(frozen=True)
 class StepTime:
-    """Milliseconds of a step on one rank, in each of some windows.
+    """Milliseconds of a step on one rank without waits for other ranks.
 
     Attributes:
-        busy_ms: without waits for other ranks.
-        waited_ms: for other ranks.
-        hidden_ms: of communication while the rank computes.
+        busy_ms: in each of some windows.
         phases_ms: medians by phase of :data:`PHASES`; on a GPU only the wait for data, because the host runs ahead.
-        num_transfers: collectives.
-        received: bytes that the rank receives.
     """
 
     busy_ms: list[float]
-    waited_ms: list[float]
-    hidden_ms: list[float]
     phases_ms: dict[str, float]
-    num_transfers: int
-    received: int
 
     @property
     def ms(self) -> float:
-        return median(busy + waited for busy, waited in zip(self.busy_ms, self.waited_ms, strict=True))
+        return median(self.busy_ms)
+
+
+class _Clock:
+    """Times work on a device without the work that stands for other ranks.
+
+    Marks are of the host on a CPU, and of the current stream on a GPU, which the host does not wait for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self.restart()
+
+    def restart(self) -> None:
+        self._absences: list[tuple[Any, Any]] = []
+        self._begin = self._mark()
+
+    def seconds(self) -> float:
+        """Returns the seconds since :meth:`restart`; on a GPU the host waits for the work until here."""
+        whole = (self._begin, self._mark())
+        taken, *lost = [self._between(*span) for span in (whole, *self._absences)]
+        return taken - sum(lost)
+
+    def _mark(self) -> Any:
+        if not self._is_cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start: Any, end: Any) -> float:
+        if not self._is_cuda:
+            return float(end - start)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
+
+    # -- the log of planned ranks
+
+    def start(self, transfer: Transfer) -> int:
+        """Returns 0: transfers take no time here."""
+        return 0
+
+    def wait(self, number: int) -> None:
+        """Does nothing."""
+
+    def gathered(self, output: Tensor) -> None:
+        """Does nothing."""
+
+    @contextmanager
+    def absent(self) -> Iterator[None]:
+        """What happens inside takes no time: it stands for the work of others."""
+        begin = self._mark()
+        yield
+        self._absences.append((begin, self._mark()))
 
 
 class PlannedRank:
@@ -65,11 +110,9 @@ class PlannedRank:
         if num_ranks > 1:
             config = replace(config, engine=config.engine.as_native())
         config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
-        config = config.at_largest_batch()
-        self._timeline = Timeline(device)
-        comm = planned_ranks(num_ranks, transport, device, self._timeline)
-        self.session = Session.open(config, comm)
-        self._overlaps = transport == NCCL
+        self._clock = _Clock(device)
+        comm = planned_ranks(num_ranks, transport, device, self._clock)
+        self.session = Session.open(config.at_largest_batch(), comm)
 
     @property
     def engine(self) -> Engine:
@@ -84,16 +127,13 @@ class PlannedRank:
         finally:
             batches.close()
 
-    def time(self, network: Network | None, budget_s: float, ready: Callable[[], None]) -> StepTime:
+    def time(self, budget_s: float, ready: Callable[[], None] = lambda: None) -> StepTime:
         """Times steps for about ``budget_s`` seconds, after two that are not counted.
 
-        Without a ``network``, transfers take no time. ``ready`` waits for the processes that share the host, before the
-        steps that count.
+        ``ready`` waits for the processes that share the host, before the steps that count.
         """
-        device = self.engine.device
-        steps = _STEPS_OF_WINDOW[device.type]
+        steps = _STEPS_OF_WINDOW[self.engine.device.type]
         busy: list[float] = []
-        replays: list[Replay] = []
         phases: list[dict[str, float]] = []
         with self.batches() as batches:
             for _ in range(_WARMUP_STEPS):
@@ -104,30 +144,19 @@ class PlannedRank:
             while len(busy) < _LEAST_WINDOWS or (time.monotonic() < deadline and len(busy) < _MOST_WINDOWS):
                 waited = 0.0
                 clock.window(1)
-                self._timeline.restart()
+                self._clock.restart()
                 for _ in range(steps):
                     batch = next(batches)
                     waited += batches.waited_s
                     self.session.step(batch)
-                trace = self._timeline.trace()
+                busy.append(1e3 * self._clock.seconds() / steps)
                 phases.append({"data_wait_ms": 1e3 * waited / steps, **clock.window(steps)})
-                busy.append(1e3 * trace.seconds / steps)
-                seconds_of = network.seconds if network is not None else lambda _: 0.0
-                replays.append(replay(trace, seconds_of, overlaps=self._overlaps))
-        return StepTime(
-            busy_ms=busy,
-            waited_ms=[1e3 * (one.seconds - one.compute) / steps for one in replays],
-            hidden_ms=[1e3 * max(0.0, one.total().seconds + one.compute - one.seconds) / steps for one in replays],
-            phases_ms={name: median(one[name] for one in phases) for name in PHASES if name in phases[0]},
-            num_transfers=len(trace.transfers) // steps,
-            received=sum(transfer.nbytes for transfer in trace.transfers.values()) // steps,
-        )
+        return StepTime(busy, {name: median(one[name] for one in phases) for name in PHASES if name in phases[0]})
 
-    def utilization(self, step_s: float) -> float | None:
-        """Returns the MFU of steps of ``step_s`` seconds, or None if a rate or the model's FLOPs are unknown."""
-        engine, config = self.engine, self.session.config
+    def flops(self) -> float | None:
+        """Returns the model's FLOPs of a step on this rank, or None if they are unknown."""
+        config = self.session.config
         by_seq_len = flops_by_seq_len(config, self.session.dataset)
         if by_seq_len is None:
             return None
-        flops = flops_between(config.batch_growth, by_seq_len, 0, 1) / engine.world_size
-        return mfu(device_name(engine.device), engine.policy.name, flops / step_s)
+        return flops_between(config.batch_growth, by_seq_len, 0, 1) / self.engine.world_size

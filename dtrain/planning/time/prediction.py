@@ -18,6 +18,8 @@ from dtrain.planning.time.network import Network
 from dtrain.planning.time.rates import Parts, Rates, Work
 from dtrain.planning.time.replay import Replay, Share, replay
 
+NO_NETWORK = ""
+"""Network whose transfers take no time."""
 ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
 """Ways to reduce gradients: as the engine does, or by a ring reduce-scatter of their dtype, or of FP32."""
 
@@ -34,17 +36,19 @@ class Assumptions:
     gradients: str = ENGINE
     write_gbps: float = 10.0
 
-    def links(self, run: PlannedRun) -> Fabric | Network:
+    def links(self, run: PlannedRun, *, has_rates: bool = True) -> Fabric | Network:
         """Returns the network of ``run``, by its name or from the results of ``dtrain bench collectives``.
 
         Raises:
-            ConfigError: the network does not fit the run, or it is on a CPU and there is no ``step_ms``.
+            ConfigError: the network does not fit the run, or the rates that a CPU does not have are needed.
         """
-        if run.device.type == "cpu" and self.step_ms is None:
+        if has_rates and run.device.type == "cpu" and self.step_ms is None:
             raise ConfigError(
                 "no rates of a CPU are published; give device=h100-80gb or another GPU, or step_ms=, the computation "
                 "of a rank in a step, which dtrain plan time measures"
             )
+        if self.network == NO_NETWORK:
+            return Network.free()
         if self.network not in FABRICS and Path(self.network).is_file():
             return Network.read(Path(self.network), run.transport)
         found = find_fabric(self.network)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import quantiles
 
@@ -16,13 +16,11 @@ from dtrain.distributed.transport.choose import make_communicator
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.record.ranks import HOST, SOCKETS
 from dtrain.planning.time.amdahl import Item, expected, limit, limit_line, profile_items, record, speedups
 from dtrain.planning.time.measured import PlannedRank, StepTime
-from dtrain.planning.time.network import Network
-from dtrain.planning.time.prediction import Assumptions, Prediction, PricedRun, assumptions, predict
-from dtrain.planning.time.replay import PURPOSES
-from dtrain.telemetry.throughput import mfu_text
+from dtrain.planning.time.prediction import NO_NETWORK, Assumptions, Prediction, PricedRun, assumptions, predict
+from dtrain.planning.time.replay import PURPOSES, Replay
+from dtrain.telemetry.throughput import mfu, mfu_text
 from dtrain.tools.tables import Table, plural, show
 
 _BUDGET_S = 10.0
@@ -32,48 +30,51 @@ _PHASES = {"data_wait_ms": "wait for data", "forward_ms": "forward", "backward_m
 
 @dataclass(frozen=True)
 class RankTime:
-    """Times of one rank.
+    """Measured times of one rank.
 
     Attributes:
         step: without profiler.
-        mfu: None if unknown.
+        flops: the model's FLOPs of a step; None if unknown.
         items: operations of a step, longest first.
         speedups: of the products, by format.
         precision: name of the policy.
     """
 
     step: StepTime
-    mfu: float | None
+    flops: float | None
     items: list[Item]
     speedups: dict[str, float]
     precision: str
 
 
-def show_time(run: PlannedRun, assumed: Assumptions, network: Path | None) -> None:
-    """Prints the time of a step of ``run``: measured if its device is this machine's, else predicted.
-
-    Args:
-        run: see above.
-        assumed: for a prediction.
-        network: for a measurement: the results of ``dtrain bench collectives``; None: communication takes no time.
+def show_time(run: PlannedRun, assumed: Assumptions) -> None:
+    """Prints the time of a step of ``run``; the rank's own work is measured if its device is this machine's.
 
     Raises:
-        ConfigError: ``network`` is no such file, or a rate of a device that is elsewhere is not published.
+        ConfigError: the network does not fit the run, or a rate of a device that is elsewhere is not published.
         RankError: the steps failed.
     """
     if not run.device.is_here:
         show_prediction(predict(run, assumed), assumed)
         return
-    if network is not None:
-        Network.read(network, run.transport)  # an error here is shown before the processes start
-    times = measure_time(run, network, _BUDGET_S)
-    show([phase_table(times)])
-    for line in summary(times, run, network):
+    run = _as_started(run)
+    assumed.links(run, has_rates=False)  # an error here is shown before the processes start
+    times = measure_time(run, _BUDGET_S)
+    step = with_ranks(run, times, assumed)
+    show([phase_table(times, step)])
+    for line in summary(times, step, run, assumed):
         print(line)
     print()
     show([item_table(times), *([format_table(times)] if times.speedups else [])])
     if not times.speedups:
         print(f"{limit_line(product_share(times))}; in no other format have they been timed")
+
+
+def with_ranks(run: PlannedRun, times: RankTime, assumed: Assumptions) -> Replay:
+    """Returns the step of ``run`` whose rank has taken ``times``, with what it waits for other ranks."""
+    if run.num_ranks == 1:
+        return Replay(times.step.ms / 1e3, times.step.ms / 1e3, 0.0)
+    return predict(run, replace(assumed, step_ms=times.step.ms)).step
 
 
 def show_prediction(found: Prediction, assumed: Assumptions) -> None:
@@ -100,104 +101,98 @@ def show_prediction(found: Prediction, assumed: Assumptions) -> None:
         f"{found.targets_per_s:,.0f} {run.unit}/s on {plural(run.num_ranks, 'rank')}, at most "
         f"{targets / least.total:,.0f}: each operation alone, at the published rate or bandwidth, which no run reaches"
     )
-    for line in (*assumptions(run, assumed), limit_line(least.products / least.total)):
+    for line in (*assumptions(run, assumed), limit_line(least.products / least.total), *_communication(step, assumed)):
         print(line)
-    transfers = step.total()
-    if transfers.count:
-        print(
-            f"{transfers.count} collectives a step, of which a rank receives {transfers.nbytes / 1e6:.4g} MB in "
-            f"{1e3 * transfers.seconds:.4g} ms, {1e3 * transfers.exposed:.4g} ms of which it waits"
-        )
 
 
-def measure_time(run: PlannedRun, network: Path | None, budget_s: float) -> RankTime:
+def measure_time(run: PlannedRun, budget_s: float) -> RankTime:
     """Returns the times of the slowest of the ranks that share this host, each in a process of its own.
 
     The ranks of a CPU share its cores and memory, so as many run at the same time as the host has; a GPU runs one.
     The steps take ``budget_s`` seconds, and the products twice as many.
     """
     config = run.config
-    is_cpu = run.device.type == "cpu"
-    asked = config.launch.num_processes
-    processes = min(run.num_ranks, asked if isinstance(asked, int) else num_cores()) if is_cpu else 1
+    is_cpu, processes = run.device.type == "cpu", _num_processes(run)
     threads = config.launch.threads_per_rank or (
         1 if config.engine.reproducible and is_cpu else max(1, num_cores() // processes)
     )
-    # ranks of several hosts go through sockets
-    transport = SOCKETS if run.transport == HOST and processes < run.num_ranks else run.transport
-    job = {
-        "config": config_to_dict(config),
-        "ranks": run.num_ranks,
-        "transport": transport,
-        "network": None if network is None else str(network.resolve()),
-        "budget_s": budget_s,
-    }
+    job = {"config": config_to_dict(config), "ranks": run.num_ranks, "transport": run.transport, "budget_s": budget_s}
     rank = Rank(job, ranks=processes, device=config.launch.device, threads=threads)
     with tempfile.TemporaryDirectory(prefix="dtrain-plan-") as folder:
         results = run_ranks("dtrain.planning.time.show:measure_rank", rank, folder=Path(folder))
     return max((from_plain(RankTime, result) for result in results), key=lambda times: times.step.ms)
 
 
+def _num_processes(run: PlannedRun) -> int:
+    asked = run.config.launch.num_processes
+    host = asked if isinstance(asked, int) else num_cores()
+    return min(run.num_ranks, host) if run.device.type == "cpu" else 1
+
+
+def _as_started(run: PlannedRun) -> PlannedRun:
+    """Returns ``run`` with the transport of its CPU ranks, which go through sockets if there are several hosts."""
+    if run.device.type == "cuda" or _num_processes(run) == run.num_ranks:
+        return run
+    config = run.config
+    return replace(run, config=replace(config, launch=replace(config.launch, shared_memory=False)))
+
+
 def measure_rank(rank: Rank) -> RankTime:
     """Measures a rank of the planned job beside the others that share this host.
 
-    The job is ``config``, ``ranks`` of the run, their ``transport``, the file ``network`` or None, and ``budget_s``:
-    seconds for the steps, and twice as many for the products.
+    The job is ``config``, ``ranks`` of the run, their ``transport``, and ``budget_s``: seconds for the steps, and twice
+    as many for the products.
     """
     job, device = rank.job, rank.torch_device()
     processes = make_communicator(dist.group.WORLD if rank.ranks > 1 else None, device, shared_memory=False)
     planned = PlannedRank(config_from_dict(job["config"]), job["ranks"], device, job["transport"])
-    network = None if job["network"] is None else Network.read(Path(job["network"]), job["transport"])
-    step = planned.time(network, job["budget_s"], processes.barrier)
+    step = planned.time(job["budget_s"], processes.barrier)
     items = profile_items(planned)
     faster = speedups(record(planned), device, 2 * job["budget_s"])
     processes.barrier()
-    return RankTime(step, planned.utilization(step.ms / 1e3), items, faster, planned.engine.policy.name)
+    return RankTime(step, planned.flops(), items, faster, planned.engine.policy.name)
 
 
-def part_table(title: str, ms: Mapping[str, float]) -> Table:
-    """Returns a table of the parts of a step, the last of which is ``step``, the whole."""
-    rows = [(name, f"{taken:.4g}", f"{taken / ms['step']:.0%}") for name, taken in ms.items()]
-    return Table(title, ("part", "ms", "share"), rows)
+def phase_table(times: RankTime, step: Replay) -> Table:
+    """Returns a table of the measured phases and the predicted waits."""
+    phases = {_PHASES[name]: ms for name, ms in times.step.phases_ms.items()}
+    phases["wait for ranks"] = 1e3 * (step.seconds - step.compute)
+    whole = 1e3 * step.seconds
+    parts = {**phases, "other": max(0.0, whole - sum(phases.values())), "step": whole}
+    rows = [(name, f"{taken:.4g}", f"{taken / whole:.0%}") for name, taken in parts.items()]
+    return Table("Time of a step", ("part", "ms", "share"), rows)
 
 
-def phase_table(times: RankTime) -> Table:
-    step = times.step
-    waited = sum(step.waited_ms) / len(step.waited_ms)
-    phases = {**{_PHASES[name]: ms for name, ms in step.phases_ms.items()}, "wait for ranks": waited}
-    other = max(0.0, step.ms - sum(phases.values()))
-    return part_table("Time of a step", {**phases, "other": other, "step": step.ms})
-
-
-def summary(times: RankTime, run: PlannedRun, network: Path | None) -> list[str]:
-    step, train = times.step, run.config.train
+def summary(times: RankTime, step: Replay, run: PlannedRun, assumed: Assumptions) -> list[str]:
+    train, ms, waited = run.config.train, 1e3 * step.seconds, 1e3 * step.seconds - times.step.ms
     tokens = train.global_batch_size * run.config.targets_per_sample
-    totals = [busy + waited for busy, waited in zip(step.busy_ms, step.waited_ms, strict=True)]
-    low, _, high = quantiles(totals, n=4)
+    low, _, high = quantiles(times.step.busy_ms, n=4)
     lines = [
-        f"{step.ms:.4g} ms a step (half of them between {low:.4g} and {high:.4g}), {tokens / step.ms * 1e3:,.0f} "
-        f"{run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} take "
-        f"{_duration(train.steps * step.ms / 1e3)}, without evaluation and checkpoints"
+        f"{ms:.4g} ms a step (half of them between {low + waited:.4g} and {high + waited:.4g}), "
+        f"{tokens / step.seconds:,.0f} {run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} "
+        f"take {_duration(train.steps * step.seconds)}, without evaluation and checkpoints"
     ]
     if run.compiles_blocks:
         lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
-    if times.mfu is not None:
-        lines.append(f"MFU {mfu_text(times.mfu)}")
-    if run.num_ranks > 1:
-        lines.append(_communication(times, run, network))
-    return lines
+    utilization = None if times.flops is None else mfu(run.device.model, times.precision, times.flops / step.seconds)
+    if utilization is not None:
+        lines.append(f"MFU {mfu_text(utilization)}")
+    return [*lines, *_communication(step, assumed)]
 
 
-def _communication(times: RankTime, run: PlannedRun, network: Path | None) -> str:
-    step = times.step
-    traffic = f"{step.num_transfers} collectives a step, of which a rank receives {step.received / 1e6:.4g} MB"
-    if network is None:
-        return (
+def _communication(step: Replay, assumed: Assumptions) -> Iterator[str]:
+    transfers = step.total()
+    traffic = f"{transfers.count} collectives a step, of which a rank receives {transfers.nbytes / 1e6:.4g} MB"
+    if transfers.count and assumed.network == NO_NETWORK:
+        yield (
             f"communication is not in these times: {traffic}; measure the network by dtrain bench collectives "
             "bench.out=network.json, and give network=network.json"
         )
-    hidden = sum(step.hidden_ms) / len(step.hidden_ms)
-    return f"communication: {traffic}; {hidden:.4g} ms of it happen while the rank computes"
+    elif transfers.count:
+        yield (
+            f"{traffic} in {1e3 * transfers.seconds:.4g} ms through {assumed.network}, "
+            f"{1e3 * transfers.exposed:.4g} ms of which it waits"
+        )
 
 
 def item_table(times: RankTime) -> Table:

@@ -103,6 +103,22 @@ def test_a_batch_that_grows_is_planned_at_its_largest(capsys: pytest.CaptureFixt
     assert {tensor.shape for tensor in grown.with_micro_batch_size(2).batch.values()} == {(4, 32)}
 
 
+@pytest.mark.parametrize(
+    ("words", "suggested"),
+    [
+        ("memory devise=cpu", "device"),
+        ("scale rank=8", "ranks"),
+        ("shapes rankz=8", "ranks"),
+        ("time netwrk=x", "network"),
+    ],
+)
+def test_a_misspelled_key_of_the_plan_is_suggested(
+    capsys: pytest.CaptureFixture[str], words: str, suggested: str
+) -> None:
+    assert main(["plan", *words.split()]) == 2
+    assert f"did you mean '{suggested}'" in capsys.readouterr().err
+
+
 def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["train.micro_batch_size=256", "train.global_batch_size=256", "model.num_layers=1", "device=t4-16gb"]
     text = output(capsys, "memory", "precision=fp32", "model=gpt2-124m", *sizes)

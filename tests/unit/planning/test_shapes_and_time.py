@@ -18,9 +18,12 @@ from dtrain.config.dump import config_to_dict
 from dtrain.config.model import ModelConfig
 from dtrain.measure.worker import Rank
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
+from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun
+from dtrain.planning.receipt import RunPlanner
 from dtrain.planning.record.products import ATTENTION, MATMUL, products
-from dtrain.planning.record.ranks import HOST, SOCKETS
+from dtrain.planning.record.ranks import HOST, SOCKETS, planned_ranks
+from dtrain.planning.record.recorder import StepRecorder
 from dtrain.planning.shapes import padding
 from dtrain.planning.shapes import show as shapes
 from dtrain.planning.shapes.rules import Cause, find_causes
@@ -28,9 +31,11 @@ from dtrain.planning.shapes.show import describe, record_products, show_shapes
 from dtrain.planning.time import show as plan_time
 from dtrain.planning.time.amdahl import Item, expected, in_format, limit, record
 from dtrain.planning.time.measured import PlannedRank, StepTime
-from dtrain.planning.time.network import Network
 from dtrain.planning.time.prediction import Assumptions, PricedRun, predict
+from dtrain.planning.time.replay import Replay, Share
 from dtrain.tasks import IGNORE_INDEX, num_targets
+from dtrain.train.receipt import Measured
+from dtrain.train.session import Session
 from tests.helpers.launch import ROOT
 from tests.helpers.net import Net
 from tests.unit.planning.planned_runs import planned_run
@@ -219,7 +224,7 @@ def rank_of(*keys: str, ranks: int = 1, transport: str = HOST) -> PlannedRank:
 def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys: tuple[str, ...]) -> None:
     rank = rank_of("train.global_batch_size=16", "train.micro_batch_size=4", *keys, ranks=ranks, transport=transport)
     before = {name: value.clone() for name, value in rank.engine.module.state_dict().items()} if ranks == 1 else {}
-    times = rank.time(Network.read(NETWORK, transport) if ranks > 1 else None, 0.0, lambda: None)
+    times = rank.time(0.0)
     engine = rank.engine
     assert (engine.world_size, engine.attempted_steps) == (ranks, engine.applied_steps)
     assert engine.compiled_graphs is None
@@ -227,19 +232,18 @@ def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys:
     assert all(ms > 0 for ms in times.busy_ms)
     assert set(times.phases_ms) == {"data_wait_ms", "forward_ms", "backward_ms", "update_ms"}
     assert sum(times.phases_ms.values()) <= 1.1 * max(times.busy_ms)
-    assert bool(times.num_transfers) is (ranks > 1)
-    assert all(bool(ms) is (ranks > 1) for ms in times.waited_ms)
     assert times.ms >= min(times.busy_ms)
     for name, value in before.items():
         assert torch.equal(value, engine.module.state_dict()[name]), "weights stay"
 
 
 def test_the_bytes_of_stage_2_follow_the_formula() -> None:
-    rank = rank_of("precision=bf16", "engine.zero_stage=2", "optim=lion", "train.global_batch_size=8", ranks=2)
-    numel = sum(buffer.layout.numel for buffer in rank.engine.sharded.buffers)  # type: ignore[attr-defined]
-    times = rank.time(None, 0.0, lambda: None)
+    keys = ("precision=bf16", "engine.zero_stage=2", "optim=lion", "train.global_batch_size=8")
+    recorded = planned_run(*SMALL, *keys, ranks=2).record()
+    numel = sum(buffer.numel for buffer in recorded.buffers)
     # BF16 weights are gathered; gradients are read in place
-    assert times.received == pytest.approx(2 * numel // 2, rel=0.05)
+    received = sum(one.transfer.nbytes for one in recorded.steps[1].transfers.values())
+    assert received == pytest.approx(2 * numel // 2, rel=0.05)
 
 
 def masked(batch: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
@@ -267,7 +271,7 @@ def test_a_plan_multiplies_by_a_weight_that_is_not_1() -> None:
 
 def test_items_and_products_fill_a_step() -> None:
     config = config_to_dict(compose([*SMALL, "train.micro_batch_size=4"]))
-    job = {"config": config, "ranks": 1, "transport": HOST, "network": None, "budget_s": 0.2}
+    job = {"config": config, "ranks": 1, "transport": HOST, "budget_s": 0.2}
     times = plan_time.measure_rank(Rank(job, device="cpu"))
     names = [item.name for item in times.items]
     assert len(set(names)) == len(names)
@@ -282,12 +286,15 @@ def test_items_and_products_fill_a_step() -> None:
 
 def test_tables_show_what_was_measured() -> None:
     phases = {"forward_ms": 30.0, "backward_ms": 60.0}
-    step = StepTime([90.0, 110.0, 100.0], [20.0] * 3, [5.0] * 3, phases, 7, 2 * 10**6)
+    step = StepTime([90.0, 110.0, 100.0], phases)
+    shares = {("weights", "all ranks"): Share(7, 2 * 10**6, 0.025, 0.02)}
+    planned = Replay(0.12, 0.1, 0.0, shares)
     items = [Item("mm", 60.0, 9, True, False), Item("mul", 20.0, 4, False, True), Item("sum", 5.0, 1, False, False)]
-    times = plan_time.RankTime(step, 0.25, items, {"bf16": 2.0}, "fp32")
-    run = planned_run(*SMALL, ranks=2)
-    assert step.ms == 120.0
-    assert dict(row[:2] for row in plan_time.phase_table(times).rows)["wait for ranks"] == "20"
+    times = plan_time.RankTime(step, 0.12 * 16.725e12, items, {"bf16": 2.0}, "fp32")
+    run = planned_run(*SMALL, ranks=2, device="h100-80gb")
+    assert step.ms == 100.0
+    parts = dict(row[:2] for row in plan_time.phase_table(times, planned).rows)
+    assert (parts["wait for ranks"], parts["other"], parts["step"]) == ("20", "10", "120")
     rows = plan_time.item_table(times).rows
     assert [row[0] for row in rows] == ["mul", "sum", "0 other operations", "no operation: Python, launches"]
     assert rows[0] == ("mul", "4", "20", "20.0%", "would fuse it")
@@ -296,9 +303,12 @@ def test_tables_show_what_was_measured() -> None:
     slow = replace(times, items=[Item("mm", 120.0, 9, True, False), Item("sum", 30.0, 1, False, False)])
     assert plan_time.product_share(slow) == 0.8, "the profiled steps were slower than the others"
     assert plan_time.item_table(slow).rows[-1][2] == "0"
-    lines = plan_time.summary(times, run, NETWORK)
-    assert lines[1].startswith("MFU 25.0 % (power limit ")
-    assert lines[2].startswith("communication: 7 collectives a step, of which a rank receives 2 MB; 5 ms of it happen")
+    first, mfu, communication = plan_time.summary(times, planned, run, Assumptions(step_ms=100.0))
+    assert first.startswith("120 ms a step (half of them between 110 and 130), ")
+    assert mfu.startswith("MFU 25.0 % (power limit ")
+    assert communication == (
+        "7 collectives a step, of which a rank receives 2 MB in 25 ms through ib-400g, 20 ms of which it waits"
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,7 +352,26 @@ def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[s
     assert main(["plan", "time", *SMALL, *keys]) == 0
     shown = capsys.readouterr().out
     assert "Time of a step on h100-80gb" in shown
-    assert re.search(r"\d+ collectives a step, of which a rank receives .* MB in .* ms, .* ms of which it waits", shown)
+    assert re.search(r"\d+ collectives a step, of which a rank receives .* MB in .* ms through ib-400g, ", shown)
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_time_scale_and_the_receipt_of_a_run_have_one_number(ranks: int, capsys: Any, monkeypatch: Any) -> None:
+    batches = ("train.micro_batch_size=1", f"train.global_batch_size={4 * ranks}")
+    keys = ("experiment=smoke", "model.num_layers=1", "launch.device=cpu", "precision=bf16", *batches)
+    planned = (f"ranks={ranks}", "device=h100-80gb")
+
+    def shown(*words: str) -> list[list[str]]:
+        assert main([*words, *keys, *planned]) == 0
+        return tables(capsys)[0][0]
+
+    ((_, step_ms, *_),) = (row for row in shown("plan", "time") if row[0] == "step")
+    assert shown("plan", "scale")[0][1] == shown("simulate")[0][1] == step_ms
+    config = compose(keys)
+    monkeypatch.setattr("dtrain.planning.devices.find_device", lambda *_: find_device("h100-80gb"))
+    session = Session.open(config, planned_ranks(ranks, HOST, CPU, StepRecorder()))
+    receipt = RunPlanner().receipt(config, session.engine, session.dataset, Measured(None, 12.0))
+    assert receipt.notes[-1] == f"a step: {step_ms} ms planned, 12 ms measured"
 
 
 @pytest.mark.processes
@@ -351,5 +380,10 @@ def test_command_on_two_processes(capsys: pytest.CaptureFixture[str], monkeypatc
     monkeypatch.setattr(plan_time, "_BUDGET_S", 0.2)
     assert main(["plan", "time", *SMALL, "ranks=2", f"network={NETWORK}"]) == 0
     shown = capsys.readouterr().out
-    for line in ("| wait for ranks ", "tokens/s, on 2 ranks", "communication: ", "no operation: Python, launches"):
+    for line in (
+        "| wait for ranks ",
+        "tokens/s, on 2 ranks",
+        " ms of which it waits",
+        "no operation: Python, launches",
+    ):
         assert line in shown
