@@ -6,6 +6,7 @@ The gradients of the outputs of all convolutions and Linears are counted by thei
 import math
 import sys
 from collections import Counter
+from functools import partial
 
 import torch
 from common import COLORS, GREY, main, train
@@ -31,20 +32,11 @@ def run(networks=(Detector, LanguageModel, Convnet), steps=300, seed=0):
 
 
 def measure(network, steps, seed):
-    """Returns the number of zeros, of powers of two by exponent, and of numbers between these."""
-    zeros, powers, between = 0, Counter(), Counter()
-
-    def count(gradient):
-        nonlocal zeros
-        zeros += int((gradient == 0).sum())
-        mantissas, exponents = torch.frexp(gradient.abs())  # the gradient is mantissa x 2^exponent, 1/2 <= mantissa < 1
-        for counts, chosen in ((powers, mantissas == 0.5), (between, mantissas > 0.5)):
-            found = zip(*torch.unique(exponents[chosen] - 1, return_counts=True), strict=True)
-            counts.update({int(exponent): int(number) for exponent, number in found})
+    counts = {"zeros": Counter(), "powers_of_two": Counter(), "between": Counter()}
 
     def watch(module, inputs, output):
         if output.requires_grad:
-            output.register_hook(count)
+            output.register_hook(partial(count, counts))
 
     def hook(engine):
         for module in engine.module.modules():
@@ -52,8 +44,21 @@ def measure(network, steps, seed):
                 module.register_forward_hook(watch)
 
     train(network, "fp32", steps, seed=seed, on_start=hook)
-    sorted_counts = ({str(exponent): counts[exponent] for exponent in sorted(counts)} for counts in (powers, between))
-    return dict(zip(("zeros", "powers_of_two", "between"), (zeros, *sorted_counts), strict=True))
+    return as_histogram(counts)
+
+
+def count(counts, gradient):
+    mantissas, exponents = torch.frexp(gradient.abs())  # mantissa x 2^exponent, and 1/2 <= mantissa < 1
+    for kind, chosen in (("zeros", mantissas == 0), ("powers_of_two", mantissas == 0.5), ("between", mantissas > 0.5)):
+        found = zip(*torch.unique(exponents[chosen] - 1, return_counts=True), strict=True)
+        counts[kind].update({int(exponent): int(number) for exponent, number in found})
+
+
+def as_histogram(counts):
+    """Returns the number of zeros, of powers of two by exponent, and of numbers between these, as plain JSON."""
+    zeros = counts["zeros"].total()
+    kinds = ("powers_of_two", "between")
+    return {"zeros": zeros} | {kind: {str(e): counts[kind][e] for e in sorted(counts[kind])} for kind in kinds}
 
 
 def exponents(network):
