@@ -145,7 +145,7 @@ def _efficiencies(series: Series, priced: Sequence[PricedRun], assumed: Assumpti
 
 
 def table(compared: Sequence[dict[str, Any]]) -> str:
-    """Returns the table of ``docs/scaling.md``: percentages, and the differences in points."""
+    """Returns the table of ``docs/results/scaling/README.md``: percentages, and the differences in points."""
     lines = [
         "| series | GPUs | published | simulated | difference | with reduce-scatters |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -10,11 +10,7 @@ import pytest
 
 from tests.helpers.promises import FAULTS, FAULTS_OF, RESULTS, ROOT, in_page, promise_table, rows
 
-PAGES = sorted(
-    page
-    for glob in ("", "docs/", "docs/examples/", "docs/experiments/", "docs/decisions/")
-    for page in ROOT.glob(f"{glob}*.md")
-)
+PAGES = sorted(page for glob in ("", "docs/", "docs/*/", "docs/results/*/") for page in ROOT.glob(f"{glob}*.md"))
 GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.name != "decisions"]
 # Decision records and the change log name files as they were at the time.
 _PATH = re.compile(r"(?<![\w./<{-])((?:dtrain|tests|docs|conf|launch|\.ci)/[\w./-]*\w)(?![\w*<{…]|/?[*<{]|\.\.\.)")

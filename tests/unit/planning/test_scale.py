@@ -1,4 +1,4 @@
-"""``dtrain plan scale`` as users run it, and what ``docs/scaling.md`` says of published scaling tables."""
+"""``dtrain plan scale`` as users run it, and what ``docs/results/scaling/README.md`` says of published scaling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from dtrain.planning.time.fabric import FABRICS, find_fabric
 from dtrain.planning.time.prediction import Assumptions
 from dtrain.planning.time.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.sharding.layout import CHUNK
-from tests.helpers.launch import ROOT
 from tests.measure.compare_scaling import COMPARED, RESULTS, compare, read_series, table
 
 SIZES = ["train.micro_batch_size=4", "train.global_batch_size=8", "model.num_layers=1"]
@@ -177,7 +176,7 @@ def recorded() -> list[dict[str, Any]]:
 
 
 def test_the_page_has_the_recorded_figures() -> None:
-    assert table(recorded()) in (ROOT / "docs/scaling.md").read_text(encoding="utf-8")
+    assert table(recorded()) in (RESULTS / "README.md").read_text(encoding="utf-8")
 
 
 @exhaustive
