@@ -1,7 +1,7 @@
 """Seconds of NCCL's collectives on networks that need not be here, by latencies and bandwidths that are published.
 
-``n`` ranks on ``m`` nodes, ``n / m`` of a collective on each, receive ``b`` bytes each (docs/results/scaling/README.md has
-sources):
+``n`` ranks on ``m`` nodes, ``n / m`` of a collective on each, receive ``b`` bytes each. Sources are in
+docs/results/scaling/README.md:
 
 - All-gather, reduce-scatter: a ring of ``n - 1`` steps, ``m - 1`` of them between nodes (Thakur, Rabenseifner, Gropp
   2005, sections 4.1 and 4.2). A ring crosses each boundary of nodes once, through all NICs of its ranks there:
