@@ -25,9 +25,8 @@ from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.planning.devices import Device
 from dtrain.planning.record.fake_step import fake_batch, fake_engine
-from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, planned_ranks
+from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer, planned_ranks
 from dtrain.planning.record.recorder import RecordedStep, RecordedStorage, StepRecorder
-from dtrain.planning.record.transfers import Transfer
 from dtrain.tasks import Language, Task
 from dtrain.train.session import Session, StepWatch, micro_batch_weight
 from dtrain.train.setup import make_engine, torch_settings_restored

@@ -23,8 +23,8 @@ from dtrain.planning.devices import find_device
 from dtrain.planning.memory.plan import plan_memory
 from dtrain.planning.memory.step_memory import StepMemory, step_memory
 from dtrain.planning.planned_run import PlannedRun, split_memory
+from dtrain.planning.record.ranks import REPLICATE, SHARD, WORLD
 from dtrain.planning.record.recorder import StepRecorder
-from dtrain.planning.record.transfers import REPLICATE, SHARD, WORLD
 from dtrain.train.session import Session
 from tests.helpers.ranks import run_ranks
 

@@ -7,6 +7,8 @@ computes what such a rank would compute. What the other ranks would send is this
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,11 +26,46 @@ from dtrain.distributed.transport.all_to_all_exchange import AllToAllExchange
 from dtrain.distributed.transport.host_memory import ring_schedule
 from dtrain.distributed.transport.ring_exchange import RingExchange
 from dtrain.distributed.transport.single_rank import SingleRank
-from dtrain.planning.record.transfers import REPLICATE, SHARD, WORLD, Transfer, TransferLog
 from dtrain.precision.fake import is_fake
 
 HOST, SOCKETS, NCCL = "host", "sockets", "nccl"
 """Transports: CPU ranks that read each other's memory, CPU ranks through sockets, and GPUs."""
+WORLD, SHARD, REPLICATE = "all ranks", "dp_shard", "dp_replicate"
+"""Axes of the mesh, by the names in tables."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective of ``world_size`` ranks, in which a rank receives ``nbytes``.
+
+    ``label`` is its name in messages, ``axis`` one of :data:`WORLD`, :data:`SHARD`, :data:`REPLICATE`, and ``stride``
+    the distance of its ranks among all ranks.
+    """
+
+    op: str
+    nbytes: int
+    world_size: int
+    label: str = ""
+    axis: str = WORLD
+    stride: int = 1
+
+
+class TransferLog:
+    """Is told of the collectives of planned ranks; this one forgets them."""
+
+    def start(self, transfer: Transfer) -> int:
+        """Returns the number of ``transfer``, which starts now."""
+        return 0
+
+    def wait(self, number: int) -> None:
+        """The rank waits for a transfer."""
+
+    def gathered(self, output: Tensor) -> None:
+        """An all-gather is about to start; ``output`` will be full weights."""
+
+    def absent(self) -> AbstractContextManager[None]:
+        """Returns a context whose work stands for that of other ranks."""
+        return nullcontext()
 
 
 def planned_ranks(world_size: int, transport: str, device: torch.device, log: TransferLog) -> Communicator:
@@ -71,16 +108,14 @@ class _Held:
         self._number, self._tensors = None, ()
 
 
+@dataclass(frozen=True)
 class _Announced:
-    def __init__(self, tensor: Tensor, weight: int, world_size: int, held: _Held) -> None:
-        self._tensor = tensor
-        self._weight = weight
-        self._world_size = world_size
-        self._held = held
+    tensor: Tensor
+    weight: int
+    world_size: int
 
     def wait(self) -> tuple[list[Tensor], list[int]]:
-        self._held.wait()
-        return [self._tensor] * self._world_size, [self._weight] * self._world_size
+        return [self.tensor] * self.world_size, [self.weight] * self.world_size
 
 
 class PlannedRanks(Communicator):
@@ -114,29 +149,25 @@ class PlannedRanks(Communicator):
         return torch.zeros(numel, dtype=dtype, device=self.device)
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
-        self.schedule.record("all_gather", label, output)
         self._log.gathered(output)
         # in each row; a copy, because the shard may lie in one
         self._fill([output.view(self.world_size, -1)], [shard if is_fake(shard) else shard.clone()])
-        return self._start("all_gather", label, output.nbytes, output, shard)
+        return self._start("all_gather", label, output, output.nbytes, output, shard)
 
     def reduce_scatter_sum(
         self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
-        self.schedule.record("reduce_scatter_sum", label, flat)
         self._fill([output], [flat.view(self.world_size, -1)[self.rank]])
-        nbytes = flat.numel() * dtype.itemsize
+        held = [flat]
         if self._transport == SOCKETS or (self._transport == NCCL and dtype != torch.float32):
-            sent, received = flat.to(dtype), torch.empty_like(flat, dtype=dtype)
-            return self._start("reduce_scatter_sum", label, nbytes, sent, received)
-        return self._start("reduce_scatter_sum", label, nbytes, flat)
+            held = [flat.to(dtype), torch.empty_like(flat, dtype=dtype)]
+        return self._start("reduce_scatter_sum", label, flat, flat.numel() * dtype.itemsize, *held)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
         """Does what :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single` does."""
-        self.schedule.record("all_to_all_single", label, flat)
         self._fill([output], [flat])
-        return self._start("all_to_all_single", label, flat.nbytes, output, flat)
+        return self._start("all_to_all_single", label, flat, flat.nbytes, output, flat)
 
     def all_to_all(
         self,
@@ -148,21 +179,17 @@ class PlannedRanks(Communicator):
         total: int,
         label: str,
     ) -> Handle:
-        self.schedule.record("all_to_all", label, recorded(input.dtype, total))
         self._fill([output], [output.new_zeros(())])
-        return self._start("all_to_all", label, output.nbytes, output, input)
+        return self._start("all_to_all", label, recorded(input.dtype, total), output.nbytes, output, input)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
-        self.schedule.record("all_reduce_max", label, tensor)
-        return self._start("all_reduce_max", label, 2 * tensor.nbytes)
+        return self._start("all_reduce_max", label, tensor, 2 * tensor.nbytes)
 
     def broadcast(self, tensor: Tensor, *, src: int = 0, label: str) -> None:
-        self.schedule.record("broadcast", label, tensor)
-        self._start("broadcast", label, tensor.nbytes).wait()
+        self._start("broadcast", label, tensor, tensor.nbytes).wait()
 
     def gather_rows(self, row: Tensor, *, label: str) -> Tensor:
-        self.schedule.record("gather_rows", label, row)
-        self._start("gather_rows", label, self.world_size * row.nbytes).wait()
+        self._start("gather_rows", label, row, self.world_size * row.nbytes).wait()
         return row.unsqueeze(0).expand(self.world_size, -1).contiguous()
 
     def exchange_text(self, text: str) -> list[str]:
@@ -170,10 +197,11 @@ class PlannedRanks(Communicator):
 
     def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
         """As ``HostMemory.announce``; the engine itself reads the memory."""
-        return _Announced(tensor, weight, self.world_size, self._start("announce", "", 0))
+        return _Announced(tensor, weight, self.world_size)
 
-    def _start(self, op: str, label: str, nbytes: int, *held: Tensor) -> _Held:
-        """Starts a transfer of ``nbytes``, of which each rank has an equal part."""
+    def _start(self, op: str, label: str, recorded: Tensor, nbytes: int, *held: Tensor) -> _Held:
+        """Starts a transfer of ``nbytes``, of which each rank has an equal part; the schedule gets ``recorded``."""
+        self.schedule.record(op, label, recorded)
         received = nbytes * (self.world_size - 1) // self.world_size
         transfer = Transfer(op, received, self.world_size, label, self._axis, self._stride)
         return _Held(self._log, self._log.start(transfer), *held)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.engine.interface import Engine
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import Transfer, TransferLog
 from dtrain.train.session import MicroBatch, StepWatch
 
 ACTIVATIONS, BACKWARD, UPDATE, OTHER, UNSHARDED = "activations", "backward", "update", "other", "unsharded"
@@ -153,7 +153,7 @@ class RecordedStep:
     transfers: dict[int, RecordedTransfer]
 
 
-class StepRecorder(TorchDispatchMode):
+class StepRecorder(TorchDispatchMode, TransferLog):
     """Records what happens inside it.
 
     Memory that a kernel takes and frees within one operation is not seen.
@@ -273,21 +273,14 @@ class StepRecorder(TorchDispatchMode):
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def start(self, transfer: Transfer) -> int:
-        """Returns the number of ``transfer``, which starts now."""
         self.transfers.append(RecordedTransfer(transfer, self._tick()))
         return len(self.transfers) - 1
 
     def wait(self, number: int) -> None:
-        """Notes that the rank waits for a transfer."""
         self.transfers[number].waited = self._tick()
 
     def gathered(self, output: Tensor) -> None:
-        """Counts the output of an all-gather as full weights."""
         self.label(UNSHARDED, [output])
-
-    def absent(self) -> AbstractContextManager[None]:
-        """Returns a context whose work is that of others; there is none on fake tensors."""
-        return nullcontext()
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from dtrain.errors import ConfigError, nearest
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import Transfer
 
 _US = 1e-6
 _BASE, _LL_BASE = 8.4 * _US, 6.6 * _US

@@ -10,13 +10,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dtrain.config.schema import RunConfig
 from dtrain.data.loader import PrefetchedBatches
 from dtrain.engine.interface import Engine
-from dtrain.planning.record.ranks import planned_ranks
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import TransferLog, planned_ranks
 from dtrain.telemetry.throughput import PhaseTimes
 from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.session import Session
@@ -45,7 +43,7 @@ class StepTime:
         return median(self.busy_ms)
 
 
-class _Clock:
+class _Clock(TransferLog):
     """Times work on a device without the work that stands for other ranks.
 
     Marks are of the host on a CPU, and of the current stream on a GPU, which the host does not wait for.
@@ -78,21 +76,8 @@ class _Clock:
         end.synchronize()
         return float(start.elapsed_time(end)) / 1e3
 
-    # -- the log of planned ranks
-
-    def start(self, transfer: Transfer) -> int:
-        """Returns 0: transfers take no time here."""
-        return 0
-
-    def wait(self, number: int) -> None:
-        """Does nothing."""
-
-    def gathered(self, output: Tensor) -> None:
-        """Does nothing."""
-
     @contextmanager
     def absent(self) -> Iterator[None]:
-        """What happens inside takes no time: it stands for the work of others."""
         begin = self._mark()
         yield
         self._absences.append((begin, self._mark()))

@@ -10,8 +10,7 @@ from statistics import median
 from typing import Any
 
 from dtrain.errors import ConfigError
-from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 """Collectives of the benchmark that are taken: one that only moves bytes, and one that adds them up."""

@@ -11,8 +11,7 @@ from statistics import NormalDist
 from dtrain.config.engines import Native
 from dtrain.errors import ConfigError
 from dtrain.planning.planned_run import PlannedRun, RecordedRun
-from dtrain.planning.record.ranks import NCCL
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import NCCL, Transfer
 from dtrain.planning.time.fabric import FABRICS, Fabric, find_fabric
 from dtrain.planning.time.network import Network
 from dtrain.planning.time.rates import Parts, Rates, Work

@@ -11,7 +11,7 @@ from dtrain.planning.devices import Device
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.record.products import is_product, products
 from dtrain.planning.record.recorder import UPDATE, RecordedCall, RecordedStep
-from dtrain.planning.record.transfers import Moment, RankTrace
+from dtrain.planning.time.replay import RankTrace
 
 _CPU_RATE, _CPU_BANDWIDTH = 50e9, 10e9
 """Stand-ins for a CPU, whose rates are not published: only the proportions between operations count."""
@@ -122,7 +122,7 @@ class Work:
         for _, taken, number, is_wait in sorted(events):
             now += taken
             if number >= 0:
-                moments.append(Moment(now, number, is_wait))
+                moments.append((now, number, is_wait))
         return RankTrace(now, moments, {number: one.transfer for number, one in step.transfers.items()})
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
-from dtrain.planning.record.transfers import RankTrace, Transfer
+from dtrain.planning.record.ranks import Transfer
 
 GRADIENTS, WEIGHTS, REPLICAS, VOTE, OTHER = "gradients", "weights", "across replicas", "vote", "other"
 PURPOSES = (WEIGHTS, GRADIENTS, REPLICAS, VOTE, OTHER)
@@ -21,6 +21,21 @@ def label_group(transfer: Transfer) -> str:
     if transfer.op in ("all_to_all_single", "reduce_scatter_sum") or transfer.label.startswith("sum "):
         return GRADIENTS
     return WEIGHTS if transfer.op == "all_gather" else OTHER
+
+
+@dataclass(frozen=True)
+class RankTrace:
+    """What one rank does in a step, if every transfer takes no time.
+
+    Attributes:
+        seconds: the whole.
+        moments: seconds after the beginning, number of a transfer, and whether the rank waits for it; else it starts.
+        transfers: by number.
+    """
+
+    seconds: float
+    moments: Sequence[tuple[float, int, bool]]
+    transfers: Mapping[int, Transfer]
 
 
 @dataclass
@@ -85,22 +100,22 @@ def replay(
     ends: dict[int, float] = {}
     queue = _Queues()
     now = last = slowed = 0.0
-    for moment in trace.moments:
-        own = compute_factor * (moment.seconds - last)
-        last = moment.seconds
+    for seconds, number, is_wait in trace.moments:
+        own = compute_factor * (seconds - last)
+        last = seconds
         after = queue.compute(now, own, slowdown)
         slowed += after - now - own
         now = after
-        transfer = trace.transfers[moment.transfer]
+        transfer = trace.transfers[number]
         share = shares[label_group(transfer), transfer.axis]
-        if not moment.is_wait:
+        if not is_wait:
             taken = seconds_of(transfer)
             share.count += 1
             share.nbytes += transfer.nbytes
             share.seconds += taken
-            ends[moment.transfer] = queue.start(transfer.axis, now, taken) if overlaps else taken
+            ends[number] = queue.start(transfer.axis, now, taken) if overlaps else taken
             continue
-        end = ends.pop(moment.transfer, None)
+        end = ends.pop(number, None)
         if end is None:
             continue
         waited = max(0.0, end - now) if overlaps else end

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from dtrain.errors import ConfigError
 from dtrain.planning.devices import find_device
-from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS
-from dtrain.planning.record.transfers import REPLICATE, Transfer
+from dtrain.planning.record.ranks import HOST, NCCL, REPLICATE, SOCKETS, Transfer
 from dtrain.planning.time.fabric import FABRICS, find_fabric
 from dtrain.planning.time.network import Link, Network
 from dtrain.precision.hardware import GPUS, Variant

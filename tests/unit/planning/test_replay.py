@@ -9,9 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.planning.record.transfers import REPLICATE, SHARD, Moment, RankTrace, Transfer
+from dtrain.planning.record.ranks import REPLICATE, SHARD, Transfer
 from dtrain.planning.time.measured import _Clock
-from dtrain.planning.time.replay import replay
+from dtrain.planning.time.replay import RankTrace, replay
 
 GATHER = Transfer("all_gather", 10, 8, "blocks.0/bfloat16", SHARD)
 ACROSS = Transfer("all_gather", 10, 8, "blocks.0/bfloat16 across replicas", REPLICATE)
@@ -19,8 +19,7 @@ ACROSS = Transfer("all_gather", 10, 8, "blocks.0/bfloat16 across replicas", REPL
 
 def trace(*moments: tuple[float, int, bool], transfers: dict[int, Transfer] | None = None) -> RankTrace:
     """Returns a step of 100 seconds; each transfer without a description takes 10."""
-    found = [Moment(*moment) for moment in moments]
-    return RankTrace(100.0, found, transfers or {moment.transfer: GATHER for moment in found})
+    return RankTrace(100.0, moments, transfers or {number: GATHER for _, number, _ in moments})
 
 
 def as_many_seconds(transfer: Transfer) -> float:
@@ -56,10 +55,11 @@ def test_transfers_run_one_after_the_other_while_the_rank_computes(
 def test_waits_are_part_of_the_transfers_and_a_faster_network_is_never_slower(
     steps: list[tuple[float, float, int]], overlaps: bool, slowdown: float, factor: float
 ) -> None:
-    moments, transfers, now = [], {}, 0.0
+    moments: list[tuple[float, int, bool]] = []
+    transfers, now = {}, 0.0
     for number, (before, between, nbytes) in enumerate(steps):
         transfers[number] = Transfer("all_gather", nbytes, 2)
-        moments += [Moment(now + before, number, False), Moment(now + before + between, number, True)]
+        moments += [(now + before, number, False), (now + before + between, number, True)]
         now += before + between
     of_trace = RankTrace(now, moments, transfers)
     plain = replay(of_trace, as_many_seconds, overlaps=overlaps)

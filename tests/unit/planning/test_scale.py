@@ -17,7 +17,7 @@ from dtrain.cli.resolve import read_jobs
 from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.planning.cli import planned_run
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.record.transfers import Transfer
+from dtrain.planning.record.ranks import Transfer
 from dtrain.planning.scale.picture import draw
 from dtrain.planning.scale.points import ScalingPoint, scale, with_ranks
 from dtrain.planning.scale.report import limits, remarks, scale_assumptions
