@@ -230,7 +230,7 @@ def asked_ranks(given: Mapping[str, str]) -> list[int]:
     text = given.get("ranks", "8,64,512")
     counts = text.split(",")
     if not all(count.isdecimal() and int(count) for count in counts):
-        raise ConfigError(f"ranks={text} must be whole numbers from 1, separated by commas: ranks=8,64")
+        raise ConfigError(f"ranks={text} must be a whole number from 1; dtrain plan scale takes several: ranks=8,64")
     return sorted({*map(int, counts)})
 
 
