@@ -226,6 +226,11 @@ class RecordedRun:
     buffers: Sequence[Buffer]
     shard_ranks: int
 
+    @property
+    def num_more(self) -> int:
+        """Micro-batches that a step of the run has beyond those of the last recorded step."""
+        return self.run.num_micro_batches - self.steps[-1].num_micro_batches
+
 
 def split_memory(engine: Engine) -> tuple[dict[str, int], dict[str, int]]:
     """Returns the bytes of ``engine.memory()`` on the rank's device, and those in the memory of the host beside it."""

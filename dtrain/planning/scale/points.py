@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dtrain.config.engines import Native
 from dtrain.planning.memory.plan import MemoryPlan, memory_of
 from dtrain.planning.planned_run import PlannedRun, RecordedRun
-from dtrain.planning.time.fabric import Fabric
+from dtrain.planning.time.network import Fabric
 from dtrain.planning.time.prediction import Assumptions, Prediction, predict
 from dtrain.planning.time.replay import Replay
 

@@ -12,10 +12,9 @@ from dtrain.config.engines import Native
 from dtrain.errors import ConfigError
 from dtrain.planning.planned_run import PlannedRun, RecordedRun
 from dtrain.planning.record.ranks import NCCL, Transfer
-from dtrain.planning.time.fabric import FABRICS, Fabric, find_fabric
-from dtrain.planning.time.network import Network
-from dtrain.planning.time.rates import Parts, Rates, Work
-from dtrain.planning.time.replay import Replay, Share, replay
+from dtrain.planning.time.network import FABRICS, Fabric, Network, find_fabric
+from dtrain.planning.time.rates import Parts, Rates
+from dtrain.planning.time.replay import RankTrace, Replay, Share, replay
 
 NO_NETWORK = ""
 """Network whose transfers take no time."""
@@ -107,12 +106,12 @@ class PricedRun:
 
     Attributes:
         recorded: see above.
-        works: of the steps after the first, in which the engine learns.
-        parts: of a step of all micro-batches: products, others and update.
+        traces: of the steps after the first, in which the engine learns.
+        parts: of a step of all micro-batches.
     """
 
     recorded: RecordedRun
-    works: Sequence[Work]
+    traces: Sequence[RankTrace]
     parts: Parts
 
     @staticmethod
@@ -126,14 +125,14 @@ class PricedRun:
         Raises:
             ConfigError: a rate of the device is not published.
         """
-        rates = Rates.of(recorded.run, efficiency)
+        rates = Rates(recorded.run.device, efficiency, recorded.run.is_tf32)
         states = {kind: nbytes for memory in recorded.memory for kind, nbytes in memory.items()}
-        works = [rates.work(step, states) for step in recorded.steps[1:]]
-        shorter, longer = works[0].parts, works[-1].parts
-        more = recorded.run.num_micro_batches - works[-1].step.num_micro_batches
-        products = longer.products + more * (longer.products - shorter.products)
-        others = longer.others + more * (longer.others - shorter.others)
-        return PricedRun(recorded, works, Parts(products, others, longer.update))
+        traces, parts = zip(*(rates.price(step, states) for step in recorded.steps[1:]), strict=True)
+        products, others = (
+            _extended(getattr(parts[-1], name), getattr(parts[0], name), recorded.num_more)
+            for name in ("products", "others")
+        )
+        return PricedRun(recorded, traces, Parts(products, others, parts[-1].update))
 
     def predict(self, assumed: Assumptions) -> Prediction:
         """Returns the step of the run.
@@ -145,7 +144,6 @@ class PricedRun:
         links = assumed.links(run)
         overlaps = run.transport == NCCL  # else the rank itself moves the bytes
         factor = 1.0 if assumed.step_ms is None else assumed.step_ms / 1e3 / self.parts.total
-        more = run.num_micro_batches - self.works[-1].step.num_micro_batches
 
         def seconds_of(transfer: Transfer) -> float:
             if assumed.gradients != ENGINE:
@@ -154,15 +152,15 @@ class PricedRun:
 
         found = [
             replay(
-                work.trace(factor),
+                trace,
                 seconds_of,
                 overlaps=overlaps,
-                compute_factor=assumed.compute_factor(run.num_ranks),
+                compute_factor=factor * assumed.compute_factor(run.num_ranks),
                 slowdown=assumed.overlap_slowdown if overlaps else 1.0,
             )
-            for work in self.works
+            for trace in self.traces
         ]
-        step = found[0] if len(found) == 1 else _extended(found[0], found[1], more)
+        step = found[0] if len(found) == 1 else _extended_replay(found[0], found[1], recorded.num_more)
         return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
 
 
@@ -180,23 +178,23 @@ def _as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Tra
     return replace(transfer, op="reduce_scatter_sum", nbytes=factor * transfer.nbytes)
 
 
-def _extended(shorter: Replay, longer: Replay, more: int) -> Replay:
-    """Returns ``longer`` with ``more`` micro-batches, each of which adds what the last one added."""
+def _extended(longer: float, shorter: float, more: int) -> float:
+    """Returns ``longer`` with ``more`` micro-batches, each of which adds what the last one added; never below 0."""
+    return max(0.0, longer + more * (longer - shorter))
 
-    def add(last: float, first: float) -> float:
-        return last + more * (last - first)
 
+def _extended_replay(shorter: Replay, longer: Replay, more: int) -> Replay:
     shares = {}
     for key, share in longer.shares.items():
-        before = shorter.shares.get(key, Share())
-        count, nbytes, seconds, exposed = map(add, astuple(share), astuple(before))
-        shares[key] = Share(round(count), round(nbytes), seconds, max(0.0, exposed))
+        before = astuple(shorter.shares.get(key, Share()))
+        count, nbytes, *times = (_extended(*values, more) for values in zip(astuple(share), before, strict=True))
+        shares[key] = Share(round(count), round(nbytes), *times)
     return Replay(
-        add(longer.seconds, shorter.seconds),
-        add(longer.compute, shorter.compute),
-        add(longer.slowed, shorter.slowed),
+        _extended(longer.seconds, shorter.seconds, more),
+        _extended(longer.compute, shorter.compute, more),
+        _extended(longer.slowed, shorter.slowed, more),
         shares,
-        {label: max(0.0, add(seconds, shorter.waits.get(label, 0.0))) for label, seconds in longer.waits.items()},
+        {label: _extended(taken, shorter.waits.get(label, 0.0), more) for label, taken in longer.waits.items()},
     )
 
 

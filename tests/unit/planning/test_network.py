@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from dtrain.errors import ConfigError
 from dtrain.planning.devices import find_device
 from dtrain.planning.record.ranks import HOST, NCCL, REPLICATE, SOCKETS, Transfer
-from dtrain.planning.time.fabric import FABRICS, find_fabric
-from dtrain.planning.time.network import Link, Network
+from dtrain.planning.time.network import FABRICS, Link, Network, find_fabric
 from dtrain.precision.hardware import GPUS, Variant
 from tests.helpers.launch import ROOT
 

@@ -21,7 +21,7 @@ from dtrain.planning.record.ranks import Transfer
 from dtrain.planning.scale.picture import draw
 from dtrain.planning.scale.points import ScalingPoint, scale, with_ranks
 from dtrain.planning.scale.report import limits, remarks, scale_assumptions
-from dtrain.planning.time.fabric import FABRICS, find_fabric
+from dtrain.planning.time.network import FABRICS, find_fabric
 from dtrain.planning.time.prediction import Assumptions
 from dtrain.planning.time.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.sharding.layout import CHUNK
