@@ -177,9 +177,7 @@ def _show_time(config: RunConfig, given: Mapping[str, str]) -> None:
 
 
 def _show_scale(config: RunConfig, given: Mapping[str, str]) -> None:
-    from dtrain.planning.scale.picture import draw
-    from dtrain.planning.scale.points import scale
-    from dtrain.planning.scale.report import show_points, to_json
+    from dtrain.planning.scale import draw, scale, show_points, to_json
 
     ranks = asked_ranks(given)
     for key in ("json", "picture"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -76,14 +76,11 @@ def find_device(name: str, local_ranks: int = 1) -> Device:
 
 def _gpu_here() -> Device:
     properties = torch.cuda.get_device_properties(0)
-    listed = next((gpu for gpu in _GPUS.values() if gpu.model == properties.name), None)
-    return Device(
-        listed.name if listed is not None else properties.name,
-        "cuda",
-        properties.total_memory,
-        properties.name,
-        (properties.major, properties.minor),
-        properties.multi_processor_count,
-        None if listed is None else listed.bandwidth,
+    unlisted = Device(properties.name, "cuda", properties.total_memory, properties.name)
+    return replace(
+        next((gpu for gpu in _GPUS.values() if gpu.model == properties.name), unlisted),
+        memory=properties.total_memory,
+        capability=(properties.major, properties.minor),
+        num_sms=properties.multi_processor_count,
         is_here=True,
     )

@@ -13,39 +13,40 @@ if TYPE_CHECKING:
     from dtrain.data import Dataset
     from dtrain.engine.interface import Engine
     from dtrain.planning.planned_run import PlannedRun
-    from dtrain.train.receipt import Measured, Receipt
+    from dtrain.train.receipt import Receipt
 
 
 class RunPlanner:
     """Plans the run of this machine; a :class:`dtrain.train.receipt.Planner`."""
 
-    def receipt(self, config: RunConfig, engine: Engine, dataset: Dataset, measured: Measured) -> Receipt:
-        """Returns what the run of ``engine`` was planned to need, beside what it took."""
+    def receipt(
+        self, config: RunConfig, engine: Engine, dataset: Dataset, *, peak: int | None, step_ms: float | None
+    ) -> Receipt:
         from dtrain.errors import ConfigError
         from dtrain.planning.memory.plan import memory_of
         from dtrain.planning.memory.show import receipt_of
         from dtrain.planning.time.prediction import Assumptions, PricedRun
 
-        run = planned_here(config, engine.device, engine.world_size, dataset)
+        run = _planned_here(config, engine.device, engine.world_size, dataset)
         has_rates = run.device.type == "cuda" and run.device.bandwidth is not None
         recorded = run.record(is_extended=has_rates)
-        receipt = receipt_of(memory_of(recorded), engine.memory(), measured.peak)
-        if has_rates and measured.step_ms is not None:
+        receipt = receipt_of(memory_of(recorded), engine.memory(), peak)
+        if has_rates and step_ms is not None:
             with suppress(ConfigError):  # no rate of the format is published
                 planned = PricedRun.of(recorded, Assumptions.efficiency).predict(Assumptions())
-                note = f"a step: {1e3 * planned.step.seconds:.4g} ms planned, {measured.step_ms:.4g} ms measured"
+                note = f"a step: {1e3 * planned.step.seconds:.4g} ms planned, {step_ms:.4g} ms measured"
                 return replace(receipt, notes=[*receipt.notes, note])
         return receipt
 
     def advice(self, config: RunConfig, device: torch.device, num_ranks: int) -> list[str]:
-        """Returns the planned memory of a run on this machine, and changes that make it fit, as lines of text."""
         from dtrain.planning.memory.show import plan_lines
 
-        return plan_lines(planned_here(config, device, num_ranks))
+        return plan_lines(_planned_here(config, device, num_ranks))
 
 
-def planned_here(config: RunConfig, device: torch.device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
-    """Returns the plan of a run on this machine."""
+def _planned_here(
+    config: RunConfig, device: torch.device, num_ranks: int, dataset: Dataset | None = None
+) -> PlannedRun:
     from dtrain.distributed.startup.launch_env import LaunchEnv
     from dtrain.planning.devices import HERE, find_device
     from dtrain.planning.planned_run import PlannedRun

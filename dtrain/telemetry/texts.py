@@ -42,6 +42,16 @@ def span(seconds: float) -> str:
     return f"{max(seconds, 0.0):.0f} s"
 
 
+def bytes_text(nbytes: float) -> str:
+    """Formats bytes: ``1.50 GiB``, ``12.25 MiB``."""
+    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def bytes_range(low: int, high: int) -> str:
+    """Formats bounds of bytes; equal ones are one number."""
+    return bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
+
+
 def clean(value: object) -> str:
     """Returns a text that a file holds without secrets and control characters, on one line and not too long."""
     text = " ".join(printable(redact_text(value)).split()) if isinstance(value, str) else ""

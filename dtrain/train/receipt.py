@@ -1,9 +1,14 @@
-"""What a run was planned to need on rank 0 beside what it took. The planner is handed in by the command line."""
+"""The last acts of a run, which must not fail it: its receipt, its page, and the reason if its memory ran out.
+
+The planner, which says what the run was planned to need, is handed in by the command line.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Protocol
@@ -12,32 +17,32 @@ import torch
 
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
+from dtrain.distributed.communicator import Communicator
+from dtrain.distributed.consensus import describe
+from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, OutOfMemoryError
 from dtrain.telemetry.metrics import write_json
+from dtrain.telemetry.report.page import REPORT_FILE, write_report
+from dtrain.telemetry.texts import bytes_range, bytes_text
 
 MEMORY_FILE = "memory.json"
 STEP, PEAK = "step", "peak"
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a run took.
-
-    Attributes:
-        peak: bytes of rank 0; None: unknown.
-        step_ms: mean milliseconds of a step; None: no step was timed.
-    """
-
-    peak: int | None
-    step_ms: float | None
-
-
 class Planner(Protocol):
     """Plans runs; :class:`dtrain.planning.receipt.RunPlanner` is the one of the command line."""
 
-    def receipt(self, config: RunConfig, engine: Engine, dataset: Dataset, measured: Measured) -> Receipt:
-        """Returns what the run of ``engine`` was planned to need, beside what it took."""
+    def receipt(
+        self, config: RunConfig, engine: Engine, dataset: Dataset, *, peak: int | None, step_ms: float | None
+    ) -> Receipt:
+        """Returns what the run of ``engine`` was planned to need, beside what it took.
+
+        Args:
+            config, engine, dataset: of the run.
+            peak: bytes of rank 0; None: unknown.
+            step_ms: mean milliseconds of a step; None: no step was timed.
+        """
 
     def advice(self, config: RunConfig, device: torch.device, num_ranks: int) -> list[str]:
         """Returns the planned memory of a run on this machine, and changes that make it fit, as lines of text."""
@@ -60,7 +65,7 @@ class ReceiptRow:
 
 @dataclass(frozen=True)
 class Receipt:
-    """A plan and what a run took.
+    """What a run was planned to need on rank 0, and what it took.
 
     Attributes:
         rows: of the kinds between steps, then ``step``, what a step takes in addition, and ``peak``, their sum.
@@ -73,18 +78,6 @@ class Receipt:
     notes: Sequence[str]
     device: str
     num_ranks: int
-
-    def lines(self) -> list[str]:
-        """Returns the receipt as text for the console."""
-        lines = [f"memory {'of rank 0':<16} {'planned':>24} {'measured':>12}"]
-        for row in self.rows:
-            planned, measured = row.texts()
-            lines.append(f"memory {row.kind:<16} {planned:>24} {measured:>12}")
-        return lines
-
-    def write(self, run_dir: Path) -> None:
-        """Writes ``memory.json``."""
-        write_json(run_dir / MEMORY_FILE, asdict(self), indent=2)
 
     @staticmethod
     def read(run_dir: Path) -> Receipt:
@@ -100,12 +93,53 @@ class Receipt:
             ) from None
 
 
-def bytes_text(nbytes: int) -> str:
-    return f"{nbytes / 2**30:.2f} GiB" if abs(nbytes) >= 2**30 else f"{nbytes / 2**20:.2f} MiB"
+def write_receipt(run_dir: Path, compare: Callable[[], Receipt]) -> None:
+    """Writes ``memory.json``, the receipt that ``compare`` returns, and logs it."""
+    with _logged("no plan of the memory to compare with"):  # perhaps because of a user's model
+        receipt = compare()
+        write_json(run_dir / MEMORY_FILE, asdict(receipt), indent=2)
+        rows = [(row.kind, *row.texts()) for row in receipt.rows]
+        for kind, planned, measured in [("of rank 0", "planned", "measured"), *rows]:
+            logger.info(f"memory {kind:<16} {planned:>24} {measured:>12}")
 
 
-def bytes_range(low: int, high: int) -> str:
-    return bytes_text(low) if low == high else f"{bytes_text(low)} to {bytes_text(high)}"
+def write_page(run_dir: Path) -> None:
+    """Writes ``report.html``."""
+    with _logged(f"no {REPORT_FILE}"):
+        write_report([run_dir], run_dir / REPORT_FILE)
+
+
+@contextmanager
+def _logged(failure: str) -> Iterator[None]:
+    """Logs an error in the block as a ``failure``; the run is finished and saved."""
+    try:
+        yield
+    except Exception as error:
+        logger.warning("%s: %s", failure, describe(error))
+
+
+@contextmanager
+def explained_out_of_memory(config: RunConfig, comm: Communicator, planner: Planner | None) -> Iterator[None]:
+    """Turns a failed allocation in the block into an error that shows the plan, and changes that make the run fit."""
+    what = ""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        what = (str(error).strip() or type(error).__name__).splitlines()[0]
+        # its frames hold the engine and what backward needs, which the plan may need the room of
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+    if not what:
+        return
+    gc.collect()
+    lines = [f"out of memory: rank {comm.rank}: {what}"]
+    if planner is not None:
+        try:
+            lines += planner.advice(config, comm.device, comm.world_size)
+        except Exception as error:  # the plan must not hide the failure that it explains
+            lines.append(f"no plan of the memory: {describe(error)}")
+    raise OutOfMemoryError("\n".join(lines))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

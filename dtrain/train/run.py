@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,8 @@ from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.texts import compact, rate
 from dtrain.telemetry.throughput import device_name, mfu, mfu_text
 from dtrain.telemetry.trackers import check_tracker, open_tracker
-from dtrain.train.ending import explained_out_of_memory, write_page, write_receipt
 from dtrain.train.flops import flops_between, flops_by_seq_len
-from dtrain.train.receipt import Measured, Planner
+from dtrain.train.receipt import Planner, explained_out_of_memory, write_page, write_receipt
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -199,10 +199,10 @@ def _train(
         if config.report:
             with watch.ending():
                 if planner is not None:
-                    write_receipt(
-                        planner, config, engine, dataset, run_dir, Measured(peak, 1e3 * result.timing.step_s or None)
-                    )
-                write_page(run_dir)
+                    step_ms = 1e3 * result.timing.step_s or None
+                    compare = partial(planner.receipt, config, engine, dataset, peak=peak, step_ms=step_ms)
+                    write_receipt(run_dir.path, compare)
+                write_page(run_dir.path)
         _log_summary(summary, run_dir, stop, dataset.task.unit)
     return exit_code
 

@@ -19,7 +19,7 @@ from dtrain.cli.resolve import compose
 from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun, RecordedRun
 from dtrain.planning.record.recorder import RecordedTransfer
-from dtrain.planning.scale.points import with_ranks
+from dtrain.planning.scale import with_ranks
 from dtrain.planning.time.prediction import ENGINE, RING, RING_FP32, Assumptions, PricedRun
 
 RESULTS = Path(__file__).parents[2] / "docs/results/scaling"

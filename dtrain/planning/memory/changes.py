@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from dtrain.config.engines import settings_of
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY
-from dtrain.config.optim import OPTIM_KEYS, AdamW, OptimKeys
+from dtrain.config.optim import OPTIM_KEYS
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ConfigError
-from dtrain.planning.memory.plan import FITS, MemoryPlan, plan_memory, saved_copy
-from dtrain.planning.memory.step_memory import PER_SAMPLE, StepMemory
+from dtrain.planning.memory.plan import FITS, PER_SAMPLE, SAVED_COPY, MemoryPlan, plan_memory, saved_copy
 from dtrain.planning.planned_run import PlannedRun, saved_bytes, split_memory
 from dtrain.planning.record.recorder import UNSHARDED
 from dtrain.sharding.states import TRANSFER
 
 _NUM_CHANGES = 3
 
-_Apply = Callable[[PlannedRun], PlannedRun]
-
 
 @dataclass(frozen=True)
 class Change:
-    """A change of the configuration that saves memory.
+    """Changes of the configuration that save memory.
 
     Attributes:
         keys: what to add to the command line.
@@ -40,61 +36,88 @@ class Change:
     plan: MemoryPlan
 
 
+class Candidate(NamedTuple):
+    """A change of one key, and what it costs."""
+
+    key: str
+    value: Any
+    cost: str
+
+    def apply(self, run: PlannedRun) -> PlannedRun:
+        """Returns ``run`` with the change; raises ``ConfigError`` if it cannot have it, or has it already."""
+        config = run.config
+        if self.key == "ranks":
+            return replace(run, num_ranks=self.value)
+        if self.key == "train.micro_batch_size":
+            return run.with_micro_batch_size(self.value, keeps_global=True)
+        if self.key == "optim":
+            record = OPTIM_KEYS[self.value]
+            shared = {item.name: getattr(config.optim, item.name) for item in fields(record) if item.name != "name"}
+            return replace(run, config=replace(config, optim=record(**shared)))
+        section, _, name = self.key.partition(".")
+        own = getattr(config, section)
+        is_known = section != "engine" or name in settings_of(type(own))
+        changed = replace(own, **{name or "name": self.value}) if is_known else own
+        if section == "engine" and changed.as_native() == own.as_native():  # which is what is planned
+            raise ConfigError(f"{self.key}={self.value} changes nothing")
+        return replace(run, config=replace(config, **{section: changed}))
+
+
 def cheapest_changes(run: PlannedRun, plan: MemoryPlan) -> list[Change]:
     """Returns the three cheapest changes each of which makes ``run`` fit.
 
     If none does, the changes are added to each other until the run fits, and the last entry has all of them.
     """
     fitting: list[Change] = []
-    useful: list[tuple[str, str, _Apply]] = []
-    for keys, cost, apply in _candidates(run, plan):
-        with suppress(ConfigError):  # one that this configuration cannot have
-            estimated = _estimate(run, plan, apply(run))
+    useful: list[Candidate] = []
+    for candidate in candidates(run, plan):
+        with suppress(ConfigError):
+            estimated = estimate(run, plan, candidate.apply(run))
             if estimated.high < plan.high:
-                useful.append((keys, cost, apply))
-                fitting += [Change(keys, cost, estimated)] if estimated.fit == FITS else []
+                useful.append(candidate)
+                fitting += [_change([candidate], estimated)] if estimated.fit == FITS else []
         if len(fitting) == _NUM_CHANGES:  # some of the others take a plan of their own, which takes seconds
             break
     return fitting or _together(run, plan, useful)
 
 
-def _together(run: PlannedRun, plan: MemoryPlan, candidates: list[tuple[str, str, _Apply]]) -> list[Change]:
-    chosen: dict[str, tuple[str, str]] = {}  # the last value of each key, and its cost
+def _together(run: PlannedRun, plan: MemoryPlan, useful: Sequence[Candidate]) -> list[Change]:
+    chosen: dict[str, Candidate] = {}  # the last of each key
     changes: list[Change] = []
-    for key, cost, apply in candidates:
+    for candidate in useful:
         with suppress(ConfigError):
-            changed = apply(run)
-            plan, run = _estimate(run, plan, changed), changed
-            chosen.pop(key.partition("=")[0], None)
-            chosen[key.partition("=")[0]] = key, cost
-            keys, costs = zip(*chosen.values(), strict=True)
-            changes.append(Change(" ".join(keys), "; ".join(costs), plan))
+            changed = candidate.apply(run)
+            plan, run = estimate(run, plan, changed), changed
+            chosen.pop(candidate.key, None)
+            chosen[candidate.key] = candidate
+            changes.append(_change(chosen.values(), plan))
             if plan.fit == FITS:
                 break
     return changes[-_NUM_CHANGES:]
 
 
-def _estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan:
+def _change(chosen: Collection[Candidate], plan: MemoryPlan) -> Change:
+    keys = " ".join(f"{one.key}={str(one.value).lower()}" for one in chosen)
+    return Change(keys, "; ".join(one.cost for one in chosen), plan)
+
+
+def estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan:
     """Returns the memory of ``run``: its own states, and the rest of ``plan``, which is that of ``base``."""
     if (run.config.precision, run.config.model) != (base.config.precision, base.config.model):  # other activations
         return plan_memory(run)
+    factor = run.config.train.micro_batch_size / base.config.train.micro_batch_size
+    peak = {kind: nbytes for kind, nbytes in plan.peak.items() if kind not in plan.states}
+    peak |= {kind: int(nbytes * factor) for kind, nbytes in peak.items() if kind in PER_SAMPLE}
     with run.engine() as (engine, _):
         states, host = split_memory(engine)
-        copy, unsharded = saved_copy(run, saved_bytes(engine)[0]), _unsharded_bytes(engine)
-        if engine.sharded.reducer.exchange is not None:  # a ring is there from the start, other buffers are not
-            states["unreduced_grad"] = max(states["unreduced_grad"], engine.sharded.reducer.exchange.max_nbytes())
-        if engine.sharded.offload is not None:
-            states[TRANSFER] = engine.sharded.offload.max_device_nbytes(run.num_ranks)
-    factor = run.config.train.micro_batch_size / base.config.train.micro_batch_size
-    others = {kind: nbytes for kind, nbytes in plan.step.peak.items() if kind not in plan.step.states}
-    scaled = {kind: int(nbytes * factor) if kind in PER_SAMPLE else nbytes for kind, nbytes in others.items()}
-    peak = {**states, **scaled, UNSHARDED: unsharded}
-    total = sum(peak.values())
-    low, high = (total * nbytes // plan.step.total for nbytes in plan.step.fragments)
-    step = StepMemory(
-        states, peak, first=total, largest=int(plan.step.largest * factor), fragments=(low, high), host=host
-    )
-    return MemoryPlan(run.device, run.num_ranks, step, copy)
+        sharded = engine.sharded
+        if sharded.reducer.exchange is not None:  # a ring is there from the start, other buffers are not
+            states["unreduced_grad"] = max(states["unreduced_grad"], sharded.reducer.exchange.max_nbytes())
+        if sharded.offload is not None:
+            states[TRANSFER] = sharded.offload.max_device_nbytes(run.num_ranks)
+        peak |= {**states, UNSHARDED: _unsharded_bytes(engine), SAVED_COPY: saved_copy(run, saved_bytes(engine)[0])}
+    largest = int(plan.largest * factor)
+    return replace(plan, num_ranks=run.num_ranks, states=states, host=host, peak=peak, largest=largest)
 
 
 def _unsharded_bytes(engine: NativeEngine) -> int:
@@ -110,69 +133,35 @@ def _unsharded_bytes(engine: NativeEngine) -> int:
     return root + sum(sorted(sizes.values())[-count:])
 
 
-def _candidates(run: PlannedRun, plan: MemoryPlan) -> Iterator[tuple[str, str, _Apply]]:
-    """Yields keys, cost and effect of each change, the cheapest first."""
-    config = run.config
-    engine, train = config.engine, config.train
-    if engine.reproducible:
-        yield _change("engine.reproducible", False, "bits that depend on the number of ranks")
-    if not engine.as_native().reshard_after_forward:
-        yield _change("engine.reshard_after_forward", True, "weights are gathered twice a micro-batch")
-    if run.num_ranks > 1:
-        for stage in range(engine.zero_stage + 1, 3):
-            cost = "gradients are sent in each micro-batch" if stage == 2 else "nothing"
-            yield _change("engine.zero_stage", stage, cost)
-    if run.device.type == "cpu" and config.checkpoint.asynchronous:
-        yield _change("checkpoint.asynchronous", False, "a save stops training")
-    model = config.model
-    if model.loss_chunk == "none" and model.factory in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY):
-        yield _change("model.loss_chunk", "auto", "training returns no logits")
-    sizes = [size for size in range(train.micro_batch_size // 2, 0, -1) if train.micro_batch_size % size == 0]
-    for size in sizes:
-        if size == 1 or plan.can_hold(plan.tensors - (1 - size / train.micro_batch_size) * plan.step.growing):
-            cost = f"{train.micro_batch_size // size} times as many forwards, of smaller products"
-            smaller = partial(PlannedRun.with_micro_batch_size, size=size, keeps_global=True)
-            yield f"train.micro_batch_size={size}", cost, smaller
-            break
-    if config.precision.name in ("fp32", "tf32") and (run.device.type == "cpu" or run.device.capability >= (8, 0)):
-        _, cost, apply = _change("precision.name", "bf16", "products of BF16; masters and sums stay FP32")
-        yield "precision=bf16", cost, apply
-    if model.recompute == "none":
-        cost = "forward is computed twice, but for attention and every second matmul"
-        yield _change("model.recompute", "selective", cost)
-    if isinstance(config.optim, AdamW) and config.optim.name == "adamw":
-        optim = _bf16_moments(config.optim)
-        yield "optim=adamw-bf16", "moments rounded to BF16", lambda run: _with(run, optim=optim)
-    if run.num_ranks > 1 and engine.zero_stage < 3:
-        yield _change("engine.zero_stage", 3, "weights are gathered in forward and backward")
-    if model.recompute != "full":
-        yield _change("model.recompute", "full", "forward is computed twice")
-    if run.device.type == "cuda":
-        yield _change("engine.offload", "cpu", "the CPU updates; gradients and weights cross to the host and back")
-    if engine.zero_stage:
-        for factor in (2, 4, 8):
-            ranks = factor * run.num_ranks
-            yield f"ranks={ranks}", f"{factor} times the devices", partial(replace, num_ranks=ranks)
-
-
-def _change(key: str, value: Any, cost: str) -> tuple[str, str, _Apply]:
-    section, name = key.split(".")
-
-    def apply(run: PlannedRun) -> PlannedRun:
-        own = getattr(run.config, section)
-        changed = replace(own, **{name: value}) if section != "engine" or name in settings_of(type(own)) else own
-        if section == "engine" and changed.as_native() == own.as_native():  # which is what is planned
-            raise ConfigError(f"{key}={value} changes nothing")
-        return _with(run, **{section: changed})
-
-    return f"{key}={str(value).lower()}", cost, apply
-
-
-def _with(run: PlannedRun, **sections: Any) -> PlannedRun:
-    return replace(run, config=replace(run.config, **sections))
-
-
-def _bf16_moments(optim: AdamW) -> OptimKeys:
-    record = OPTIM_KEYS["adamw-bf16"]
-    shared = {item.name: getattr(optim, item.name) for item in fields(record) if item.name != "name"}
-    return record(**shared)
+def candidates(run: PlannedRun, plan: MemoryPlan) -> list[Candidate]:
+    """Returns the changes that ``run`` might have, the cheapest first."""
+    config, engine, model = run.config, run.config.engine, run.config.model
+    is_cpu, has_others = run.device.type == "cpu", run.num_ranks > 1
+    stage, reshards = engine.zero_stage, engine.as_native().reshard_after_forward
+    wants_bf16 = config.precision.name in ("fp32", "tf32") and (is_cpu or run.device.capability >= (8, 0))
+    has_chunks = model.factory in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY)
+    micro = config.train.micro_batch_size
+    sizes = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
+    size = next((n for n in sizes if n == 1 or plan.can_hold(plan.tensors - (1 - n / micro) * plan.growing)), micro)
+    rows: list[tuple[bool, str, Any, str]] = [
+        (engine.reproducible, "engine.reproducible", False, "bits that depend on the number of ranks"),
+        (not reshards, "engine.reshard_after_forward", True, "weights are gathered twice a micro-batch"),
+        (has_others and stage < 1, "engine.zero_stage", 1, "nothing"),
+        (has_others and stage < 2, "engine.zero_stage", 2, "gradients are sent in each micro-batch"),
+        (is_cpu and config.checkpoint.asynchronous, "checkpoint.asynchronous", False, "a save stops training"),
+        (has_chunks and model.loss_chunk == "none", "model.loss_chunk", "auto", "training returns no logits"),
+        (size < micro, "train.micro_batch_size", size, f"{micro // size} times as many forwards, of smaller products"),
+        (wants_bf16, "precision", "bf16", "products of BF16; masters and sums stay FP32"),
+        (
+            model.recompute == "none",
+            "model.recompute",
+            "selective",
+            "forward is computed twice, but for attention and every second matmul",
+        ),
+        (config.optim.name == "adamw", "optim", "adamw-bf16", "moments rounded to BF16"),
+        (has_others and stage < 3, "engine.zero_stage", 3, "weights are gathered in forward and backward"),
+        (model.recompute != "full", "model.recompute", "full", "forward is computed twice"),
+        (not is_cpu, "engine.offload", "cpu", "the CPU updates; gradients and weights cross to the host and back"),
+        *((stage > 0, "ranks", factor * run.num_ranks, f"{factor} times the devices") for factor in (2, 4, 8)),
+    ]
+    return [Candidate(key, value, cost) for is_possible, key, value, cost in rows if is_possible]

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dtrain.planning.memory.changes import cheapest_changes
 from dtrain.planning.memory.plan import FITS, MARGIN, MemoryPlan, largest_micro_batch, plan_memory
 from dtrain.planning.planned_run import PlannedRun
+from dtrain.telemetry.texts import bytes_range, bytes_text
 from dtrain.tools.tables import Table, show
-from dtrain.train.receipt import PEAK, STEP, Receipt, ReceiptRow, bytes_range, bytes_text
+from dtrain.train.receipt import PEAK, STEP, Receipt, ReceiptRow
 
 _MEANINGS = {
     "compute": "weights in the format of the products",
@@ -33,9 +34,11 @@ _MEANINGS = {
 def show_memory(run: PlannedRun) -> None:
     """Prints the plan: the kinds, whether the run fits, the largest micro-batch that does, and changes."""
     plan = plan_memory(run)
-    meanings = {**_MEANINGS, MARGIN: ", ".join(plan.margin.reasons)}
-    rows = [(row.kind, bytes_range(row.low, row.high), meanings.get(row.kind, "")) for row in plan.rows]
-    rows.append(("total", bytes_range(plan.low, plan.high), ""))
+    margin = "fragments of the heap, scratch of kernels, libraries"
+    if plan.device.type == "cuda":
+        margin = "the driver's context, kernels, fragments" + (", NCCL" if plan.num_ranks > 1 else "")
+    meanings = {**_MEANINGS, MARGIN: margin}
+    rows = [(kind, bytes_range(*bounds), meanings.get(kind, "")) for kind, bounds in plan.rows.items()]
     title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])
     for line in fit_lines(run, plan):
@@ -56,7 +59,7 @@ def show_against(receipt: Receipt, run: PlannedRun) -> None:
 
 def receipt_of(plan: MemoryPlan, states: Mapping[str, int], peak: int | None) -> Receipt:
     """Returns the receipt of ``states``, measured by ``engine.memory()``, and of the ``peak``, None if unknown."""
-    planned, host = plan.step.states, plan.step.host
+    planned, host = plan.states, plan.host
     states = {kind: nbytes for kind, nbytes in states.items() if kind not in host}
     kinds = [kind for kind in states if states[kind] or planned.get(kind)]
     rows = [ReceiptRow(kind, planned.get(kind, 0), planned.get(kind, 0), states[kind]) for kind in kinds]
@@ -65,23 +68,14 @@ def receipt_of(plan: MemoryPlan, states: Mapping[str, int], peak: int | None) ->
     rows.append(ReceiptRow(PEAK, plan.low, plan.high, peak))
     where = "growth of the resident set" if plan.device.type == "cpu" else "memory of the device"
     note = f"rank 0 of {plan.num_ranks} on {plan.device.name}; the peak is the {where}"
-    return Receipt(rows, [note, *plan_notes(plan)], plan.device.name, plan.num_ranks)
+    return Receipt(rows, [note, *plan.notes], plan.device.name, plan.num_ranks)
 
 
 def plan_lines(run: PlannedRun) -> list[str]:
     """Returns the plan as text: kinds, whether it fits, largest micro-batch, changes."""
     plan = plan_memory(run)
-    kinds = [f"memory {row.kind:<16} {bytes_range(row.low, row.high):>24}" for row in plan.rows]
-    return [*kinds, f"memory {'total':<16} {bytes_range(plan.low, plan.high):>24}", *fit_lines(run, plan)]
-
-
-def plan_notes(plan: MemoryPlan) -> list[str]:
-    """Returns a line about what is offloaded to the host, if anything is, and the notes of the plan."""
-    lines, host = [], plan.step.host
-    if host:
-        kinds = ", ".join(f"{kind} {bytes_text(nbytes)}" for kind, nbytes in host.items())
-        lines.append(f"in the memory of the host, for each rank: {bytes_text(sum(host.values()))} ({kinds})")
-    return [*lines, *plan.notes]
+    kinds = [f"memory {kind:<16} {bytes_range(*bounds):>24}" for kind, bounds in plan.rows.items()]
+    return [*kinds, *fit_lines(run, plan)]
 
 
 def fit_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
@@ -89,7 +83,7 @@ def fit_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
     device = f"{plan.device.name} ({bytes_text(plan.device.memory)} for a rank)"
     own, largest = run.config.train.micro_batch_size, largest_micro_batch(run, plan)
     sizes = f"the largest micro-batch that fits is {largest} (planned: {own})" if largest else "no micro-batch fits"
-    lines = [f"{plan.fit} on {device}; {sizes}", *plan_notes(plan)]
+    lines = [f"{plan.fit} on {device}; {sizes}", *plan.notes]
     for change in cheapest_changes(run, plan) if plan.fit != FITS else []:
         need = bytes_range(change.plan.low, change.plan.high)
         lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")

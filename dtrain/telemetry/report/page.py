@@ -17,6 +17,7 @@ from dtrain.errors import directory_error
 from dtrain.telemetry.metrics import METRIC, write_atomically
 from dtrain.telemetry.report.curves import COLORS, Curve, chart, number
 from dtrain.telemetry.report.read import Run, Series, flatten
+from dtrain.telemetry.texts import bytes_text
 
 _RATE = "Rate"
 _CHARTS = (  # title, fields, logarithmic
@@ -371,6 +372,4 @@ def _text(value: Any) -> str:
 
 
 def _bytes(value: Any) -> str:
-    if not isinstance(value, (int, float)):
-        return "-"
-    return f"{value / 2**30:.2f} GiB" if abs(value) >= 2**30 else f"{value / 2**20:.2f} MiB"
+    return bytes_text(value) if isinstance(value, (int, float)) else "-"

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from dtrain.cli.resolve import compose
 from dtrain.errors import OutOfMemoryError
 from dtrain.planning.devices import Device
-from dtrain.planning.memory.changes import _candidates, _estimate, cheapest_changes
+from dtrain.planning.memory.changes import Candidate, candidates, cheapest_changes, estimate
 from dtrain.planning.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
-from dtrain.planning.memory.show import plan_notes, receipt_of
+from dtrain.planning.memory.show import receipt_of
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.receipt import RunPlanner
 from dtrain.precision.float8.cast import decode
@@ -47,6 +47,7 @@ def with_memory(run: PlannedRun, plan: MemoryPlan, nbytes: int) -> tuple[Planned
 
 def test_the_largest_micro_batch_fits_and_a_larger_one_does_not() -> None:
     run, plan = planned(600, "model.hidden_dim=128", "model.num_layers=2")
+    assert plan.largest == 4 * 12 * 128**2, "the FP32 gradients of a block"
     size = largest_micro_batch(run, plan)
     assert size > 4
     assert plan_memory(run.with_micro_batch_size(size)).fit == "fits"
@@ -73,8 +74,8 @@ def test_a_model_of_transformers_on_packed_documents(tmp_path: Path) -> None:
     keys = ("model=hf", f"model.path={save_hf(tmp_path / 'hf', 'llama')}", "model.max_seq_len=16", "precision=bf16")
     plan = plan_memory(planned_run(*keys, "data=tokens", f"data.path={shards}"))
     num_parameters = sum(parameter.numel() for parameter in build_hf(tmp_path / "hf").parameters())
-    assert 4 * num_parameters <= plan.step.states["main_grad"] < 4.2 * num_parameters  # rows are padded
-    assert plan.step.peak["activations"] > 0
+    assert 4 * num_parameters <= plan.states["main_grad"] < 4.2 * num_parameters  # rows are padded
+    assert plan.peak["activations"] > 0
 
 
 def test_each_proposed_change_makes_the_run_fit() -> None:
@@ -97,11 +98,10 @@ _CHANGES = [("train.micro_batch_size=2", 2), ("ranks=4", 2)]
 )
 def test_the_estimate_of_a_change_is_near_its_plan(change: str, stage: int) -> None:
     run, plan = planned(600, f"engine.zero_stage={stage}", "train.global_batch_size=16")
-    effects = {words: apply for words, _, apply in _candidates(run, plan)}
-    if change == "train.micro_batch_size=2":
-        effects[change] = lambda run: run.with_micro_batch_size(2, keeps_global=True)
-    changed = effects[change](run)
-    assert _estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
+    effects = {f"{one.key}={one.value}": one for one in candidates(run, plan)}
+    effects["train.micro_batch_size=2"] = Candidate("train.micro_batch_size", 2, "")
+    changed = effects[change].apply(run)
+    assert estimate(run, plan, changed).tensors == pytest.approx(plan_memory(changed).tensors, rel=0.06)
 
 
 @pytest.mark.exhaustive
@@ -111,29 +111,29 @@ def test_recomputed_blocks_keep_fewer_activations_and_nothing_is_compiled() -> N
     with runs[0].engine() as (engine, _):
         assert engine.compiled_graphs is None
     full, selective, none = map(plan_memory, runs)
-    assert full.step.peak["activations"] < 0.9 * selective.step.peak["activations"]
-    assert selective.step.peak["activations"] < 0.7 * none.step.peak["activations"]
+    assert full.peak["activations"] < 0.9 * selective.peak["activations"]
+    assert selective.peak["activations"] < 0.7 * none.peak["activations"]
     assert full.tensors < selective.tensors < none.tensors
-    assert "uncompiled" in plan_notes(none)[-1]
+    assert "uncompiled" in none.notes[-1]
 
 
 def test_offloaded_states_are_planned_on_the_host() -> None:
     run = planned_run(*_BF16, device="h100-80gb", ranks=2)
     base = plan_memory(run)
-    (apply,) = (apply for words, _, apply in _candidates(run, base) if words == "engine.offload=cpu")
-    plan = plan_memory(apply(run))
+    (offload,) = (one for one in candidates(run, base) if one.key == "engine.offload")
+    plan = plan_memory(offload.apply(run))
     offloaded = {"master", "moments", "main_grad"}
-    assert plan.step.host.keys() == {*offloaded, "staging"}
-    assert not plan.step.states.keys() & plan.step.host.keys()
-    shard = base.step.states["master"]
+    assert plan.host.keys() == {*offloaded, "staging"}
+    assert not plan.states.keys() & plan.host.keys()
+    shard = base.states["master"]
     # the norms have replicas of their own beside their masters; the rest of a step is the same
-    assert plan.step.host["main_grad"] == plan.step.host["master"] >= shard
+    assert plan.host["main_grad"] == plan.host["master"] >= shard
     assert plan.tensors < base.tensors - 3 * shard
-    estimated = _estimate(run, base, apply(run)).step.states
+    estimated = estimate(run, base, offload.apply(run)).states
     assert {kind: estimated[kind] for kind in ("compute", "transfer")} == {
-        kind: plan.step.peak[kind] for kind in ("compute", "transfer")
+        kind: plan.peak[kind] for kind in ("compute", "transfer")
     }
-    receipt = receipt_of(plan, {**plan.step.states, **plan.step.host}, None)
+    receipt = receipt_of(plan, {**plan.states, **plan.host}, None)
     assert not {row.kind for row in receipt.rows} & offloaded
     assert "in the memory of the host, for each rank: " in receipt.notes[1]
 
@@ -143,7 +143,7 @@ def test_to_shard_weights_again_is_proposed_only_where_they_stay(sharded_again: 
     run, plan = planned(600, "engine.zero_stage=2", "train.global_batch_size=16")
     engine = replace(run.config.engine, zero_stage=3, reshard_after_forward=sharded_again)
     run = replace(run, config=replace(run.config, engine=engine))
-    assert ("engine.reshard_after_forward=true" in {keys for keys, *_ in _candidates(run, plan)}) != sharded_again
+    assert ("engine.reshard_after_forward" in {one.key for one in candidates(run, plan)}) != sharded_again
 
 
 def test_changes_are_added_up_if_none_is_enough() -> None:

@@ -18,9 +18,7 @@ from dtrain.engine.vote.record import NUM_FIELDS
 from dtrain.planning.cli import planned_run
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.record.ranks import Transfer
-from dtrain.planning.scale.picture import draw
-from dtrain.planning.scale.points import ScalingPoint, scale, with_ranks
-from dtrain.planning.scale.report import limits, remarks, scale_assumptions
+from dtrain.planning.scale import ScalingPoint, draw, remarks, scale, scale_assumptions, with_ranks
 from dtrain.planning.time.network import FABRICS, find_fabric
 from dtrain.planning.time.prediction import Assumptions
 from dtrain.planning.time.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
@@ -158,14 +156,14 @@ def test_replicas() -> None:
     text = " ".join(remarks(run, many))
     assert "one replica" not in text
     assert "the sum over 32 replicas (FP32, once a step) is waited for " in text
-    assert "replicas" not in " ".join(limits(one))
+    assert "replicas" not in " ".join(remarks(run, one))
 
 
 def test_advice_about_transfers_and_other_engines() -> None:
     other = "engine=fsdp2 is predicted as native at the same stage; for its reduce-scatters: gradients="
     for keys, ranks, expected in (([STAGE_2], 8, []), (["engine=fsdp2", STAGE_2], 64, [other])):
         run, point = point_of(*keys, ranks=ranks)
-        assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(limits(point))
+        assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(remarks(run, point))
         found = [one for one in scale_assumptions(run, [point], ASSUMED) if "predicted as native" in one]
         assert [one[: len(other)] for one in found] == expected
 

@@ -34,7 +34,6 @@ from dtrain.planning.time.measured import PlannedRank, StepTime
 from dtrain.planning.time.prediction import Assumptions, PricedRun, predict
 from dtrain.planning.time.replay import Replay, Share
 from dtrain.tasks import IGNORE_INDEX, num_targets
-from dtrain.train.receipt import Measured
 from dtrain.train.session import Session
 from tests.helpers.launch import ROOT
 from tests.helpers.net import Net
@@ -370,7 +369,7 @@ def test_time_scale_and_the_receipt_of_a_run_have_one_number(ranks: int, capsys:
     config = compose(keys)
     monkeypatch.setattr("dtrain.planning.devices.find_device", lambda *_: find_device("h100-80gb"))
     session = Session.open(config, planned_ranks(ranks, HOST, CPU, StepRecorder()))
-    receipt = RunPlanner().receipt(config, session.engine, session.dataset, Measured(None, 12.0))
+    receipt = RunPlanner().receipt(config, session.engine, session.dataset, peak=None, step_ms=12.0)
     assert receipt.notes[-1] == f"a step: {step_ms} ms planned, 12 ms measured"
 
 

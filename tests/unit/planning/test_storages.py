@@ -7,17 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtrain.planning.memory.heap import LIMIT, Heap
-from dtrain.planning.memory.step_memory import step_memory
+from dtrain.planning.memory.plan import peaks_of
 from dtrain.planning.record.recorder import ACTIVATIONS, BACKWARD, OTHER, RecordedStep, StepRecorder
 
 KIB, MIB = 2**10, 2**20
 
 
-def peak_of(recorder: StepRecorder, *heaps: Heap) -> tuple[dict[str, int], int, int]:
-    """Returns bytes by kind at the peak of all that is recorded, those of the largest storage, and what heaps hold."""
+def peak_of(recorder: StepRecorder, *heaps: Heap) -> dict[str, int]:
+    """Returns bytes by kind at the peak of all that is recorded."""
     step = RecordedStep(1, 0, recorder.storages[-1].born + 99, (), {})
-    found = step_memory(recorder.storages, [step], ({}, {}), heaps)
-    return dict(found.peak), found.largest, found.fragments[1]
+    (peak,) = peaks_of(recorder.storages, [step], heaps)
+    return peak
 
 
 def test_storages_are_counted_once_by_kind_until_they_are_freed_or_of_others() -> None:
@@ -42,7 +42,7 @@ def test_storages_are_counted_once_by_kind_until_they_are_freed_or_of_others() -
         one, other = torch.zeros(8), torch.zeros(16)
         recorder.label("master", [one[2:]])
         recorder.label(None, [other])
-    assert peak_of(recorder)[0] == {"master": 32}
+    assert peak_of(recorder) == {"master": 32}
 
 
 def test_the_peak_is_that_of_a_moment() -> None:
@@ -53,7 +53,7 @@ def test_the_peak_is_that_of_a_moment() -> None:
         del first, second
         third = torch.zeros(300)
     assert third.numel() == 300
-    assert peak_of(recorder) == ({OTHER: 1024, BACKWARD: 1024}, 1200, 0)
+    assert peak_of(recorder) == {OTHER: 1024, BACKWARD: 1024}
 
 
 def test_heaps_take_what_is_counted() -> None:
@@ -62,8 +62,8 @@ def test_heaps_take_what_is_counted() -> None:
         held = [torch.empty(LIMIT, dtype=torch.uint8), torch.empty(5000, dtype=torch.uint8)]
         recorder.label(None, held[:1])
         held.append(torch.empty(LIMIT - 1, dtype=torch.uint8))
-    assert peak_of(recorder, heap)[2] == 2 * 96
-    assert heap.peak == LIMIT - 1 + 96 + 5096
+    tensors = sum(peak_of(recorder, heap).values())
+    assert heap.peak == tensors + 2 * 96 == LIMIT - 1 + 96 + 5096
 
 
 def test_small_objects_keep_neighboring_holes_apart() -> None:
