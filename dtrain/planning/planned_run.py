@@ -159,7 +159,7 @@ class PlannedRun:
 
             yield engine, step
 
-    def record(self, *, is_extended: bool = False, num_steps: int = 2) -> RecordedRun:
+    def record(self, *, is_extended: bool = False, num_steps: int = 2) -> RecordedSteps:
         """Returns recorded steps of the run on fake tensors.
 
         The buffers that stay are allocated in the first of ``num_steps``, and the order of the groups is learned. If
@@ -176,7 +176,7 @@ class PlannedRun:
             startup = [recorded.transfer for recorded in recorder.transfers]
             steps = recorder.record_steps(engine, step, counts)
             exchange = engine.sharded.reducer.exchange
-            return RecordedRun(
+            return RecordedSteps(
                 run=self,
                 steps=steps,
                 storages=recorder.storages,
@@ -202,7 +202,7 @@ class Buffer:
 
 
 @dataclass(frozen=True)
-class RecordedRun:
+class RecordedSteps:
     """Recorded steps of a planned run, and what its engine holds.
 
     Attributes:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from dtrain.config.engines import Native
 from dtrain.planning.memory.plan import FITS, MemoryPlan, memory_of
-from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.time.network import Fabric
 from dtrain.planning.time.prediction import Assumptions, Prediction, accumulation, assumptions, predict
 from dtrain.planning.time.replay import GRADIENTS, PURPOSES, REPLICAS, VOTE, WEIGHTS, Replay
@@ -45,7 +45,7 @@ class ScalingPoint:
     efficiency: float = 1.0
 
     @property
-    def recorded(self) -> RecordedRun:
+    def recorded(self) -> RecordedSteps:
         return self.prediction.recorded
 
     @property

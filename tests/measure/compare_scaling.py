@@ -17,7 +17,7 @@ from typing import Any
 
 from dtrain.cli.resolve import compose
 from dtrain.planning.devices import find_device
-from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.recorder import RecordedTransfer
 from dtrain.planning.scale import with_ranks
 from dtrain.planning.time.prediction import ENGINE, RING, RING_FP32, Assumptions, PricedRun
@@ -105,7 +105,7 @@ def _priced_on(series: Series, point: Series, device: str) -> PricedRun:
     return PricedRun.of(recorded, DEFAULTS.efficiency)
 
 
-def _scaled(recorded: RecordedRun, gpus: int, more: int) -> RecordedRun:
+def _scaled(recorded: RecordedSteps, gpus: int, more: int) -> RecordedSteps:
     """Returns ``recorded``, of ``gpus`` GPUs, with the transfers of ``more``."""
 
     def of_more(one: RecordedTransfer) -> RecordedTransfer:
@@ -126,7 +126,7 @@ def _scaled(recorded: RecordedRun, gpus: int, more: int) -> RecordedRun:
 
 
 @cache
-def _recorded(keys: Sequence[str], gpus: int, device: str) -> RecordedRun:
+def _recorded(keys: Sequence[str], gpus: int, device: str) -> RecordedSteps:
     return PlannedRun.of(compose(keys), find_device(device), gpus).record(is_extended=True)
 
 

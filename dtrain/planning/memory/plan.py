@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from dtrain.planning.devices import Device
 from dtrain.planning.memory.heap import Heap
-from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.recorder import ACTIVATIONS, BACKWARD, RecordedStep, RecordedStorage
 from dtrain.telemetry.texts import bytes_text
 
@@ -116,7 +116,7 @@ def plan_memory(run: PlannedRun, num_steps: int = 2) -> MemoryPlan:
     return memory_of(run.record(num_steps=num_steps))
 
 
-def memory_of(recorded: RecordedRun) -> MemoryPlan:
+def memory_of(recorded: RecordedSteps) -> MemoryPlan:
     """Returns the memory of the second step of a recorded run, or of the only one."""
     run, steps = recorded.run, recorded.steps[:2]
     states, host = recorded.memory

@@ -10,7 +10,7 @@ from statistics import NormalDist
 
 from dtrain.config.engines import Native
 from dtrain.errors import ConfigError
-from dtrain.planning.planned_run import PlannedRun, RecordedRun
+from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.ranks import NCCL, Transfer
 from dtrain.planning.time.network import FABRICS, Fabric, Network, find_fabric
 from dtrain.planning.time.rates import Parts, Rates
@@ -89,7 +89,7 @@ class Prediction:
         return self.priced.predict(replace(self.assumed, gradients=RING_FP32)).step
 
     @property
-    def recorded(self) -> RecordedRun:
+    def recorded(self) -> RecordedSteps:
         return self.priced.recorded
 
     @property
@@ -110,12 +110,12 @@ class PricedRun:
         parts: of a step of all micro-batches.
     """
 
-    recorded: RecordedRun
+    recorded: RecordedSteps
     traces: Sequence[RankTrace]
     parts: Parts
 
     @staticmethod
-    def of(recorded: RecordedRun, efficiency: float = 1.0) -> PricedRun:
+    def of(recorded: RecordedSteps, efficiency: float = 1.0) -> PricedRun:
         """Prices ``recorded``, which has an extended step if the run has more micro-batches than a recorded step.
 
         Args:
