@@ -15,14 +15,13 @@ from dtrain.data import load_dataset
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device
-from dtrain.planning.folding import fold
 from dtrain.planning.planned_run import build_without_values
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
 from dtrain.precision.policy import PrecisionPolicy
 from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
-from dtrain.tools.tables import Table, show
+from dtrain.tools.tables import Table, fold, show
 from dtrain.train.setup import check_patterns, check_precision, make_policy
 
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
@@ -51,12 +50,22 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
         "bf16" if config.optim.name == "adamw-bf16" else "fp32",
     )
     contract = replace(resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions), states=states)
-    tables = [module_table(contract, model, folded=folded), operation_table(contract)]
+    rows = [
+        (module.name, module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
+        for module in contract.modules
+    ]
+    modules = Table("Modules", ("module", "kind", "weight", "format", "reason"), fold(rows, folded=folded))
+    tables = [modules, Table("Operations outside rules", ("operation", "format"), _operations(contract))]
     timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
     if timed:
-        tables.append(timing_table([candidate for candidate in candidates if candidate.name in timed], policy))
+        shapes = Counter((one.out_features, one.in_features) for one in candidates if one.name in timed)
+        timings = [
+            (f"{policy.float8.num_rows} x {columns} -> {out}", str(count)) for (out, columns), count in shapes.items()
+        ]
+        title = "Timed at the start: output and both gradients, in FP8 and in BF16"
+        tables.append(Table(title, ("rows x in -> out", "modules"), timings))
     show(tables)
-    for line in summary(contract, model, device):
+    for line in _summary(contract, model, device):
         print(line)
 
 
@@ -69,7 +78,7 @@ def _decisions_without_timing(
     return tuple(replace(item, reason=_TO_BE_TIMED) if item.is_float8 else item for item in by_shape)
 
 
-def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
+def _summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
     policy = contract.policy
     lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
     if contract.recipe is not None:
@@ -83,25 +92,16 @@ def summary(contract: Contract, model: nn.Module, device: torch.device) -> list[
     return [*lines, f"compute weights: {weights}{frozen}; {contract.states.describe()}"]
 
 
-def module_table(contract: Contract, model: nn.Module, *, folded: bool) -> Table:
-    """Returns a table with a row per module, or per set of modules that differ only in the index of a block."""
-    rows = [
-        (module.name, module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
-        for module in contract.modules
-    ]
-    return Table("Modules", ("module", "kind", "weight", "format", "reason"), fold(rows, folded=folded))
-
-
 def _shape(module: nn.Module) -> str:
     weight = module._parameters.get("weight")
     return "x".join(map(str, weight.shape)) if weight is not None else "-"
 
 
-def operation_table(contract: Contract) -> Table:
+def _operations(contract: Contract) -> list[tuple[str, str]]:
+    """Returns the formats of operations that no rule names."""
     compute = format_name(contract.policy.compute_dtype)
-    if not contract.is_mixed:
-        rows = [("all", "fp32 (products tf32)" if contract.policy.tf32 else "fp32")]
-    else:
+    rows = [("all", "fp32 (products tf32)" if contract.policy.tf32 else "fp32")]
+    if contract.is_mixed:
         rows = [
             ("products, convolutions, RNN cells, attention", f"{compute}, sums in fp32"),
             ("softmax, norms, losses, reductions, linalg", "fp32"),
@@ -112,15 +112,4 @@ def operation_table(contract: Contract) -> Table:
     if contract.recipe is not None:
         gradients = str(contract.recipe.grad_dtype).removeprefix("torch.float8_").removesuffix("fn")
         rows.insert(1, ("products of fp8 modules", f"e4m3 x e4m3, gradients {gradients} x e4m3, sums in fp32"))
-    return Table("Operations outside rules", ("operation", "format"), rows)
-
-
-def timing_table(candidates: Sequence[Float8Candidate], policy: PrecisionPolicy) -> Table:
-    """Returns a table of the shapes that rank 0 times at the start, in FP8 and in BF16."""
-    shapes = Counter((candidate.out_features, candidate.in_features) for candidate in candidates)
-    num_rows = policy.float8.num_rows
-    return Table(
-        "Timed at the start: output and both gradients, in FP8 and in BF16",
-        ("rows x in -> out", "modules"),
-        [(f"{num_rows} x {columns} -> {out}", str(count)) for (out, columns), count in shapes.items()],
-    )
+    return rows

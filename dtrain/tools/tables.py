@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -15,6 +16,9 @@ from dtrain.redaction.redact import redact_text
 Row = TypeVar("Row")
 Column: TypeAlias = tuple[str, Callable[[Row], str]]
 """A column's title, and the function that gives a row's text in it."""
+
+_INDEX = re.compile(r"(?<![^.])\d+(?![^.])")  # an index within a module's name
+_PLACEHOLDER = "#"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,31 @@ def show(tables: Sequence[Table]) -> None:
         for row in table.rows:
             drawn.add_row(*(redact_text(_without_backticks(cell)) for cell in row))
         console.print(drawn)
+
+
+def fold(rows: Iterable[tuple[str, ...]], *, folded: bool = True) -> list[tuple[str, ...]]:
+    """Returns ``rows``, whose first cell is a module's name; those that differ only in one index share a row.
+
+    Unless ``folded``, only rows that are equal in all cells share one.
+    """
+    equal: dict[tuple[str, ...], dict[str, None]] = {}
+    for name, *cells in rows:
+        pattern = _INDEX.sub(_PLACEHOLDER, name, count=1) if folded else name
+        equal.setdefault((pattern, *cells), {})[name] = None
+    return [(_joined(pattern, list(names)), *cells) for (pattern, *cells), names in equal.items()]
+
+
+def _joined(pattern: str, names: Sequence[str]) -> str:
+    """Returns ``pattern`` with the indices of ``names`` instead of its placeholder."""
+    if len(names) == 1:
+        return names[0] or "(the model)"
+    runs: list[list[int]] = []
+    for index in sorted(int(found[0]) for name in names if (found := _INDEX.search(name))):
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return pattern.replace(_PLACEHOLDER, ",".join(f"{run[0]}-{run[-1]}" if run[1:] else str(run[0]) for run in runs))
 
 
 def plural(count: int, noun: str) -> str:

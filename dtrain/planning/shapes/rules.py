@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtrain.planning.record.products import ATTENTION, CONVOLUTION, FPROP, WGRAD, MatrixProduct
+from dtrain.planning.record.products import ATTENTION, CONVOLUTION, FPROP, MatrixProduct, convolution_arguments
 
 BATCH, SIZE, HEAD_DIM = "batch", "size", "head dim"
 MULTIPLES = {"tf32": 4, "bf16": 8, "fp16": 8, "fp8": 16}
@@ -37,8 +37,7 @@ class Cause:
 
     def padded(self, size: int, multiple: int | None = None) -> int:
         """Returns what one of ``sizes`` becomes if ``size`` is padded to a multiple."""
-        factor = size // self.size
-        return factor * (self.size + -self.size % (multiple or self.multiple))
+        return size // self.size * (self.size + -self.size % (multiple or self.multiple))
 
 
 def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[int, int]]) -> list[Cause]:
@@ -48,41 +47,24 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
     """
     causes: dict[tuple[str, int, int], Cause] = {}
     for product in products:
-        if product.part != FPROP or product.is_recomputed:
+        if product.part != FPROP or product.call.is_recomputed:
             continue
         multiple = MULTIPLES.get(product.format, 1)
         for kind, dimension, size in _sizes(product, linears):
             if size % multiple:
                 cause = causes.setdefault((kind, size, multiple), Cause(kind, size, multiple, {size}))
-                cause.uses[product.module, dimension] = None
+                cause.uses[product.call.module, dimension] = None
     merged = _merge_multiples(causes)
     for cause in merged:
         modules = {module for module, _ in cause.uses}
-        cause.products = [
-            product
-            for product in products
-            if product.module in modules and MULTIPLES.get(product.format, 1) == cause.multiple
-        ]
+        of_modules = (product for product in products if product.call.module in modules)
+        cause.products = [product for product in of_modules if MULTIPLES.get(product.format, 1) == cause.multiple]
     return merged
-
-
-def affected(cause: Cause, product: MatrixProduct) -> dict[str, int]:
-    """Returns the sizes of ``product``, by name of its attribute, that ``cause`` is the cause of."""
-    if cause.kind == HEAD_DIM:
-        return {"k": product.k} if product.kind == ATTENTION else {}
-    if cause.kind == BATCH:
-        names: tuple[str, ...] = ("k",) if product.part == WGRAD else ("m",)
-    elif product.is_batched:
-        names = ("m", "n", "k")
-    else:
-        names = ("m", "n") if product.part == WGRAD else ("n", "k")
-    return {name: size for name in names if (size := getattr(product, name)) in cause.sizes}
 
 
 def channels(product: MatrixProduct) -> tuple[int, int]:
     """Returns the channels that go into a convolution's forward, and those that come out of it."""
-    args = product.signature.args
-    weight, transposed, groups = (args[1], args[6], args[8]) if product.part == FPROP else (args[2], args[7], args[9])
+    _, weight, transposed, groups = convolution_arguments(product.call.signature)
     first, second = weight.shape[0], weight.shape[1] * groups
     return (first, second) if transposed else (second, first)
 
@@ -97,8 +79,8 @@ def _sizes(product: MatrixProduct, linears: Mapping[str, tuple[int, int]]) -> It
         yield from ((SIZE, "M", product.m), (SIZE, "N", product.n), (SIZE, "K", product.k))
     else:
         n, k = product.n, product.k
-        if product.format == "fp8" and product.module in linears:
-            k, n = linears[product.module]
+        if product.format == "fp8" and product.call.module in linears:
+            k, n = linears[product.call.module]
         if not product.is_grouped:
             yield BATCH, "M", product.m
         yield from ((SIZE, "N", n), (SIZE, "K", k))
@@ -108,20 +90,16 @@ def _merge_multiples(causes: Mapping[tuple[str, int, int], Cause]) -> list[Cause
     """Returns ``causes`` without those whose size is a small multiple of another's, which that one takes over."""
     kept: list[Cause] = []
     for cause in sorted(causes.values(), key=lambda cause: cause.size):
-        base = next((other for other in kept if cause.kind == SIZE and _follows(cause, other)), None)
+        base = next((other for other in kept if _follows(cause, other)), None)
         if base is None:
             kept.append(cause)
         else:
             base.sizes |= cause.sizes
             base.uses |= cause.uses
-    return [cause for cause in causes.values() if any(cause is other for other in kept)]
+    return [cause for cause in causes.values() if cause in kept]
 
 
 def _follows(cause: Cause, base: Cause) -> bool:
-    return (
-        base.kind == cause.kind
-        and base.multiple == cause.multiple
-        and base.size >= base.multiple
-        and cause.size % base.size == 0
-        and cause.size // base.size <= _MAX_FACTOR
-    )
+    factor, rest = divmod(cause.size, base.size)
+    is_multiple = rest == 0 and factor <= _MAX_FACTOR and base.size >= base.multiple
+    return cause.kind == base.kind == SIZE and cause.multiple == base.multiple and is_multiple

@@ -10,19 +10,27 @@ from torch import nn
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, USED_KEYS, VOCAB_MULTIPLE
 from dtrain.models.factory import vocabulary
 from dtrain.planning.devices import Device
-from dtrain.planning.folding import fold
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.record.products import ATTENTION, CONVOLUTION, MatrixProduct, products
 from dtrain.planning.record.recorder import UPDATE, StepRecorder
-from dtrain.planning.shapes.padding import MIN_GAIN, measured_gain
 from dtrain.planning.shapes.rules import BATCH, HEAD_DIM, Cause, find_causes
-from dtrain.planning.shapes.timed_calls import has_products
-from dtrain.tools.tables import Table, show
+from dtrain.planning.shapes.variants import has_products, measured_gain
+from dtrain.tools.tables import Table, fold, show
 
 _BUDGET_S = 20.0
 """Seconds that all measurements may take."""
 
+_MIN_GAIN = 0.03
+"""Smallest share of the products' time that an advice must save."""
+
 _HOPPER = (9, 0)
+
+_EXPERTS = "experts"
+_NOTES = {
+    ATTENTION: "attention: M and N are tokens, K is the head dim, pairs are heads of samples",
+    _EXPERTS: "experts: M, and K in wgrad, are the rows of all",
+    CONVOLUTION: "convolution: M are positions, K the values of a window, pairs are groups; in wgrad K are positions",
+}
 
 
 def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -> None:
@@ -33,7 +41,7 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
     """
     found, linears = record_products(run)
     causes = find_causes(found, linears)
-    show([product_table(found, run.device, folded=folded)])
+    show([_product_table(found, run.device, folded=folded)])
     for line in _summary(found, run):
         print(line)
     if not causes:
@@ -41,7 +49,7 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
         return
     gains = [_gain(cause, run, len(causes)) if measure else None for cause in causes]
     print()
-    show([cause_table(causes, gains, run)])
+    show([_cause_table(causes, gains, run)])
 
 
 def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tuple[int, int]]]:
@@ -58,29 +66,29 @@ def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tup
     return products(calls, tf32=run.is_tf32), linears
 
 
-def assumed_tile(device: Device) -> tuple[int, int] | None:
+def _assumed_tile(device: Device) -> tuple[int, int] | None:
     """Returns the tile of the output that a thread block is assumed to compute; None for a CPU."""
     if device.num_sms is None:
         return None
     return (128, 256) if device.capability >= _HOPPER else (128, 128)
 
 
-def product_table(found: Sequence[MatrixProduct], device: Device, *, folded: bool) -> Table:
+def _product_table(found: Sequence[MatrixProduct], device: Device, *, folded: bool) -> Table:
     sizes = ("M x N x K", "pairs", "format", "GFLOP", "MB", "FLOP/byte")
     columns = ("module", "pass", "kind", *sizes, "bound by", "tiles")
-    rows = [(product.module, *_cells(product, device)) for product in found]
+    rows = [(product.call.module, *_cells(product, device)) for product in found]
     return Table("Products of one micro-batch", columns, fold(rows, folded=folded))
 
 
 def _cells(product: MatrixProduct, device: Device) -> tuple[str, ...]:
-    ridge = ridge_point(device, product.format)
+    ridge = _ridge_point(device, product.format)
     bound = "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
-    tile = assumed_tile(device)
+    tile = _assumed_tile(device)
     efficiency = "-"
     if tile is not None and device.num_sms is not None and product.kind != ATTENTION and not product.is_grouped:
         efficiency = f"{product.tile_efficiency(tile):.0%} x {product.wave_efficiency(tile, device.num_sms):.0%}"
     return (
-        product.part + (" again" if product.is_recomputed else ""),
+        product.part + (" again" if product.call.is_recomputed else ""),
         product.kind,
         f"{product.m} x {product.n} x {product.k}",
         str(product.batch),
@@ -93,7 +101,7 @@ def _cells(product: MatrixProduct, device: Device) -> tuple[str, ...]:
     )
 
 
-def ridge_point(device: Device, format_name: str) -> float | None:
+def _ridge_point(device: Device, format_name: str) -> float | None:
     """Returns the FLOPs per byte above which the published rate bounds a product, below it the bandwidth."""
     rate = device.rate(format_name)
     return None if rate is None or device.bandwidth is None else rate / device.bandwidth
@@ -102,13 +110,13 @@ def ridge_point(device: Device, format_name: str) -> float | None:
 def _summary(found: Sequence[MatrixProduct], run: PlannedRun) -> list[str]:
     device = run.device
     flops = sum(product.flops for product in found)
-    again = sum(product.flops for product in found if product.is_recomputed)
+    again = sum(product.flops for product in found if product.call.is_recomputed)
     lines = [
         f"{flops / 1e12:.4g} TFLOP in {len(found)} products of one micro-batch"
         + (f", {again / flops:.0%} of them recomputed in backward" if again else "")
         + "; attention is counted in full, also if it is causal"
     ]
-    ridges = {product.format: ridge_point(device, product.format) for product in found}
+    ridges = {product.format: _ridge_point(device, product.format) for product in found}
     known = ", ".join(f"{ridge:.0f} in {name}" for name, ridge in ridges.items() if ridge is not None)
     if known:
         lines.append(
@@ -117,21 +125,14 @@ def _summary(found: Sequence[MatrixProduct], run: PlannedRun) -> list[str]:
     if not all(ridges.values()):
         unknown = ", ".join(name for name, ridge in ridges.items() if ridge is None)
         lines.append(f"{device.name}: what bounds products in {unknown} is unknown: no rate or bandwidth is published")
-    tile = assumed_tile(device)
+    tile = _assumed_tile(device)
     if tile is not None:
         lines.append(
             f"tiles: share of full {tile[0]} x {tile[1]} tiles x share of {device.num_sms} multiprocessors at work "
             "over all waves; the tile is assumed, the library may choose others, or split K"
         )
-    if any(product.kind == ATTENTION for product in found):
-        lines.append("attention: M and N are tokens, K is the head dim, pairs are heads of samples")
-    if any(product.is_grouped for product in found):
-        lines.append("experts: M, and K in wgrad, are the rows of all")
-    if any(product.kind == CONVOLUTION for product in found):
-        lines.append(
-            "convolution: M are positions, K the values of a window, pairs are groups; in wgrad K are positions"
-        )
-    return lines
+    present = {product.kind for product in found} | {_EXPERTS for product in found if product.is_grouped}
+    return [*lines, *(note for what, note in _NOTES.items() if what in present)]
 
 
 # -- rules
@@ -146,12 +147,11 @@ def _gain(cause: Cause, run: PlannedRun, num_causes: int) -> float | None:
     return measured_gain(cause, _pad_multiple(cause, run), device, _BUDGET_S / num_causes)
 
 
-def cause_table(causes: Sequence[Cause], gains: Sequence[float | None], run: PlannedRun) -> Table:
+def _cause_table(causes: Sequence[Cause], gains: Sequence[float | None], run: PlannedRun) -> Table:
     rows = []
     for cause, gain in zip(causes, gains, strict=True):
-        uses = fold([(module, dimension) for module, dimension in cause.uses])
         by_dimension: dict[str, list[str]] = {}
-        for module, dimension in uses:
+        for module, dimension in fold(cause.uses):
             by_dimension.setdefault(dimension, []).append(module)
         where = "; ".join(f"{dimension} of {', '.join(names)}" for dimension, names in by_dimension.items())
         what, key = describe(cause, run)
@@ -215,6 +215,6 @@ def _advice(cause: Cause, gain: float | None, run: PlannedRun) -> str:
     padded = cause.padded(cause.size, _pad_multiple(cause, run))
     if gain is None:
         return f"rule broken, gain of {padded} not measured"
-    if gain < MIN_GAIN:
-        return f"rule broken, gain of {padded} measured below {MIN_GAIN:.0%}"
+    if gain < _MIN_GAIN:
+        return f"rule broken, gain of {padded} measured below {_MIN_GAIN:.0%}"
     return f"padding to {padded} saves {gain:.0%} of these products (measured)"

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from dtrain.device import synchronize
-from dtrain.planning.record.products import ATTENTION, MATMUL, MatrixProduct, computes_product, products
-from dtrain.planning.record.recorder import RecordedCall, StepRecorder, TensorSpec
-from dtrain.planning.shapes.timed_calls import bind, has_products, median_ms, tensor_of
+from dtrain.planning.record.products import computes_product, products
+from dtrain.planning.record.recorder import RecordedCall, StepRecorder
+from dtrain.planning.shapes.variants import DTYPES, has_products, in_format, timed_ratio
 from dtrain.planning.time.measured import PlannedRank
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PROFILED_STEPS = 3
-_FLOAT8_MULTIPLE = 16  # of N and K, which the FP8 product of torch requires
 
 
 @dataclass(frozen=True)
 class Item:
-    """An operation of a step.
+    """An operation of a step, its calls in a step, and the milliseconds of all of them.
 
     Attributes:
-        name: as PyTorch calls it.
-        ms: of all its calls in a step.
-        calls: in a step.
-        is_product: whether it multiplies matrices.
         is_elementwise: whether ``torch.compile`` could fuse it with its neighbors.
     """
 
@@ -97,52 +88,14 @@ def speedups(calls: Sequence[RecordedCall], device: torch.device, budget_s: floa
 
     A format is left out if its products cannot be timed within ``budget_s`` seconds in all.
     """
-    found = {product.signature: product for product in products(calls)}
+    found = {product.call.signature: product for product in products(calls)}
     counts = Counter(call.signature for call in calls if call.signature in found)
     own = {product.format for product in found.values()}
-    wanted = [name for name in (*_DTYPES, "fp8") if has_products(name, device) and {name} != own]
+    wanted = [name for name in (*DTYPES, "fp8") if has_products(name, device) and {name} != own]
     result = {}
     for name in wanted:
-        before = after = 0.0
-        for signature, count in counts.items():
-            product = found[signature]
-            runs = [bind(signature, device), in_format(product, name, device)]
-            share = product.flops / sum(other.flops for other in found.values())
-            times = median_ms(runs, device, share * budget_s / len(wanted))
-            if times is None:
-                break
-            before += count * times[0]
-            after += count * times[1]
-        else:
-            if after:
-                result[name] = before / after
+        pairs = {(signature, in_format(found[signature], name)): count for signature, count in counts.items()}
+        ratio = timed_ratio(pairs, device, budget_s / len(wanted))
+        if ratio is not None:
+            result[name] = 1 / ratio
     return result
-
-
-def in_format(product: MatrixProduct, name: str, device: torch.device) -> Callable[[], Any]:
-    """Returns a function that computes ``product`` of random values in a format.
-
-    In FP8 it does so only where dtrain would: products of two matrices whose sizes are multiples of 16.
-    """
-
-    def matrix(rows: int, dtype: torch.dtype) -> Tensor:
-        return tensor_of(TensorSpec((rows, product.k), (product.k, 1), dtype), device)
-
-    is_linear = product.kind == MATMUL and product.batch == 1 and not product.is_grouped
-    if name == "fp8":
-        if not is_linear or product.n % _FLOAT8_MULTIPLE or product.k % _FLOAT8_MULTIPLE:
-            return bind(product.signature, device)
-        left, right = (matrix(rows, torch.float8_e4m3fn) for rows in (product.m, product.n))
-        scale = torch.ones((), device=device)
-        return partial(torch._scaled_mm, left, right.t(), scale, scale, out_dtype=torch.bfloat16)
-    dtype = _DTYPES[name]
-    if product.format == "fp8":
-        return partial(torch.mm, matrix(product.m, dtype), matrix(product.n, dtype).t())
-    signature, is_attention = product.signature, product.kind == ATTENTION
-
-    def converted(value: Any) -> Any:
-        is_operand = isinstance(value, TensorSpec) and value.dtype in _DTYPES.values()
-        # attention keeps the sums of its rows, of three dimensions, in FP32
-        return replace(value, dtype=dtype) if is_operand and (not is_attention or len(value.shape) == 4) else value
-
-    return bind(signature.map(converted), device)

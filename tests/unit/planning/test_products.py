@@ -38,7 +38,7 @@ def counted() -> Iterator[Callable[[], dict[str, int]]]:
 def by_op(found: list[MatrixProduct]) -> dict[str, int]:
     flops: Counter[str] = Counter()
     for product in found:
-        flops[product.signature.name] += product.flops
+        flops[product.call.signature.name] += product.flops
     return dict(flops)
 
 
@@ -86,10 +86,10 @@ def test_flops_of_attention_variants_and_recomputation_equal_torchs() -> None:
     model = Attentions()
     found, expected = of_module(model, torch.randn(2, 16, 32, requires_grad=True))
     assert by_op(found) == expected
-    inner = [(p.part, p.is_recomputed) for p in found if p.module == "inner.0"]
+    inner = [(p.part, p.call.is_recomputed) for p in found if p.call.module == "inner.0"]
     assert inner == [(FPROP, False), (FPROP, True), (WGRAD, False), (DGRAD, False)]
-    assert [(p.m, p.n, p.k) for p in found if p.module == "qkv"] == [(32, 64, 32), (32, 32, 64), (64, 32, 32)]
-    assert [p.part for p in found if p.module == "qkv"] == [FPROP, DGRAD, WGRAD]
+    assert [(p.m, p.n, p.k) for p in found if p.call.module == "qkv"] == [(32, 64, 32), (32, 32, 64), (64, 32, 32)]
+    assert [p.part for p in found if p.call.module == "qkv"] == [FPROP, DGRAD, WGRAD]
 
 
 def test_flops_of_convolutions_equal_torchs() -> None:
@@ -98,7 +98,7 @@ def test_flops_of_convolutions_equal_torchs() -> None:
     model = nn.Sequential(*planes, nn.ConvTranspose2d(12, 6, 2, stride=2), nn.Flatten(2), nn.Conv1d(6, 5, 4))
     found, expected = of_module(model, torch.randn(2, 3, 10, 10))
     assert by_op(found) == expected
-    first = [(p.part, p.m, p.n, p.k) for p in found if p.module == "0"]
+    first = [(p.part, p.m, p.n, p.k) for p in found if p.call.module == "0"]
     assert first == [(FPROP, 200, 8, 27), (WGRAD, 8, 27, 200)], "no gradient of the images is computed"
     grouped, _ = of_module(nn.Conv1d(8, 12, 3, groups=4, padding=1), torch.randn(2, 8, 10))
     assert [(p.part, p.m, p.n, p.k, p.batch) for p in grouped] == [(FPROP, 20, 3, 6, 4), (WGRAD, 3, 6, 20, 4)]
@@ -108,7 +108,7 @@ def test_flops_of_convolutions_equal_torchs() -> None:
 def test_weight_gradients_are_found_if_all_sizes_are_equal() -> None:
     found, _ = of_module(nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(16, 16))
     expected = [("0", FPROP), ("0", WGRAD), ("1", FPROP), ("1", WGRAD), ("1", DGRAD)]
-    assert Counter((p.module, p.part) for p in found) == Counter(expected)
+    assert Counter((p.call.module, p.part) for p in found) == Counter(expected)
 
 
 def test_experts_of_a_grouped_product_are_counted_together() -> None:

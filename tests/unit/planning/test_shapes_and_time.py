@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -23,13 +23,14 @@ from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.receipt import RunPlanner
 from dtrain.planning.record.products import ATTENTION, MATMUL, products
 from dtrain.planning.record.ranks import HOST, SOCKETS, planned_ranks
-from dtrain.planning.record.recorder import StepRecorder
-from dtrain.planning.shapes import padding
+from dtrain.planning.record.recorder import Signature, StepRecorder
 from dtrain.planning.shapes import show as shapes
+from dtrain.planning.shapes import variants
 from dtrain.planning.shapes.rules import Cause, find_causes
 from dtrain.planning.shapes.show import describe, record_products, show_shapes
+from dtrain.planning.shapes.variants import bind, in_format
 from dtrain.planning.time import show as plan_time
-from dtrain.planning.time.amdahl import Item, expected, in_format, limit, record
+from dtrain.planning.time.amdahl import Item, expected, limit, record
 from dtrain.planning.time.measured import PlannedRank, StepTime
 from dtrain.planning.time.prediction import Assumptions, PricedRun, predict
 from dtrain.planning.time.replay import Replay, Share
@@ -179,16 +180,15 @@ def test_a_device_that_is_elsewhere_is_not_timed(monkeypatch: Any, capsys: Any) 
 
 
 def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest.MonkeyPatch) -> None:
-    timed: list[tuple[Any, Any]] = []
+    timed: list[tuple[Any, ...]] = []
 
-    def medians(signatures: Sequence[Any], *_: Any) -> list[float]:
-        timed.append(tuple(s.args[0].shape + s.args[1].shape for s in signatures))
-        return [1.0, 0.9]
+    def ratio(pairs: Mapping[tuple[Signature, Signature], int], *_: Any) -> float:
+        timed.extend(tuple(s.args[0].shape + s.args[1].shape for s in pair) for pair in pairs)
+        return 0.9
 
     cause = causes_of(planned_run(f"{_SHAPED}bad", "precision=bf16", "model.max_seq_len=32"))["vocabulary 257"]
-    monkeypatch.setattr(padding, "bind", lambda signature, _: signature)
-    monkeypatch.setattr(padding, "median_ms", medians)
-    assert padding.measured_gain(cause, 64, CPU, 1.0) == pytest.approx(0.1)
+    monkeypatch.setattr(variants, "timed_ratio", ratio)
+    assert variants.measured_gain(cause, 64, CPU, 1.0) == pytest.approx(0.1)
     assert timed == [
         ((256, 60, 60, 257), (256, 60, 60, 320)),
         ((257, 256, 256, 60), (320, 256, 256, 60)),
@@ -201,7 +201,7 @@ def test_padded_calls_run_and_are_timed(keys: tuple[str, ...]) -> None:
     found, linears = record_products(planned_run(*keys, "precision=fp32"))
     causes = find_causes([replace(product, tf32=True) for product in found], linears)  # which every CPU has
     assert causes
-    assert all(padding.measured_gain(cause, 16, CPU, 60.0) is not None for cause in causes)
+    assert all(variants.measured_gain(cause, 16, CPU, 60.0) is not None for cause in causes)
 
 
 SMALL = ("experiment=smoke", "model.num_layers=1", "launch.device=cpu", "precision=fp32")
@@ -316,17 +316,17 @@ def test_tables_show_what_was_measured() -> None:
 )
 def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[str]) -> None:
     calls = record(PlannedRank(compose([*SMALL, key]), 1, CPU, HOST))
-    found = {product.signature: product for product in products(calls)}.values()
+    found = {product.call.signature: product for product in products(calls)}.values()
     assert {product.kind for product in found} == kinds
     for product in found:
         for name, dtype in {"bf16": torch.bfloat16, "fp32": torch.float32}.items():
-            result = in_format(product, name, CPU)()
+            result = bind(in_format(product, name), CPU)()
             output = result if isinstance(result, torch.Tensor) else result[0]
             assert output.dtype == dtype
             if product.kind == MATMUL:
                 assert output.shape[-2:] == (product.m, product.n)
         if product.kind == MATMUL and product.n % 16 == product.k % 16 == 0:
-            assert in_format(product, "fp8", CPU)().shape[-2:] == (product.m, product.n)
+            assert bind(in_format(product, "fp8"), CPU)().shape[-2:] == (product.m, product.n)
 
 
 def test_amdahls_law() -> None:

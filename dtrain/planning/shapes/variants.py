@@ -1,0 +1,199 @@
+"""Recorded products in other sizes and formats, and the time that they take beside the recorded ones."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dtrain.device import alternating_ms, elapsed_ms
+from dtrain.planning.record.products import (
+    ATTENTION,
+    CONVOLUTION,
+    GROUPED,
+    MATMUL,
+    MATRICES,
+    WGRAD,
+    MatrixProduct,
+    convolution_arguments,
+)
+from dtrain.planning.record.recorder import Signature, TensorSpec
+from dtrain.planning.shapes.rules import BATCH, HEAD_DIM, Cause, channels
+from dtrain.precision.float8.matmul import ALIGNMENT
+from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+_CONVOLUTIONS = {"convolution": ("bi", "oi", "o"), "convolution_backward": ("bo", "bi", "oi", "o")}
+"""First dimensions of the first arguments: samples, channels in, channels out."""
+
+_ROUNDS, _LEAST_ROUNDS = 15, 5
+_LEAST_MS = 1.0  # shorter intervals measure the clock
+
+
+def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Signature | None:
+    """Returns the call of ``product`` with the sizes of ``cause`` padded, or None if it has none of them."""
+    sizes, signature = _affected(cause, product), product.call.signature
+    if not sizes:
+        return None
+    dims: tuple[str, ...]
+    if product.kind == ATTENTION:  # the sums of rows, of three dimensions, have no head dim
+        dims = tuple("bhtk" if isinstance(a, TensorSpec) and len(a.shape) == 4 else "" for a in signature.args)
+    elif product.kind == CONVOLUTION:
+        *_, transposed, groups = convolution_arguments(signature)
+        if groups != 1 or (product.part == WGRAD and signature.args[10][0]):
+            return None  # the other gradient of the same call stands for both
+        dims = tuple("io" if transposed and names == "oi" else names for names in _CONVOLUTIONS[signature.name])
+    else:
+        dims = MATRICES[signature.name]
+
+    def pad(size: int, name: str) -> int:  # a scale or a bias may have 1 instead
+        return cause.padded(size, multiple) if sizes.get(name) == size else size
+
+    args = list(signature.args)
+    for index, names in enumerate(dims[: len(args)]):
+        value = args[index]
+        if isinstance(value, TensorSpec):
+            names = names[-len(value.shape) :].ljust(len(value.shape))
+            args[index] = _in_shape(value, tuple(map(pad, value.shape, names)))
+        elif isinstance(value, tuple):  # the sizes of a convolution's bias
+            args[index] = tuple(map(pad, value, names))
+    return replace(signature, args=tuple(args))
+
+
+def _affected(cause: Cause, product: MatrixProduct) -> dict[str, int]:
+    """Returns the sizes of ``product``, by name of the dimension, that ``cause`` is the cause of."""
+    names: tuple[str, ...] = ("m", "n", "k")
+    if product.kind == ATTENTION or cause.kind == HEAD_DIM:
+        names = ("k",) if product.kind == ATTENTION and cause.kind == HEAD_DIM else ()
+    elif cause.kind == BATCH:
+        names = ("k",) if product.part == WGRAD else ("m",)
+    elif not product.is_batched:
+        names = ("m", "n") if product.part == WGRAD else ("n", "k")
+    sizes = {name: getattr(product, name) for name in names}
+    if product.kind == CONVOLUTION:
+        sizes = dict(zip("io", channels(product), strict=True))
+    return {name: size for name, size in sizes.items() if size in cause.sizes}
+
+
+def _in_shape(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
+    """Returns ``spec`` in another shape, its dimensions in the same order in memory."""
+    stride, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda dim: (spec.stride[dim], -dim)):
+        if spec.stride[dim]:  # else it is expanded
+            stride[dim] = step
+            step *= shape[dim]
+    return TensorSpec(shape, tuple(stride), spec.dtype)
+
+
+def in_format(product: MatrixProduct, name: str) -> Signature:
+    """Returns the call of ``product`` in a format.
+
+    It is in FP8 only where dtrain would compute so: products of two matrices whose sizes are multiples of 16.
+    """
+    is_linear = product.kind == MATMUL and product.batch == 1 and not product.is_grouped
+    if name == "fp8" and (not is_linear or product.n % ALIGNMENT or product.k % ALIGNMENT):
+        return product.call.signature
+    dtype = DTYPES.get(name, torch.float8_e4m3fn)
+    left = TensorSpec((product.m, product.k), (product.k, 1), dtype)
+    right = TensorSpec((product.k, product.n), (1, product.k), dtype)
+    if name == "fp8":
+        scale = TensorSpec((), (), torch.float32)
+        options = (("out_dtype", torch.bfloat16),)
+        return Signature(torch.ops.aten._scaled_mm.default, (left, right, scale, scale), options)
+    if product.format == "fp8":
+        return Signature(torch.ops.aten.mm.default, (left, right), ())
+
+    def converted(value: Any) -> Any:
+        is_operand = isinstance(value, TensorSpec) and value.dtype in DTYPES.values()
+        # attention keeps the sums of its rows, of three dimensions, in FP32
+        is_sum = product.kind == ATTENTION and is_operand and len(value.shape) != 4
+        return replace(value, dtype=dtype) if is_operand and not is_sum else value
+
+    return product.call.signature.map(converted)
+
+
+def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: float) -> float | None:
+    """Returns the share of the time of the products of ``cause`` that padding to ``multiple`` saves.
+
+    It is None if the measurement would take more than ``budget_s`` seconds.
+    """
+    pairs = Counter(
+        (product.call.signature, padded)
+        for product in cause.products
+        if (padded := padded_signature(cause, product, multiple)) is not None
+    )
+    ratio = timed_ratio(dict(pairs.most_common()), device, budget_s)
+    return None if ratio is None else 1 - ratio
+
+
+def timed_ratio(
+    pairs: Mapping[tuple[Signature, Signature], int], device: torch.device, budget_s: float
+) -> float | None:
+    """Returns the time of the second calls of ``pairs``, as often as counted, as a share of the time of the first.
+
+    It is None without pairs, or if five rounds of each would take more than ``budget_s`` seconds.
+    """
+    deadline = time.monotonic() + budget_s
+    before = after = 0.0
+    for number, (pair, count) in enumerate(pairs.items()):
+        times = _median_ms(pair, device, deadline, len(pairs) - number)
+        if times is None:
+            return None
+        before += count * times[0]
+        after += count * times[1]
+    return after / before if pairs else None
+
+
+def _median_ms(
+    pair: tuple[Signature, Signature], device: torch.device, deadline: float, num_left: int
+) -> list[float] | None:
+    """Returns the milliseconds of both calls, timed in turn; ``num_left`` pairs share the time until ``deadline``."""
+    runs = {name: bind(call, device) for name, call in zip(("before", "after"), pair, strict=True)}
+    for run in runs.values():
+        run()
+    first = [elapsed_ms(run, device) for run in runs.values()]
+    calls = max(1, round(_LEAST_MS / max(min(first), 1e-3)))
+    most = 1e3 * (deadline - time.monotonic()) / max(calls * sum(first), 1e-3)
+    if most < _LEAST_ROUNDS:
+        return None
+    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, int(most / num_left)))
+    return [median(taken) for taken in alternating_ms(runs, device, rounds, calls=calls, warmup=0).values()]
+
+
+def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
+    """Returns a function that calls the operation on new tensors of ``device`` with random values."""
+    real = signature.map(lambda value: _tensor_of(value, device) if isinstance(value, TensorSpec) else value)
+    args = list(real.args)
+    if signature.name == GROUPED:  # each expert has the same number of rows
+        left, right, ends = args[:3]
+        total = right.shape[-1] if left.ndim == 3 else left.shape[0] if right.ndim == 3 else left.shape[-1]
+        args[2] = (
+            torch.arange(1, len(ends) + 1, device=device).mul(total).div(len(ends), rounding_mode="floor").to(ends)
+        )
+    return partial(signature.func, *args, **dict(real.kwargs))
+
+
+def _tensor_of(spec: TensorSpec, device: torch.device) -> Tensor:
+    """Returns a tensor of random values; integers, such as indices and seeds, are 0."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    values = torch.zeros(extent if spec.numel else 0, dtype=spec.dtype, device=device)
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        values = torch.randn_like(values, dtype=None if spec.dtype.itemsize > 1 else torch.float32).to(spec.dtype)
+    return values.as_strided(spec.shape, spec.stride)
+
+
+def has_products(name: str, device: torch.device) -> bool:
+    """Whether ``device`` multiplies matrices of a format in hardware."""
+    if name == "fp8":
+        return has_float8_tensor_cores(device)
+    if name == "bf16":
+        return has_bf16_products(device)
+    return name == "fp32" or device.type == "cuda"
