@@ -23,10 +23,10 @@ from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.receipt import RunPlanner
 from dtrain.planning.record.products import ATTENTION, MATMUL, products
 from dtrain.planning.record.ranks import HOST, SOCKETS, planned_ranks
-from dtrain.planning.record.recorder import Signature, StepRecorder
+from dtrain.planning.record.recorder import ACTIVATIONS, RecordedCall, Signature, StepRecorder, TensorSpec
 from dtrain.planning.shapes import show as shapes
 from dtrain.planning.shapes import variants
-from dtrain.planning.shapes.rules import Cause, find_causes
+from dtrain.planning.shapes.rules import BATCH, Cause, find_causes
 from dtrain.planning.shapes.show import describe, record_products, show_shapes
 from dtrain.planning.shapes.variants import bind, in_format
 from dtrain.planning.time import show as plan_time
@@ -202,6 +202,20 @@ def test_padded_calls_run_and_are_timed(keys: tuple[str, ...]) -> None:
     causes = find_causes([replace(product, tf32=True) for product in found], linears)  # which every CPU has
     assert causes
     assert all(variants.measured_gain(cause, 16, CPU, 60.0) is not None for cause in causes)
+
+
+def test_scales_of_rows_are_padded_with_their_rows() -> None:
+    def spec(rows: int, columns: int, dtype: torch.dtype) -> TensorSpec:
+        return TensorSpec((rows, columns), (columns, 1), dtype)
+
+    sides = (spec(231, 64, torch.float8_e4m3fn), spec(64, 32, torch.float8_e4m3fn))
+    scales = (spec(231, 1, torch.float32), spec(1, 32, torch.float32))
+    signature = Signature(torch.ops.aten._scaled_mm.default, (*sides, *scales), ())
+    output = (spec(231, 32, torch.bfloat16),)
+    (product,) = products([RecordedCall(signature, output, (0, 1, 2, 3), "layer", 0, False, False, ACTIVATIONS, 0)])
+    padded = variants.padded_signature(Cause(BATCH, 231, 16, {231}), product, 16)
+    assert padded is not None
+    assert [value.shape for value in padded.args] == [(240, 64), (64, 32), (240, 1), (1, 32)]
 
 
 SMALL = ("experiment=smoke", "model.num_layers=1", "launch.device=cpu", "precision=fp32")
