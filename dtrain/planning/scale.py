@@ -56,6 +56,12 @@ class ScalingPoint:
     def ranks(self) -> int:
         return self.recorded.run.num_ranks
 
+    @property
+    def parts(self) -> dict[str, float]:
+        """Seconds of the step by what it consists of."""
+        waits = {f"wait: {purpose}": self.step.total(purpose).exposed for purpose in PURPOSES}
+        return {"compute": self.step.compute, "slowed by transfers": self.step.slowed, **waits}
+
 
 def scale(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_strong: bool) -> list[ScalingPoint]:
     """Returns ``run``, which is on the first of ``ranks``, at each of them; they ascend.
@@ -89,15 +95,13 @@ def with_ranks(run: PlannedRun, ranks: int, global_batch_size: int) -> PlannedRu
     Raises:
         ConfigError: replicas of ``engine.shard_size`` ranks do not make up ``ranks``.
     """
-    config = run.config
-    engine = config.engine
-    if isinstance(engine, Native):
-        if engine.shard_size is not None and engine.shard_size >= ranks:
-            config = replace(config, engine=replace(engine, shard_size=None))
-        else:
-            engine.check_ranks(ranks)
-    config = replace(config, train=replace(config.train, global_batch_size=global_batch_size))
-    return replace(run, config=config, num_ranks=ranks)
+    engine = run.config.engine
+    if isinstance(engine, Native) and engine.shard_size is not None and engine.shard_size >= ranks:
+        engine = replace(engine, shard_size=None)
+    elif isinstance(engine, Native):
+        engine.check_ranks(ranks)
+    train = replace(run.config.train, global_batch_size=global_batch_size)
+    return replace(run, config=replace(run.config, engine=engine, train=train), num_ranks=ranks)
 
 
 def _ms(seconds: float) -> str:
@@ -106,17 +110,12 @@ def _ms(seconds: float) -> str:
 
 def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assumptions, *, is_strong: bool) -> None:
     """Prints the tables, the assumptions, and the limits that bind."""
-    purposes = [purpose for purpose in PURPOSES if any(point.step.total(purpose).nbytes for point in points)]
+    absent = {f"wait: {name}" for name in PURPOSES if not any(point.step.total(name).nbytes for point in points)}
     ranks: Column[ScalingPoint] = ("ranks", lambda point: f"{point.ranks:,}")
     steps: list[Column[ScalingPoint]] = [
         ranks,
         ("step ms", lambda point: _ms(point.step.seconds)),
-        ("compute", lambda point: _ms(point.step.compute)),
-        ("slowed by transfers", lambda point: _ms(point.step.slowed)),
-        *(
-            (f"wait: {purpose}", lambda point, purpose=purpose: _ms(point.step.total(purpose).exposed))
-            for purpose in purposes
-        ),
+        *((name, lambda point, name=name: _ms(point.parts[name])) for name in points[0].parts if name not in absent),
         ("efficiency", lambda point: f"{point.efficiency:.1%}"),
         (f"{run.unit}/s", lambda point: f"{point.prediction.targets_per_s:,.0f}"),
     ]
@@ -281,17 +280,11 @@ def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoi
 def _bars(axis: Axes, points: Sequence[ScalingPoint]) -> None:
     """Draws each step as a bar of its parts, in percent, and the efficiency above it."""
     names = [str(point.ranks) for point in points]
-    parts = {
-        "compute": [point.step.compute for point in points],
-        "slowed by transfers": [point.step.slowed for point in points],
-        **{f"wait: {purpose}": [point.step.total(purpose).exposed for point in points] for purpose in PURPOSES},
-    }
     bottom = [0.0] * len(points)
-    for (name, seconds), color in zip(parts.items(), _COLORS, strict=True):
-        if not any(seconds):
-            continue
-        shares = [100 * s / point.step.seconds for s, point in zip(seconds, points, strict=True)]
-        axis.bar(names, shares, bottom=bottom, label=name, color=color, width=0.65)
+    for part, color in zip(points[0].parts, _COLORS, strict=True):
+        shares = [100 * point.parts[part] / point.step.seconds for point in points]
+        if any(shares):
+            axis.bar(names, shares, bottom=bottom, label=part, color=color, width=0.65)
         bottom = [low + share for low, share in zip(bottom, shares, strict=True)]
     for number, point in enumerate(points):
         step_s = point.step.seconds

@@ -121,17 +121,15 @@ def _logged(failure: str) -> Iterator[None]:
 @contextmanager
 def explained_out_of_memory(config: RunConfig, comm: Communicator, planner: Planner | None) -> Iterator[None]:
     """Turns a failed allocation in the block into an error that shows the plan, and changes that make the run fit."""
-    what = ""
     try:
         yield
+        return
     except Exception as error:
         if not is_out_of_memory(error):
             raise
         what = (str(error).strip() or type(error).__name__).splitlines()[0]
         # its frames hold the engine and what backward needs, which the plan may need the room of
         error.__traceback__ = error.__context__ = error.__cause__ = None
-    if not what:
-        return
     gc.collect()
     lines = [f"out of memory: rank {comm.rank}: {what}"]
     if planner is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 from dtrain.config.engines import settings_of
@@ -20,15 +20,10 @@ from dtrain.sharding.states import TRANSFER
 _NUM_CHANGES = 3
 
 
-@dataclass(frozen=True)
-class Change:
-    """Changes of the configuration that save memory.
+class Change(NamedTuple):
+    """What to add to the command line, what it costs, and the memory with it.
 
-    Attributes:
-        keys: what to add to the command line.
-        cost: what it costs.
-        plan: the memory with it: the states exactly, the rest in proportion; all exactly for another precision, and
-            for recomputation.
+    The states are exact, and the rest is in proportion; all is exact for another precision, and for recomputation.
     """
 
     keys: str
