@@ -295,6 +295,7 @@ class StepRecorder(TorchDispatchMode, TransferLog):
             step(count, _Parts(self))
             transfers = dict(enumerate(self.transfers[first_transfer:], first_transfer))
             self.steps.append(RecordedStep(count, begin, self._tick(), self.calls[first_call:], transfers))
+        self._label_states(engine)  # the last update has gathered replicas that stay, which are no full weights
         return self.steps
 
     def _label_states(self, engine: Engine) -> None:

@@ -138,6 +138,13 @@ def test_offloaded_states_are_planned_on_the_host() -> None:
     assert "in the memory of the host, for each rank: " in receipt.notes[1]
 
 
+@pytest.mark.parametrize(("precision", "kept"), [("bf16", "compute"), ("fp32", "master")])
+def test_weights_that_stay_are_no_full_weights_of_stage_3(precision: str, kept: str) -> None:
+    plan = plan_memory(planned_run(*_KEYS, f"precision={precision}", "engine.zero_stage=2", ranks=2))
+    assert plan.peak[kept] > 0.9 * plan.states[kept]
+    assert "unsharded" not in plan.peak
+
+
 @pytest.mark.parametrize("sharded_again", [False, True])
 def test_to_shard_weights_again_is_proposed_only_where_they_stay(sharded_again: bool) -> None:
     run, plan = planned(600, "engine.zero_stage=2", "train.global_batch_size=16")
