@@ -1,8 +1,8 @@
 """Predicts the model FLOPs utilization of published runs without fitting, and writes both as JSON.
 
-``python -m tests.measure.compare_mfu OUT.json`` takes some 3 minutes on a quiet core. A step's time comes from the model, the
-batch, the GPUs and their network alone, by the assumptions of ``dtrain plan scale``, with reduce-scatters as those runs
-have. A model is planned with two numbers of layers; each further layer takes what the last ones added.
+``python -m tests.measure.compare_mfu OUT.json`` takes some 3 minutes on a quiet core. A step's time comes from the
+model, the batch, the GPUs and their network alone, by the assumptions of ``dtrain plan scale``, with reduce-scatters as
+those runs have. A model is planned with two numbers of layers; each further layer takes what the last ones added.
 """
 
 from __future__ import annotations
@@ -106,10 +106,8 @@ def compare(row: Row, model: Row) -> Row:
     """Returns the published and the predicted percentage of ``row``, and the distance in points."""
     published, predicted = row["mfu_percent"], mfu(row, model, predict(row, model))
     distance = round(predicted - published, 1)
-    return {**{name: row[name] for name in ("name", "gpus")}, "published": published} | {
-        "predicted": round(predicted, 1),
-        "distance": distance,
-    }
+    named = {"name": row["name"], "gpus": row["gpus"], "published": published}
+    return {**named, "predicted": round(predicted, 1), "distance": distance}
 
 
 def summary(rows: Sequence[Row]) -> Row:
