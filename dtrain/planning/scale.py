@@ -6,19 +6,19 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
+from typing import TYPE_CHECKING, Any
 
 from dtrain.config.engines import Native
 from dtrain.planning.memory.plan import FITS, MemoryPlan, memory_of
-from dtrain.planning.planned_run import PlannedRun, RecordedSteps
+from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.time.network import Fabric
 from dtrain.planning.time.prediction import Assumptions, Prediction, accumulation, assumptions, predict
-from dtrain.planning.time.replay import GRADIENTS, PURPOSES, REPLICAS, VOTE, WEIGHTS, Replay
+from dtrain.planning.time.replay import GRADIENTS, PURPOSES, REPLICAS, VOTE, WEIGHTS
 from dtrain.telemetry.texts import bytes_range, bytes_text
 from dtrain.tools.tables import Column, Table, plural, show
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _BINDS = 0.01
 """Part of a step, or of the elements, from which a limit is named."""
@@ -27,30 +27,20 @@ _COLORS = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#9
 
 
 @dataclass(frozen=True)
-class ScalingPoint:
-    """The run on some ranks.
+class ScalingPoint(Prediction):
+    """A step on some ranks, and what is beside it.
 
     Attributes:
-        prediction: of a step.
         memory: of a rank.
         write_s: seconds of a checkpoint.
         nodes: of the job.
         efficiency: samples a second of a rank, divided by those of a rank on the fewest ranks.
     """
 
-    prediction: Prediction
     memory: MemoryPlan
     write_s: float
     nodes: int
-    efficiency: float = 1.0
-
-    @property
-    def recorded(self) -> RecordedSteps:
-        return self.prediction.recorded
-
-    @property
-    def step(self) -> Replay:
-        return self.prediction.step
+    efficiency: float
 
     @property
     def ranks(self) -> int:
@@ -82,10 +72,12 @@ def scale(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_str
         recorded = prediction.recorded
         writers = -(-recorded.shard_ranks // per_node)  # one replica writes
         write_s = recorded.saved[1] / (writers * assumed.write_gbps * 1e9)
-        point = ScalingPoint(prediction, memory_of(recorded), write_s, -(-count // per_node))
-        first = found[0] if found else point
         each = prediction.targets_per_s / count
-        found.append(replace(point, efficiency=each / (first.prediction.targets_per_s / first.ranks)))
+        efficiency = each / (found[0].targets_per_s / found[0].ranks) if found else 1.0
+        memory, nodes = memory_of(recorded), -(-count // per_node)
+        found.append(
+            ScalingPoint(**vars(prediction), memory=memory, write_s=write_s, nodes=nodes, efficiency=efficiency)
+        )
     return found
 
 
@@ -117,7 +109,7 @@ def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
         ("step ms", lambda point: _ms(point.step.seconds)),
         *((name, lambda point, name=name: _ms(point.parts[name])) for name in points[0].parts if name not in absent),
         ("efficiency", lambda point: f"{point.efficiency:.1%}"),
-        (f"{run.unit}/s", lambda point: f"{point.prediction.targets_per_s:,.0f}"),
+        (f"{run.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
     ]
     others: list[Column[ScalingPoint]] = [
         ranks,
@@ -125,7 +117,7 @@ def show_points(run: PlannedRun, points: Sequence[ScalingPoint], assumed: Assump
         ("checkpoint", lambda point: bytes_text(point.recorded.saved[1])),
         ("checkpoint of a rank", lambda point: bytes_text(point.recorded.saved[0])),
         ("written in s", lambda point: f"{point.write_s:.3g}"),
-        ("start: transfers s", lambda point: f"{point.prediction.startup_s:.3g}"),
+        ("start: transfers s", lambda point: f"{point.startup_s:.3g}"),
         ("vote received", lambda point: f"{point.step.total(VOTE).nbytes / 1e3:,.1f} kB"),
         ("vote ms", lambda point: _ms(point.step.total(VOTE).seconds)),
         ("vote, % of the step", lambda point: f"{point.step.total(VOTE).seconds / point.step.seconds:.2%}"),
@@ -164,7 +156,7 @@ def remarks(run: PlannedRun, point: ScalingPoint) -> Iterator[str]:
             f"{fit} on {device.name} ({bytes_text(device.memory)} for a rank): {bytes_range(memory.low, memory.high)}; "
             "dtrain plan memory proposes changes"
         )
-    step, ring = point.step, point.prediction.ring
+    step, ring = point.step, point.ring
     if ring is not None and step.seconds - ring.seconds > _BINDS * step.seconds:
         sent, taken = (found.total(GRADIENTS).seconds for found in (step, ring))
         yield (
@@ -237,17 +229,17 @@ def _point_json(run: PlannedRun, point: ScalingPoint) -> dict[str, Any]:
         "step_s": step.seconds,
         "compute_s": step.compute,
         "slowed_s": step.slowed,
-        "targets_per_s": point.prediction.targets_per_s,
+        "targets_per_s": point.targets_per_s,
         "efficiency": point.efficiency,
         "transfers": [
             {"purpose": purpose, "axis": axis, **asdict(share)} for (purpose, axis), share in step.shares.items()
         ],
-        "ring_step_s": None if point.prediction.ring is None else point.prediction.ring.seconds,
+        "ring_step_s": None if point.ring is None else point.ring.seconds,
         "memory_bytes": [point.memory.low, point.memory.high],
         "checkpoint_bytes": point.recorded.saved[1],
         "checkpoint_rank_bytes": point.recorded.saved[0],
         "write_s": point.write_s,
-        "startup_s": point.prediction.startup_s,
+        "startup_s": point.startup_s,
         "elements": {buffer.name: [buffer.used, buffer.numel] for buffer in point.recorded.buffers},
         "limits": list(remarks(run, point)),
     }
@@ -255,6 +247,8 @@ def _point_json(run: PlannedRun, point: ScalingPoint) -> dict[str, Any]:
 
 def draw(path: Path, run: PlannedRun, by_kind: Mapping[bool, Sequence[ScalingPoint]], assumed: Assumptions) -> None:
     """Writes a picture of both scalings, ``by_kind`` of whether the global batch stays, with what they assume."""
+    from matplotlib.figure import Figure  # it takes half a second to import
+
     figure = Figure(figsize=(11, 5.2))
     axes = figure.subplots(1, 2)
     for axis, is_strong in zip(axes, (False, True), strict=True):

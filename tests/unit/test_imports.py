@@ -64,6 +64,8 @@ assert not {{"torch", "numpy"}} & set(sys.modules), "the processes that decode i
 for code in {WITHOUT_TORCH!r}:
     exec(code, {{}})
     assert "torch" not in sys.modules, code
+import dtrain.planning.scale
+assert "matplotlib" not in sys.modules, "a plan without picture= draws nothing"
 """
 
 

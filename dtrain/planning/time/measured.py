@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -19,28 +19,11 @@ from dtrain.telemetry.throughput import PhaseTimes
 from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.session import Session
 
-PHASES = ("data_wait_ms", "forward_ms", "backward_ms", "update_ms")
-"""Phases of a step, by their names in ``metrics.jsonl``."""
+PHASES = {"data_wait_ms": "wait for data", "forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
+"""Phases of a step by their names in ``metrics.jsonl``, and their names in tables."""
 
 _WARMUP_STEPS, _LEAST_WINDOWS, _MOST_WINDOWS = 2, 3, 30
 _STEPS_OF_WINDOW = {"cpu": 1, "cuda": 5}  # the end of a window synchronizes with a GPU, which a step does not
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Milliseconds of a step on one rank without waits for other ranks.
-
-    Attributes:
-        busy_ms: in each of some windows.
-        phases_ms: medians by phase of :data:`PHASES`; on a GPU only the wait for data, because the host runs ahead.
-    """
-
-    busy_ms: list[float]
-    phases_ms: dict[str, float]
-
-    @property
-    def ms(self) -> float:
-        return median(self.busy_ms)
 
 
 class _Clock(TransferLog):
@@ -103,19 +86,16 @@ class PlannedRank:
     def engine(self) -> Engine:
         return self.session.engine
 
-    @contextmanager
-    def batches(self) -> Iterator[PrefetchedBatches]:
+    def batches(self) -> closing[PrefetchedBatches]:
         session = self.session
-        batches = PrefetchedBatches(session.loader, session.config.data.prefetch, session.engine.device)
-        try:
-            yield batches
-        finally:
-            batches.close()
+        return closing(PrefetchedBatches(session.loader, session.config.data.prefetch, session.engine.device))
 
-    def time(self, budget_s: float, ready: Callable[[], None] = lambda: None) -> StepTime:
+    def time(self, budget_s: float, ready: Callable[[], None] = lambda: None) -> tuple[list[float], dict[str, float]]:
         """Times steps for about ``budget_s`` seconds, after two that are not counted.
 
-        ``ready`` waits for the processes that share the host, before the steps that count.
+        Returns the milliseconds of a step in each of some windows, without waits for other ranks; and their medians by
+        phase of :data:`PHASES`. On a GPU only the wait for data is among these, because the host runs ahead. ``ready``
+        waits for the processes that share the host, before the steps that count.
         """
         steps = _STEPS_OF_WINDOW[self.engine.device.type]
         busy: list[float] = []
@@ -136,7 +116,7 @@ class PlannedRank:
                     self.session.step(batch)
                 busy.append(1e3 * self._clock.seconds() / steps)
                 phases.append({"data_wait_ms": 1e3 * waited / steps, **clock.window(steps)})
-        return StepTime(busy, {name: median(one[name] for one in phases) for name in PHASES if name in phases[0]})
+        return busy, {name: median(one[name] for one in phases) for name in PHASES if name in phases[0]}
 
     def flops(self) -> float | None:
         """Returns the model's FLOPs of a step on this rank, or None if they are unknown."""

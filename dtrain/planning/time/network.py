@@ -28,8 +28,6 @@ from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
 """Collectives of the benchmark that are taken: one that only moves bytes, and one that adds them up."""
-
-
 _CASES = {HOST: "shared memory", SOCKETS: "sockets", NCCL: "nccl"}
 """The benchmark's case of each transport."""
 
@@ -44,12 +42,7 @@ class Link:
 
     @staticmethod
     def fit(points: Sequence[tuple[int, float]], world_size: int) -> Link:
-        """Fits bytes and seconds by least squares of the relative error; neither part is below 0.
-
-        Args:
-            points: two or more sizes.
-            world_size: number of ranks that measured.
-        """
+        """Fits bytes and seconds, of two sizes or more, by least squares of the relative error; no part is below 0."""
         # t = a + b n, weighted by 1 / t: minimize the sum of (a / t + b n / t - 1)^2
         u = [1 / seconds for _, seconds in points]
         v = [nbytes / seconds for nbytes, seconds in points]
@@ -90,10 +83,7 @@ class Network:
 
     @staticmethod
     def read(path: Path, transport: str) -> Network:
-        """Reads the results of ``dtrain bench collectives bench.out=PATH``.
-
-        Args:
-            transport: one of :mod:`dtrain.planning.record.ranks`.
+        """Reads the results of ``dtrain bench collectives bench.out=PATH`` through ``transport``.
 
         Raises:
             ConfigError: the file cannot be read, or it has no such transport, or fewer than two ranks or sizes.
@@ -104,10 +94,8 @@ class Network:
             timings = results["timings"] if results["suite"] == "collectives" else []
             links = {name: _points(timings, _CASES[transport], name) for name in (_GATHER, _REDUCE)}
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ConfigError(
-                f"network={path} is no result of dtrain bench collectives bench.out=FILE: {reason}"
-            ) from None
+            expected = "a result of dtrain bench collectives bench.out=FILE"
+            raise ConfigError(f"network={path} is no {expected[2:]}: {type(error).__name__}: {error}") from None
         if ranks < 2 or any(len({nbytes for nbytes, _ in points}) < 2 for points in links.values()):
             raise ConfigError(
                 f"network={path} does not tell latency from bandwidth: expected all_gather and reduce_scatter through "
@@ -218,43 +206,22 @@ class Fabric:
 
 _HOPPER, _AMPERE = 360e9, 235e9
 _INFINIBAND = (6 * _US, 14 * _US, 3.4 * _US)  # NCCL's constants of Simple on hosts of AMD; the pairs are measured
+_EFA, _TCP, _NVLINK = (10 * _US, 10 * _US, 3.4 * _US), (6 * _US, 30 * _US, 10 * _US), (3.4 * _US,) * 3
 FABRICS = {
     fabric.name: fabric
     for fabric in (
         Fabric("ib-400g", 8, _HOPPER, 47e9, *_INFINIBAND, "8 GPUs a node, NVLink 4, a 400 Gb/s NIC a GPU"),
         Fabric("ib-200g", 8, _AMPERE, 24e9, *_INFINIBAND, "8 GPUs a node, NVLink 3, a 200 Gb/s NIC a GPU"),
-        Fabric(
-            "efa",
-            8,
-            _HOPPER,
-            42e9,
-            10 * _US,
-            10 * _US,
-            3.4 * _US,
-            "AWS p5: 8 GPUs a node, NVLink 4, 4 x 100 Gb/s a GPU",
-        ),
-        Fabric(
-            "ethernet",
-            8,
-            _AMPERE,
-            7e9 / 8,
-            6 * _US,
-            30 * _US,
-            10 * _US,
-            "8 GPUs a node, NVLink 3, TCP, 100 Gb/s a node",
-        ),
-        Fabric("nvlink", 8, _HOPPER, None, 3.4 * _US, 3.4 * _US, 3.4 * _US, "one node of 8 GPUs, NVLink 4"),
+        Fabric("efa", 8, _HOPPER, 42e9, *_EFA, "AWS p5: 8 GPUs a node, NVLink 4, 4 x 100 Gb/s a GPU"),
+        Fabric("ethernet", 8, _AMPERE, 7e9 / 8, *_TCP, "8 GPUs a node, NVLink 3, TCP, 100 Gb/s a node"),
+        Fabric("nvlink", 8, _HOPPER, None, *_NVLINK, "one node of 8 GPUs, NVLink 4"),
     )
 }
 """Networks by name."""
 
 
 def find_fabric(name: str) -> Fabric:
-    """Returns the network called ``name``.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Returns the network called ``name``; raises ``ConfigError`` if there is none."""
     if name not in FABRICS:
         raise ConfigError(f"network={name} is neither a file nor a known network{nearest(name, FABRICS)}")
     return FABRICS[name]

@@ -71,7 +71,6 @@ class Prediction:
 
     Attributes:
         priced: what a rank does without transfers.
-        assumed: see above.
         step: with transfers, of the slowest rank.
         startup_s: seconds of the transfers while the engine is built.
     """
@@ -105,7 +104,6 @@ class PricedRun:
     """A recorded run with the seconds of its operations.
 
     Attributes:
-        recorded: see above.
         traces: of the steps after the first, in which the engine learns.
         parts: of a step of all micro-batches.
     """
@@ -118,9 +116,7 @@ class PricedRun:
     def of(recorded: RecordedSteps, efficiency: float = 1.0) -> PricedRun:
         """Prices ``recorded``, which has an extended step if the run has more micro-batches than a recorded step.
 
-        Args:
-            recorded: see above.
-            efficiency: share of the published rates that products reach.
+        ``efficiency`` is the share of the published rates that products reach.
 
         Raises:
             ConfigError: a rate of the device is not published.
@@ -128,18 +124,11 @@ class PricedRun:
         rates = Rates(recorded.run.device, efficiency, recorded.run.is_tf32)
         states = {kind: nbytes for memory in recorded.memory for kind, nbytes in memory.items()}
         traces, parts = zip(*(rates.price(step, states) for step in recorded.steps[1:]), strict=True)
-        products, others = (
-            _extended(getattr(parts[-1], name), getattr(parts[0], name), recorded.num_more)
-            for name in ("products", "others")
-        )
-        return PricedRun(recorded, traces, Parts(products, others, parts[-1].update))
+        pairs = zip(astuple(parts[-1]), astuple(parts[0]), strict=True)
+        return PricedRun(recorded, traces, Parts(*(_extended(*pair, recorded.num_more) for pair in pairs)))
 
     def predict(self, assumed: Assumptions) -> Prediction:
-        """Returns the step of the run.
-
-        Raises:
-            ConfigError: see :meth:`Assumptions.links`.
-        """
+        """Returns the step of the run; raises as :meth:`Assumptions.links`."""
         recorded, run = self.recorded, self.recorded.run
         links = assumed.links(run)
         overlaps = run.transport == NCCL  # else the rank itself moves the bytes

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import quantiles
+from statistics import mean, median, quantiles
 
 import torch.distributed as dist
 
@@ -17,7 +17,7 @@ from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.time.amdahl import Item, expected, limit, limit_line, profile_items, record, speedups
-from dtrain.planning.time.measured import PlannedRank, StepTime
+from dtrain.planning.time.measured import PHASES, PlannedRank
 from dtrain.planning.time.prediction import NO_NETWORK, Assumptions, Prediction, PricedRun, assumptions, predict
 from dtrain.planning.time.replay import PURPOSES, Replay
 from dtrain.telemetry.throughput import mfu, mfu_text
@@ -25,7 +25,6 @@ from dtrain.tools.tables import Table, plural, show
 
 _BUDGET_S = 10.0
 _NUM_ITEMS = 5
-_PHASES = {"data_wait_ms": "wait for data", "forward_ms": "forward", "backward_ms": "backward", "update_ms": "update"}
 
 
 @dataclass(frozen=True)
@@ -33,18 +32,23 @@ class RankTime:
     """Measured times of one rank.
 
     Attributes:
-        step: without profiler.
+        busy_ms, phases_ms: see :meth:`PlannedRank.time`; without profiler.
         flops: the model's FLOPs of a step; None if unknown.
         items: operations of a step, longest first.
         speedups: of the products, by format.
         precision: name of the policy.
     """
 
-    step: StepTime
+    busy_ms: list[float]
+    phases_ms: dict[str, float]
     flops: float | None
     items: list[Item]
     speedups: dict[str, float]
     precision: str
+
+    @property
+    def ms(self) -> float:
+        return median(self.busy_ms)
 
 
 def show_time(run: PlannedRun, assumed: Assumptions) -> None:
@@ -73,8 +77,8 @@ def show_time(run: PlannedRun, assumed: Assumptions) -> None:
 def with_ranks(run: PlannedRun, times: RankTime, assumed: Assumptions) -> Replay:
     """Returns the step of ``run`` whose rank has taken ``times``, with what it waits for other ranks."""
     if run.num_ranks == 1:
-        return Replay(times.step.ms / 1e3, times.step.ms / 1e3, 0.0)
-    return predict(run, replace(assumed, step_ms=times.step.ms)).step
+        return Replay(times.ms / 1e3, times.ms / 1e3, 0.0)
+    return predict(run, replace(assumed, step_ms=times.ms)).step
 
 
 def show_prediction(found: Prediction, assumed: Assumptions) -> None:
@@ -120,7 +124,7 @@ def measure_time(run: PlannedRun, budget_s: float) -> RankTime:
     rank = Rank(job, ranks=processes, device=config.launch.device, threads=threads)
     with tempfile.TemporaryDirectory(prefix="dtrain-plan-") as folder:
         results = run_ranks("dtrain.planning.time.show:measure_rank", rank, folder=Path(folder))
-    return max((from_plain(RankTime, result) for result in results), key=lambda times: times.step.ms)
+    return max((from_plain(RankTime, result) for result in results), key=lambda times: times.ms)
 
 
 def _num_processes(run: PlannedRun) -> int:
@@ -146,16 +150,16 @@ def measure_rank(rank: Rank) -> RankTime:
     job, device = rank.job, rank.torch_device()
     processes = make_communicator(dist.group.WORLD if rank.ranks > 1 else None, device, shared_memory=False)
     planned = PlannedRank(config_from_dict(job["config"]), job["ranks"], device, job["transport"])
-    step = planned.time(job["budget_s"], processes.barrier)
+    busy_ms, phases_ms = planned.time(job["budget_s"], processes.barrier)
     items = profile_items(planned)
     faster = speedups(record(planned), device, 2 * job["budget_s"])
     processes.barrier()
-    return RankTime(step, planned.flops(), items, faster, planned.engine.policy.name)
+    return RankTime(busy_ms, phases_ms, planned.flops(), items, faster, planned.engine.policy.name)
 
 
 def phase_table(times: RankTime, step: Replay) -> Table:
     """Returns a table of the measured phases and the predicted waits."""
-    phases = {_PHASES[name]: ms for name, ms in times.step.phases_ms.items()}
+    phases = {PHASES[name]: ms for name, ms in times.phases_ms.items()}
     phases["wait for ranks"] = 1e3 * (step.seconds - step.compute)
     whole = 1e3 * step.seconds
     parts = {**phases, "other": max(0.0, whole - sum(phases.values())), "step": whole}
@@ -164,9 +168,9 @@ def phase_table(times: RankTime, step: Replay) -> Table:
 
 
 def summary(times: RankTime, step: Replay, run: PlannedRun, assumed: Assumptions) -> list[str]:
-    train, ms, waited = run.config.train, 1e3 * step.seconds, 1e3 * step.seconds - times.step.ms
+    train, ms, waited = run.config.train, 1e3 * step.seconds, 1e3 * step.seconds - times.ms
     tokens = train.global_batch_size * run.config.targets_per_sample
-    low, _, high = quantiles(times.step.busy_ms, n=4)
+    low, _, high = quantiles(times.busy_ms, n=4)
     lines = [
         f"{ms:.4g} ms a step (half of them between {low + waited:.4g} and {high + waited:.4g}), "
         f"{tokens / step.seconds:,.0f} {run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} "
@@ -219,8 +223,7 @@ def product_share(times: RankTime) -> float:
 
 def _work_ms(times: RankTime) -> float:
     """Returns the milliseconds of a rank's own work: of the steps without the profiler, or of those in it if slower."""
-    busy = times.step.busy_ms
-    return max(sum(busy) / len(busy), sum(item.ms for item in times.items))
+    return max(mean(times.busy_ms), sum(item.ms for item in times.items))
 
 
 def format_table(times: RankTime) -> Table:
