@@ -108,11 +108,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(plan: str, words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns the plan's own options and keys of ``words``, and those that are left for ``dtrain train``.
-
-    Raises:
-        ConfigError: an option of another plan, or ``--against`` without a folder.
-    """
+    """Returns the plan's own options and keys of ``words``, and those that are left for ``dtrain train``."""
     given: dict[str, str] = {}
     others = []
     rest = iter(words)
@@ -197,11 +193,7 @@ def _show_scale(config: RunConfig, given: Mapping[str, str]) -> None:
 
 
 def _compare(folder: Path, others: Sequence[str]) -> int:
-    """Compares the plan of a run with its receipt.
-
-    Raises:
-        ConfigError: there are ``others``, or the folder holds no run with a receipt.
-    """
+    """Compares the plan of a run with its receipt; ``others`` are words that it does not take."""
     if others:
         raise ConfigError(f"{_AGAINST} takes the configuration of the run; remove {others[0]}")
     import yaml

@@ -24,7 +24,7 @@ from dtrain.engine.outcome import StepOutcome
 from dtrain.errors import ConfigError
 from dtrain.models import build_model
 from dtrain.planning.devices import Device
-from dtrain.planning.record.fake_step import fake_batch, fake_engine
+from dtrain.planning.record.fake_step import fake_engine
 from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer, planned_ranks
 from dtrain.planning.record.recorder import RecordedStep, RecordedStorage, StepRecorder
 from dtrain.tasks import Language, Task
@@ -53,8 +53,6 @@ class PlannedRun:
     Attributes:
         config: what ``dtrain train`` takes, with one size of all batches; :meth:`engine` changes only what does not
             change memory or products.
-        device: device of a rank.
-        num_ranks: ranks of the job.
         batch: a micro-batch of a rank; only shapes and dtypes count, and how many targets do.
         task: of the data; a number is the vocabulary of a language model.
     """
@@ -152,7 +150,8 @@ class PlannedRun:
         engines = fake_engine(model, partial(make_engine, config), comm, recorder)
         with _older_objects_frozen(), torch_settings_restored(), engines as engine:
             assert isinstance(engine, NativeEngine)
-            session, batch = Session(engine, config, weigh=lambda _: weight), fake_batch(self.batch)
+            session = Session(engine, config, weigh=lambda _: weight)
+            batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self.batch.items()}
 
             def step(num_micro_batches: int = 1, watch: StepWatch | None = None) -> StepOutcome:
                 return session.step([batch] * num_micro_batches, watch=watch or StepWatch())

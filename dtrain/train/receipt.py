@@ -38,10 +38,7 @@ class Planner(Protocol):
     ) -> Receipt:
         """Returns what the run of ``engine`` was planned to need, beside what it took.
 
-        Args:
-            config, engine, dataset: of the run.
-            peak: bytes of rank 0; None: unknown.
-            step_ms: mean milliseconds of a step; None: no step was timed.
+        That is ``peak``, bytes of rank 0, and ``step_ms``, the mean of a step; None: not known.
         """
 
     def advice(self, config: RunConfig, device: torch.device, num_ranks: int) -> list[str]:
@@ -71,7 +68,6 @@ class Receipt:
         rows: of the kinds between steps, then ``step``, what a step takes in addition, and ``peak``, their sum.
         notes: what the plan takes otherwise than the run, a sentence each.
         device: name of the planned device.
-        num_ranks: of the run.
     """
 
     rows: Sequence[ReceiptRow]

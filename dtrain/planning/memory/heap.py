@@ -28,9 +28,7 @@ class Heap:
     """
 
     def __init__(self, num_objects: int) -> None:
-        """Args:
-        num_objects: small objects of a tensor that are put into remainders.
-        """
+        """Takes the number of small objects of a tensor that are put into remainders."""
         self._num_objects = num_objects
         self.peak = 0
         self._end = self._extent = self._mapped = 0  # of the used part; the most so far; bytes

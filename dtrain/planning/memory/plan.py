@@ -108,11 +108,7 @@ class MemoryPlan:
 
 
 def plan_memory(run: PlannedRun, num_steps: int = 2) -> MemoryPlan:
-    """Returns the memory of ``run``, whose model and engine take ``num_steps`` steps on fake tensors.
-
-    Raises:
-        DtrainError: ``dtrain train`` would refuse the run.
-    """
+    """Returns the memory of ``run``, of which ``num_steps`` steps are recorded; raises as :meth:`PlannedRun.record`."""
     return memory_of(run.record(num_steps=num_steps))
 
 
@@ -141,10 +137,7 @@ def memory_of(recorded: RecordedSteps) -> MemoryPlan:
 def peaks_of(
     storages: Sequence[RecordedStorage], steps: Sequence[RecordedStep], heaps: Sequence[Heap] = ()
 ) -> list[dict[str, int]]:
-    """Returns bytes by kind at the peak of each step; ``heaps`` take the same blocks.
-
-    ``storages`` are those of engine and steps.
-    """
+    """Returns bytes by kind at the peak of each step; ``heaps`` take the same blocks, of engine and steps."""
     events = [(step.begin, -1) for step in steps]
     for number, storage in enumerate(storages):
         if storage.kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -22,8 +22,6 @@ from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
 from dtrain.errors import ConfigError
 from dtrain.planning.record.recorder import StepRecorder
-
-Batch = Mapping[str, Tensor]
 
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
@@ -67,36 +65,30 @@ def fake_engine(
 
     Args:
         model: on ``meta`` or with values; its parameters and buffers are replaced by fake ones.
-        build: makes the engine of a run.
+        build: makes the engine of a run, which logs only warnings meanwhile.
         comm: from :func:`dtrain.planning.record.ranks.planned_ranks`.
         recorder: of all that happens inside.
 
     Raises:
         ConfigError: the model makes a tensor whose size depends on values in another way.
     """
-    with _sizes_are_known(), _StandInValues(), recorder, warnings.catch_warnings():
-        # a transport compares addresses, which are all 0 here
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-        _drop_values(model)
-        with _quiet():
-            engine = build(model, comm)
-        yield engine
-
-
-@contextmanager
-def _sizes_are_known() -> Iterator[None]:
     try:
-        yield
+        with _StandInValues(), recorder, warnings.catch_warnings():
+            # a transport compares addresses, which are all 0 here
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            _drop_values(model)
+            level = logger.level
+            logger.setLevel(logging.WARNING)
+            try:
+                engine = build(model, comm)
+            finally:
+                logger.setLevel(level)
+            yield engine
     except (DynamicOutputShapeException, DataDependentOutputException) as error:
         raise ConfigError(
             f"a plan runs the model on tensors without values, and the size of the result of {error.func} depends on "
             "them; replace the operation, or train some steps and read memory.json of the run"
         ) from error
-
-
-def fake_batch(batch: Batch) -> dict[str, Tensor]:
-    """Returns tensors of the shapes and dtypes of ``batch``, to be called inside :func:`fake_engine`."""
-    return {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in batch.items()}
 
 
 def _drop_values(model: nn.Module) -> None:
@@ -116,14 +108,3 @@ def _drop_values(model: nn.Module) -> None:
             for name, tensor in held.items():
                 if tensor is not None:
                     held[name] = fake(tensor)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, the engine logs only warnings."""
-    level = logger.level
-    logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

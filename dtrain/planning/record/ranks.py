@@ -6,7 +6,7 @@ computes what such a rank would compute. What the other ranks would send is this
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -69,13 +69,9 @@ class TransferLog:
 
 
 def planned_ranks(world_size: int, transport: str, device: torch.device, log: TransferLog) -> Communicator:
-    """Returns the communicator of rank 0 of ``world_size``.
+    """Returns the communicator of rank 0 of ``world_size``, whose tensors are on ``device``.
 
-    Args:
-        world_size: number of ranks.
-        transport: one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`.
-        device: of the rank's tensors.
-        log: keeps when transfers would start and be waited for.
+    ``transport`` is one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`; ``log`` is told of the transfers.
     """
     if world_size == 1:
         return _PlannedRank(device, transport)
@@ -119,9 +115,7 @@ class _Announced:
 
 
 class PlannedRanks(Communicator):
-    """Rank 0 of ``world_size``; the arguments are those of :func:`planned_ranks`, and ``axis`` and ``stride`` of the
-    transfers.
-    """
+    """Rank 0 of several, see :func:`planned_ranks`; ``axis`` and ``stride`` are those of its transfers."""
 
     def __init__(
         self,
@@ -151,14 +145,14 @@ class PlannedRanks(Communicator):
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
         self._log.gathered(output)
         # in each row; a copy, because the shard may lie in one
-        self._fill([output.view(self.world_size, -1)], [shard if is_fake(shard) else shard.clone()])
+        self._fill(output.view(self.world_size, -1), shard if is_fake(shard) else shard.clone())
         return self._start("all_gather", label, output, output.nbytes, output, shard)
 
     def reduce_scatter_sum(
         self, output: Tensor, flat: Tensor, *, label: str, dtype: torch.dtype = torch.float32, gathers: bool = False
     ) -> Handle:
         require_fp32("reduce_scatter_sum", flat)
-        self._fill([output], [flat.view(self.world_size, -1)[self.rank]])
+        self._fill(output, flat.view(self.world_size, -1)[self.rank])
         held = [flat]
         if self._transport == SOCKETS or (self._transport == NCCL and dtype != torch.float32):
             held = [flat.to(dtype), torch.empty_like(flat, dtype=dtype)]
@@ -166,7 +160,7 @@ class PlannedRanks(Communicator):
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
         """Does what :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single` does."""
-        self._fill([output], [flat])
+        self._fill(output, flat)
         return self._start("all_to_all_single", label, flat, flat.nbytes, output, flat)
 
     def all_to_all(
@@ -179,7 +173,7 @@ class PlannedRanks(Communicator):
         total: int,
         label: str,
     ) -> Handle:
-        self._fill([output], [output.new_zeros(())])
+        self._fill(output, output.new_zeros(()))
         return self._start("all_to_all", label, recorded(input.dtype, total), output.nbytes, output, input)
 
     def all_reduce_max(self, tensor: Tensor, *, label: str) -> Handle:
@@ -206,12 +200,11 @@ class PlannedRanks(Communicator):
         transfer = Transfer(op, received, self.world_size, label, self._axis, self._stride)
         return _Held(self._log, self._log.start(transfer), *held)
 
-    def _fill(self, outputs: Iterable[Tensor], values: Sequence[Tensor]) -> None:
-        """Gives ``outputs`` values that the engine can compute with."""
+    def _fill(self, output: Tensor, values: Tensor) -> None:
+        """Gives ``output`` values that the engine can compute with."""
         with self._log.absent():
-            for output, value in zip(outputs, values, strict=True):
-                if not is_fake(output):
-                    output.copy_(value)
+            if not is_fake(output):
+                output.copy_(values)
 
     def gradient_exchange(self, sends: Sequence[GradientSend], num_early: int) -> GradientExchange:
         if self._transport != HOST or not sends:
@@ -220,13 +213,9 @@ class PlannedRanks(Communicator):
         return RingExchange(self, sends, self.allocate(schedule.capacity, torch.uint8), schedule)
 
     def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
-        shard, replicate = (
-            PlannedRanks(num_ranks, self._transport, self.device, self._log, axis, stride)
-            for num_ranks, axis, stride in (
-                (shard_size, SHARD, 1),
-                (self.world_size // shard_size, REPLICATE, shard_size),
-            )
-        )
+        alike = (self._transport, self.device, self._log)
+        shard = PlannedRanks(shard_size, *alike, SHARD)
+        replicate = PlannedRanks(self.world_size // shard_size, *alike, REPLICATE, shard_size)
         shard.schedule = replicate.schedule = self.schedule
         return shard, replicate
 

@@ -49,13 +49,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An operation and its arguments, in which tensors are :class:`TensorSpec`; equal ones take equal time.
-
-    Attributes:
-        func: the operation.
-        args: its arguments; lists are tuples.
-        kwargs: names and values.
-    """
+    """An operation and its arguments: tensors are :class:`TensorSpec`, lists tuples. Equal ones take equal time."""
 
     func: Any
     args: tuple[Any, ...]
@@ -87,7 +81,6 @@ class RecordedCall:
     """One call of an operation.
 
     Attributes:
-        signature: the operation and its arguments.
         outputs: the tensors it returned.
         storages: identities of the storages of its tensor arguments, in order, valid while they live.
         module: name of the innermost module that was running, or whose forward made the node of backward.
@@ -140,9 +133,7 @@ class RecordedStep:
     """What a rank does in one step, in order of ``at``, ``started`` and ``waited``.
 
     Attributes:
-        num_micro_batches: of the step.
         begin, end: places among all that is recorded.
-        calls: of operations.
         transfers: by number; those that were started before the step and are waited for in it are not among them.
     """
 
@@ -156,11 +147,8 @@ class RecordedStep:
 class StepRecorder(TorchDispatchMode, TransferLog):
     """Records what happens inside it.
 
-    Memory that a kernel takes and frees within one operation is not seen.
-
-    Attributes:
-        calls, storages, transfers: in the order of their beginning.
-        steps: recorded by :meth:`record_steps`.
+    Memory that a kernel takes and frees within one operation is not seen. What is recorded is in the order of its
+    beginning.
     """
 
     supports_higher_order_operators = True
@@ -173,7 +161,6 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         self.calls: list[RecordedCall] = []
         self.storages: list[RecordedStorage] = []
         self.transfers: list[RecordedTransfer] = []
-        self.steps: list[RecordedStep] = []
         self._now = 0
         self._part = OTHER
         self._known: dict[int, RecordedStorage] = {}  # those that live, by the identity of the storage
@@ -194,11 +181,9 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         return False
 
     def __enter__(self) -> StepRecorder:
-        for handle in (
-            register_module_forward_pre_hook(self._enter_module),
-            register_module_forward_hook(self._leave_module, always_call=True),  # recomputation may stop early
-        ):
-            self._stack.callback(handle.remove)
+        self._stack.callback(register_module_forward_pre_hook(self._enter_module).remove)
+        # always, because recomputation may stop early
+        self._stack.callback(register_module_forward_hook(self._leave_module, always_call=True).remove)
         super().__enter__()
         return self
 
@@ -241,13 +226,8 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         result = func(*args, **kwargs)
         found = (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result)
         outputs = [value for value in found if isinstance(value, Tensor)]
-        specs = tuple(map(TensorSpec.of, outputs))
-        is_in_backward = current is not None
-        self.calls.append(
-            RecordedCall(
-                signature, specs, tuple(storages), module, node, is_in_backward, is_recomputed, self._part, self._tick()
-            )
-        )
+        place = (module, node, current is not None, is_recomputed, self._part, self._tick())
+        self.calls.append(RecordedCall(signature, tuple(map(TensorSpec.of, outputs)), tuple(storages), *place))
         for output in outputs:
             self._add(output)
         return result
@@ -289,14 +269,15 @@ class StepRecorder(TorchDispatchMode, TransferLog):
     ) -> list[RecordedStep]:
         """Takes a step of ``engine`` for each of ``counts``, its micro-batches, and returns the steps."""
         self.name_modules(engine.module)
+        steps = []
         for count in counts:
             self._label_states(engine)
             begin, first_call, first_transfer = self._tick(), len(self.calls), len(self.transfers)
             step(count, _Parts(self))
             transfers = dict(enumerate(self.transfers[first_transfer:], first_transfer))
-            self.steps.append(RecordedStep(count, begin, self._tick(), self.calls[first_call:], transfers))
+            steps.append(RecordedStep(count, begin, self._tick(), self.calls[first_call:], transfers))
         self._label_states(engine)  # the last update has gathered replicas that stay, which are no full weights
-        return self.steps
+        return steps
 
     def _label_states(self, engine: Engine) -> None:
         for kind, tensors in engine.states.storages().items():

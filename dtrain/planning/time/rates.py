@@ -40,7 +40,6 @@ class Rates:
     """Rates of a device; each method raises ``ConfigError`` if one that it needs is not published.
 
     Attributes:
-        device: see above.
         efficiency: share of the published rate that products reach.
         tf32: whether FP32 products use TF32.
     """
@@ -59,11 +58,7 @@ class Rates:
     def price(self, step: RecordedStep, states: Mapping[str, int]) -> tuple[RankTrace, Parts]:
         """Returns what a rank does in ``step`` if transfers take no time, and the seconds of its parts.
 
-        The update is one pass over the states, whatever operations it has.
-
-        Args:
-            step: as recorded.
-            states: bytes of ``engine.memory()``.
+        The update is one pass over the ``states``, bytes of ``engine.memory()``, whatever operations it has.
         """
         seconds: list[float] = []
         sums: defaultdict[str, float] = defaultdict(float)
@@ -72,9 +67,10 @@ class Rates:
             seconds.append(self._product_s(call) if multiplies else moved_bytes(call) / self._bandwidth)
             sums[UPDATE if call.part == UPDATE else "products" if multiplies else OTHER] += seconds[-1]
         update = update_bytes(states) / self._bandwidth
-        events: list[tuple[int, float, int, bool]] = []
-        for call, taken in zip(step.calls, seconds, strict=True):
-            events.append((call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken, -1, False))
+        events = [
+            (call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken, -1, False)
+            for call, taken in zip(step.calls, seconds, strict=True)
+        ]
         for number, recorded in step.transfers.items():
             events.append((recorded.started, 0.0, number, False))
             if recorded.waited is not None and recorded.waited <= step.end:

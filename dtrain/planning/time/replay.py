@@ -86,14 +86,8 @@ def replay(
     """Returns the step of ``trace`` with transfers that take time.
 
     The transfers of one axis run one after the other, each from when it is started; those of different axes do not
-    delay each other. Without ``overlaps`` nothing happens before the rank waits, because it moves the bytes itself.
-
-    Args:
-        trace: without transfers.
-        seconds_of: of a transfer.
-        overlaps: see above.
-        compute_factor: by which the rank computes longer than the trace.
-        slowdown: by which it computes longer still while a transfer runs.
+    delay each other. Without ``overlaps`` nothing happens before the rank waits, because it moves the bytes itself. The
+    rank computes ``compute_factor`` times as long as the trace, and ``slowdown`` times that while a transfer runs.
     """
     shares: defaultdict[tuple[str, str], Share] = defaultdict(Share)
     waits: defaultdict[str, float] = defaultdict(float)
