@@ -158,19 +158,19 @@ class PlannedRun:
 
             yield engine, step
 
-    def record(self, *, is_extended: bool = False, num_steps: int = 2) -> RecordedSteps:
+    def record(self, *, for_time: bool = False, num_steps: int = 2) -> RecordedSteps:
         """Returns recorded steps of the run on fake tensors.
 
-        The buffers that stay are allocated in the first of ``num_steps``, and the order of the groups is learned. If
-        ``is_extended``, another step follows that has one micro-batch more, unless the run has no more.
+        The buffers that stay are allocated in the first of ``num_steps``, and the order of the groups is learned. Only
+        ``for_time`` calls are kept, and another step follows that has one micro-batch more, unless the run has no more.
 
         Raises:
             DtrainError: ``dtrain train`` would refuse the run.
         """
         counts = [self.num_recorded] * num_steps
-        if is_extended and self.num_recorded < self.num_micro_batches:
+        if for_time and self.num_recorded < self.num_micro_batches:
             counts.append(self.num_recorded + 1)
-        recorder = StepRecorder()
+        recorder = StepRecorder(keeps_calls=for_time)
         with self.engine(recorder) as (engine, step):
             startup = [recorded.transfer for recorded in recorder.transfers]
             steps = recorder.record_steps(engine, step, counts)

@@ -29,7 +29,7 @@ class RunPlanner:
 
         run = _planned_here(config, engine.device, engine.world_size, dataset)
         has_rates = run.device.type == "cuda" and run.device.bandwidth is not None
-        recorded = run.record(is_extended=has_rates)
+        recorded = run.record(for_time=has_rates)
         receipt = receipt_of(memory_of(recorded), engine.memory(), peak)
         if has_rates and step_ms is not None:
             with suppress(ConfigError):  # no rate of the format is published

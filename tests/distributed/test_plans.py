@@ -150,7 +150,7 @@ def third_step(rank: int, world: int, keys: list[str]) -> list[tuple[str, str, i
 def simulated(device: str, world: int, *keys: str) -> list[tuple[str, str, int]]:
     """Returns the same of a simulated step, with the bytes of the whole tensor."""
     config = config_of(world, [*keys])
-    recorded = PlannedRun.of(config, find_device(device, world), world).record(is_extended=True)
+    recorded = PlannedRun.of(config, find_device(device, world), world).record(for_time=True)
     size = getattr(config.engine, "shard_size", None) or world
     found = []
     for transfer in (one.transfer for one in recorded.steps[-1].transfers.values()):

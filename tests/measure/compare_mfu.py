@@ -52,7 +52,7 @@ def _on(device: str, recorded: RecordedSteps) -> RecordedSteps:
 
 @lru_cache(maxsize=len(_LAYERS))
 def _recorded(overrides: tuple[str, ...], gpus: int) -> RecordedSteps:
-    return PlannedRun.of(compose(overrides), find_device("h100-80gb"), gpus).record(is_extended=True)
+    return PlannedRun.of(compose(overrides), find_device("h100-80gb"), gpus).record(for_time=True)
 
 
 def keys(row: Row, model: Row, layers: int) -> list[str]:

@@ -127,7 +127,7 @@ def _scaled(recorded: RecordedSteps, gpus: int, more: int) -> RecordedSteps:
 
 @cache
 def _recorded(keys: Sequence[str], gpus: int, device: str) -> RecordedSteps:
-    return PlannedRun.of(compose(keys), find_device(device), gpus).record(is_extended=True)
+    return PlannedRun.of(compose(keys), find_device(device), gpus).record(for_time=True)
 
 
 def _efficiencies(series: Series, priced: Sequence[PricedRun], assumed: Assumptions) -> list[float]:

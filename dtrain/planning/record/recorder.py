@@ -153,11 +153,13 @@ class StepRecorder(TorchDispatchMode, TransferLog):
 
     supports_higher_order_operators = True
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, *, keeps_calls: bool = True) -> None:
         """Args:
         model: whose modules have names; calls outside of them belong to the model, whose name is empty.
+        keeps_calls: False leaves ``calls`` empty, which saves a tenth of the time.
         """
         super().__init__()
+        self._keeps_calls = keeps_calls
         self.calls: list[RecordedCall] = []
         self.storages: list[RecordedStorage] = []
         self.transfers: list[RecordedTransfer] = []
@@ -209,6 +211,8 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent call
             return args[0].fake_device
         kwargs = kwargs or {}
+        if not self._keeps_calls:
+            return self._with_storages(func(*args, **kwargs))[0]
         current: Any = torch._C._current_autograd_node()
         is_recomputed = current is not None and (bool(self._running) or torch.is_grad_enabled())
         if current is None or is_recomputed:
@@ -223,14 +227,18 @@ class StepRecorder(TorchDispatchMode, TransferLog):
             module = self._owners[index] if index >= 0 else ""
         storages: list[int] = []
         signature = Signature(func, _describe(args, storages), _describe(kwargs.items(), storages))
-        result = func(*args, **kwargs)
-        found = (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result)
-        outputs = [value for value in found if isinstance(value, Tensor)]
+        result, outputs = self._with_storages(func(*args, **kwargs))
         place = (module, node, current is not None, is_recomputed, self._part, self._tick())
         self.calls.append(RecordedCall(signature, tuple(map(TensorSpec.of, outputs)), tuple(storages), *place))
+        return result
+
+    def _with_storages(self, result: Any) -> tuple[Any, list[Tensor]]:
+        """Returns ``result`` and the tensors in it, whose storages are recorded."""
+        found = (result,) if isinstance(result, Tensor) else pytree.tree_leaves(result)
+        outputs = [value for value in found if isinstance(value, Tensor)]
         for output in outputs:
             self._add(output)
-        return result
+        return result, outputs
 
     def _add(self, tensor: Tensor) -> RecordedStorage:
         storage = tensor.untyped_storage()

@@ -156,7 +156,7 @@ class PricedRun:
 def predict(run: PlannedRun, assumed: Assumptions) -> Prediction:
     """Returns the step of ``run``; raises as :meth:`PricedRun.of` and :meth:`PricedRun.predict`."""
     assumed.links(run)  # a network that does not fit is an error before anything is recorded
-    return PricedRun.of(run.record(is_extended=True), assumed.efficiency).predict(assumed)
+    return PricedRun.of(run.record(for_time=True), assumed.efficiency).predict(assumed)
 
 
 def _as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Transfer:

@@ -353,7 +353,7 @@ def test_the_bound_of_a_device_that_is_elsewhere(capsys: pytest.CaptureFixture[s
     run = planned_run("model=llama-1b", "model.num_layers=1", *keys[:2], device="h100-80gb", ranks=8)
     run = replace(run, config=replace(run.config, train=replace(run.config.train, global_batch_size=16)))
     found, _ = record_products(run)
-    recorded = run.record(is_extended=True)
+    recorded = run.record(for_time=True)
     bound = PricedRun.of(recorded).parts
     flops = 2 * sum(product.flops for product in found)  # two micro-batches
     assert 1.0 <= bound.products / (flops / 989.4e12) < 1.5
