@@ -168,8 +168,9 @@ def _show_time(config: RunConfig, given: Mapping[str, str]) -> None:
     from dtrain.planning.time.show import show_time
 
     run = planned_run(config, given)
-    # no network between the ranks of a CPU is assumed
-    show_time(run, _assumptions({"network": NO_NETWORK, **given} if run.transport != NCCL else given))
+    # of CPU ranks no network is assumed, and they are measured side by side, so the slowest is known
+    own = {"network": NO_NETWORK, "spread": "0"} if run.transport != NCCL else {}
+    show_time(run, _assumptions({**own, **given}))
 
 
 def _show_scale(config: RunConfig, given: Mapping[str, str]) -> None:
