@@ -1,4 +1,4 @@
-"""What ``dtrain train`` asks the plan of its own run for. Imports wait until it does."""
+"""Plans the run that ``dtrain train`` has started. Imports are local, because most runs plan at their end."""
 
 from __future__ import annotations
 

@@ -122,6 +122,18 @@ def summary(rows: Sequence[Row]) -> Row:
     }
 
 
+def summaries(rows: Sequence[Row]) -> dict[str, Row]:
+    """Returns the summary of all rows, of each GPU, and of the largest group of one software on H100s."""
+    groups = {
+        "all": rows,
+        "A100": [row for row in rows if "A100" in row["name"]],
+        "H100": [row for row in rows if "A100" not in row["name"]],
+        "H100, llm-foundry": [row for row in rows if "MPT" in row["name"] and "H100" in row["name"]],
+        "H100, NeMo": [row for row in rows if row["name"].startswith(("NVIDIA Llama 3.1", "NVIDIA Nemotron"))],
+    }
+    return {name: summary(group) for name, group in groups.items()}
+
+
 def table(compared: Sequence[Row]) -> str:
     """Returns the table of ``docs/results/scaling/README.md``, the farthest first."""
     lines = ["| run | GPUs | published | predicted | distance |", "| --- | --- | --- | --- | --- |"]
@@ -137,10 +149,11 @@ def main() -> None:
     for row in read["rows"]:
         compared.append(compare(row, read["models"][row["model"]]))
         print(compared[-1], file=sys.stderr, flush=True)
-    results = {"summary": summary(compared), "rows": compared}
+    results = {"summaries": summaries(compared), "rows": compared}
     Path(sys.argv[1]).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(table(compared))
-    print(results["summary"])
+    for name, found in summaries(compared).items():
+        print(name, found)
 
 
 if __name__ == "__main__":

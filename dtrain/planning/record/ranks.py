@@ -51,7 +51,7 @@ class Transfer:
 
 
 class TransferLog:
-    """Is told of the collectives of planned ranks; this one forgets them."""
+    """Log of the collectives of planned ranks; this base class keeps nothing."""
 
     def start(self, transfer: Transfer) -> int:
         """Returns the number of ``transfer``, which starts now."""
