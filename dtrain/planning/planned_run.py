@@ -161,8 +161,9 @@ class PlannedRun:
     def record(self, *, for_time: bool = False, num_steps: int = 2) -> RecordedSteps:
         """Returns recorded steps of the run on fake tensors.
 
-        The buffers that stay are allocated in the first of ``num_steps``, and the order of the groups is learned. Only
-        ``for_time`` calls are kept, and another step follows that has one micro-batch more, unless the run has no more.
+        The first of ``num_steps`` allocates the buffers that stay, and the engine learns the order of the groups in it.
+        Calls are kept only if ``for_time``. Then one more step is recorded, with one more micro-batch, if the run has
+        more micro-batches than the recorded steps.
 
         Raises:
             DtrainError: ``dtrain train`` would refuse the run.

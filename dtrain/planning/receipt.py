@@ -1,4 +1,7 @@
-"""Plans the run that ``dtrain train`` has started. Imports are local, because most runs plan at their end."""
+"""Plans the run of ``dtrain train``, for its receipt and for advice if memory runs out.
+
+The imports are in the functions, so a run without a plan does not pay for them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The collectives of one rank among many that are not there: buffers are allocated as a transport does, none is sent.
+"""Implements the collectives of rank 0 without other ranks: allocates a transport's buffers and sends nothing.
 
 A plan runs the engine with it on fake tensors, so it holds what a rank of that many would hold; or on real ones, so it
-computes what such a rank would compute. What the other ranks would send is this rank's own then.
+computes what such a rank would compute. Then most collectives
+copy this rank's own data in place of what others would send.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Transfer:
 
 
 class TransferLog:
-    """Log of the collectives of planned ranks; this base class keeps nothing."""
+    """Interface that :class:`PlannedRanks` calls for each collective; this base class records nothing."""
 
     def start(self, transfer: Transfer) -> int:
         """Returns the number of ``transfer``, which starts now."""

@@ -108,7 +108,7 @@ class RecordedStorage:
 
     Attributes:
         nbytes: its size.
-        kind: one of ``engine.memory()`` or above; None: it is the memory of others, and does not count.
+        kind: one of ``engine.memory()`` or above; None: it does not count, such as states that are kept in host memory.
         born: when it was first seen, as ``RecordedCall.at``.
         died: when it was freed; None: not yet.
     """
@@ -254,7 +254,7 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         self._known.pop(identity).died = self._tick()
 
     def label(self, kind: str | None, tensors: Iterable[Tensor]) -> None:
-        """Gives the storages of ``tensors`` a kind; None: they are the memory of others."""
+        """Gives the storages of ``tensors`` a kind; None excludes them, such as states in host memory."""
         for tensor in tensors:
             self._add(tensor).kind = kind
 

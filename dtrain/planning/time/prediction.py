@@ -1,4 +1,4 @@
-"""The step of a rank among others on a device that is not here: the engine's own schedule at published rates."""
+"""Predicts a rank's step from the engine's recorded schedule, at published rates or with a measured computation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
 
 @dataclass(frozen=True)
 class Assumptions:
-    """Values of a simulation that no run has measured; keys of ``dtrain plan time`` and ``plan scale``."""
+    """Assumed values of a prediction, keys of ``dtrain plan scale``; ``plan time`` takes all but ``write_gbps``.
+
+    ``step_ms`` is a measured computation of a rank, and replaces the published rates.
+    """
 
     network: str = "ib-400g"
     efficiency: float = 0.7
@@ -58,7 +61,7 @@ class Assumptions:
         return found
 
     def compute_factor(self, ranks: int) -> float:
-        """Returns by which the slowest of ``ranks`` computes longer than their mean.
+        """Returns the computation time of the slowest of ``ranks``, divided by their mean.
 
         The largest of n normal values is about the quantile (n - 0.375) / (n + 0.25) (Blom 1958).
         """
@@ -114,7 +117,7 @@ class PricedRun:
 
     @staticmethod
     def of(recorded: RecordedSteps, efficiency: float = 1.0) -> PricedRun:
-        """Prices ``recorded``, which has an extended step if the run has more micro-batches than a recorded step.
+        """Returns ``recorded`` with the seconds of its operations; a micro-batch not recorded costs what the last one did.
 
         ``efficiency`` is the share of the published rates that products reach.
 

@@ -1,4 +1,7 @@
-"""Seconds of recorded operations on a device that is not here, by its published rates and bandwidth."""
+"""Computes the seconds of recorded operations from a GPU's published rates and bandwidth.
+
+A CPU has stand-in rates, of which only the proportions count.
+"""
 
 from __future__ import annotations
 
