@@ -1,8 +1,7 @@
 """Implements the collectives of rank 0 without other ranks: allocates a transport's buffers and sends nothing.
 
 A plan runs the engine with it on fake tensors, so it holds what a rank of that many would hold; or on real ones, so it
-computes what such a rank would compute. Then most collectives
-copy this rank's own data in place of what others would send.
+computes what such a rank would compute. Then most collectives copy this rank's own data in place of what others send.
 """
 
 from __future__ import annotations

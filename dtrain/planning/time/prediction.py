@@ -117,7 +117,7 @@ class PricedRun:
 
     @staticmethod
     def of(recorded: RecordedSteps, efficiency: float = 1.0) -> PricedRun:
-        """Returns ``recorded`` with the seconds of its operations; a micro-batch not recorded costs what the last one did.
+        """Returns ``recorded`` with the seconds of its operations; one more micro-batch costs what the last one did.
 
         ``efficiency`` is the share of the published rates that products reach.
 
