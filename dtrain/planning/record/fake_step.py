@@ -4,32 +4,52 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.logging import logger
 from dtrain.engine.interface import Engine
 from dtrain.errors import ConfigError
-from dtrain.planning.record.recorder import StepRecorder
+from dtrain.planning.record.recorder import StepRecorder, TensorSpec
 
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
+_VIEWS = frozenset(
+    getattr(getattr(_ATEN, name), overload)
+    for overload, names in {
+        "default": "_unsafe_view as_strided detach expand permute split_with_sizes t unsqueeze view view_as_complex "
+        "view_as_real",
+        "int": "select transpose unbind",
+        "Tensor": "slice split",
+    }.items()
+    for name in names.split()
+)
+"""The most frequent operations, whose results share the memory of the first argument."""
 _NONZERO, _MASKED = _ATEN.nonzero.default, _ATEN.masked_select.default
 
 
 class _StandInValues(FakeTensorMode):
-    """Gives what the host reads of a fake tensor a value: 1, or false; a mask selects all elements."""
+    """Gives what the host reads of a fake tensor a value: 1, or false; a mask selects all elements.
+
+    Views are made at once, and a result is remembered by the arguments: torch's own way to it takes four times as long.
+    """
+
+    _results: ClassVar[dict[Any, int | TensorSpec]] = {}
+    """Position of the tensor among the arguments that is returned, or a new tensor."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:  # nothing is compiled here; the guard would import the compiler, for a second
@@ -44,7 +64,54 @@ class _StandInValues(FakeTensorMode):
             if func is _NONZERO:
                 return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
-        return self.dispatch(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        if func in _VIEWS and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self):
+                found = func(*args, **kwargs)
+            return self._fake(found) if isinstance(found, Tensor) else list(map(self._fake, found))
+        tensors: list[Tensor] = []
+        key = func, torch.get_default_dtype(), _key(args, tensors), _key(kwargs.items(), tensors)
+        is_fixed = isinstance(func, OpOverload) and not func.is_view and torch.Tag.inplace_view not in func.tags
+        is_fixed = is_fixed and all(isinstance(tensor, FakeTensor) for tensor in tensors)
+        known = self._results.get(key) if is_fixed else None
+        if isinstance(known, int):
+            return tensors[known]
+        if known is not None:
+            with in_kernel_invocation_manager(self):
+                found = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
+            return self._fake(found)
+        result = self.dispatch(func, types, args, kwargs)
+        if is_fixed and key[2:] == (_key(args, []), _key(kwargs.items(), [])):  # the arguments keep their shapes
+            known = _remembered(result, tensors)
+            if known is not None:
+                self._results[key] = known
+        return result
+
+    def _fake(self, tensor: Tensor) -> FakeTensor:
+        return FakeTensor(self, tensor, torch.device("cpu"))
+
+
+def _key(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Returns what the shapes of an operation's results depend on; appends its tensors to ``tensors``."""
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            tensors.append(value)
+            found.append((value.shape, value.stride(), value.dtype))
+        else:  # 1, 1.0 and True are equal
+            found.append(_key(value, tensors) if isinstance(value, (list, tuple)) else (type(value), value))
+    return tuple(found)
+
+
+def _remembered(result: Any, tensors: Sequence[Tensor]) -> int | TensorSpec | None:
+    if not isinstance(result, FakeTensor) or result.device.type != "cpu":
+        return None
+    for position, tensor in enumerate(tensors):
+        if result is tensor:
+            return position
+    spec = TensorSpec.of(result)
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
+    return spec if result.untyped_storage().nbytes() == extent * spec.dtype.itemsize else None
 
 
 @cache
