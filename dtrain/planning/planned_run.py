@@ -28,7 +28,7 @@ from dtrain.planning.record.fake_step import fake_engine
 from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer, planned_ranks
 from dtrain.planning.record.recorder import RecordedStep, RecordedStorage, StepRecorder
 from dtrain.tasks import Language, Task
-from dtrain.train.session import Session, StepWatch, micro_batch_weight
+from dtrain.train.session import Session, micro_batch_weight
 from dtrain.train.setup import make_engine, torch_settings_restored
 
 _NUM_TREE_MICRO_BATCHES = 8
@@ -51,17 +51,16 @@ class PlannedRun:
     """A run on a device that need not be here.
 
     Attributes:
-        config: what ``dtrain train`` takes, with one size of all batches; :meth:`engine` changes only what does not
-            change memory or products.
+        config: what ``dtrain train`` takes, with one size of all batches.
         batch: a micro-batch of a rank; only shapes and dtypes count, and how many targets do.
-        task: of the data; a number is the vocabulary of a language model.
+        task: of the data.
     """
 
     config: RunConfig
     device: Device
     num_ranks: int
     batch: Mapping[str, Tensor]
-    task: Task | int
+    task: Task
 
     @staticmethod
     def of(config: RunConfig, device: Device, num_ranks: int, dataset: Dataset | None = None) -> PlannedRun:
@@ -82,8 +81,8 @@ class PlannedRun:
             if unknown or not config.data.is_language:
                 raise
             rows = train.micro_batch_size * model.max_seq_len // seq_len
-            tokens = torch.zeros(rows, seq_len, dtype=torch.int64)
-            return PlannedRun(config, device, num_ranks, {"tokens": tokens, "targets": tokens}, model.vocab_size or 1)
+            batch = dict.fromkeys(("tokens", "targets"), torch.zeros(rows, seq_len, dtype=torch.int64))
+            return PlannedRun(config, device, num_ranks, batch, Language(model.vocab_size or 1))
         ids = dataset.train.order(config.seed, np.arange(train.micro_batch_size, dtype=np.int64))
         batch = cut_rows(dataset.train.batch(ids), seq_len) if train.seq_len else dataset.train.batch(ids)
         return PlannedRun(config, device, num_ranks, batch, dataset.task)
@@ -91,7 +90,7 @@ class PlannedRun:
     @property
     def unit(self) -> str:
         """Unit of the targets that count in the loss: ``tokens`` or ``samples``."""
-        return self.task.unit if isinstance(self.task, Task) else Language.unit
+        return self.task.unit
 
     @property
     def num_micro_batches(self) -> int:
@@ -112,10 +111,8 @@ class PlannedRun:
         if not keeps_global:
             whole = size * (whole // train.micro_batch_size)
         config = replace(self.config, train=replace(train, micro_batch_size=size, global_batch_size=whole))
-        batch = {
-            name: tensor[:1].expand(size * len(tensor) // train.micro_batch_size, *tensor.shape[1:])
-            for name, tensor in self.batch.items()
-        }
+        rows = {name: size * len(tensor) // train.micro_batch_size for name, tensor in self.batch.items()}
+        batch = {name: tensor[:1].expand(rows[name], *tensor.shape[1:]) for name, tensor in self.batch.items()}
         return replace(self, config=config, batch=batch)
 
     @property
@@ -138,12 +135,12 @@ class PlannedRun:
     def engine(self, recorder: StepRecorder | None = None) -> Iterator[tuple[NativeEngine, Callable[..., StepOutcome]]]:
         """Yields the engine of rank 0, and a function that takes a step of some micro-batches with a StepWatch.
 
-        Inside, tensors are fake, the device is a CPU, and ``recorder`` records what happens.
+        Inside, tensors are fake, the device is a CPU, and ``recorder`` records what happens. The configuration is
+        changed in what does not change memory or products.
         """
         recorder = recorder or StepRecorder()
         config = _executable(self.config, self.device)
-        cpu = torch.device("cpu")
-        comm = planned_ranks(self.num_ranks, self.transport, cpu, recorder)
+        comm = planned_ranks(self.num_ranks, self.transport, torch.device("cpu"), recorder)
         model = build_without_values(config, self.task)
         # fake targets have no values to count
         weight = micro_batch_weight(self.batch, config.train.micro_batch_size * config.targets_per_sample)
@@ -153,8 +150,8 @@ class PlannedRun:
             session = Session(engine, config, weigh=lambda _: weight)
             batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self.batch.items()}
 
-            def step(num_micro_batches: int = 1, watch: StepWatch | None = None) -> StepOutcome:
-                return session.step([batch] * num_micro_batches, watch=watch or StepWatch())
+            def step(num_micro_batches: int = 1, **watch: Any) -> StepOutcome:
+                return session.step([batch] * num_micro_batches, **watch)
 
             yield engine, step
 
@@ -206,13 +203,10 @@ class RecordedSteps:
     """Recorded steps of a planned run, and what its engine holds.
 
     Attributes:
-        steps: see :meth:`PlannedRun.record`.
-        storages: of engine and steps.
         startup: transfers while the engine is built.
         memory: bytes of ``engine.memory()`` on the device, and in the memory of the host beside it.
         saved: bytes of the rank's part of a checkpoint, and of the whole.
         sends: bytes of an element of the gradients that are sent unreduced, by label.
-        buffers: of the trained parameters.
         shard_ranks: ranks that share the states.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -29,6 +29,11 @@ class Change(NamedTuple):
     keys: str
     cost: str
     plan: MemoryPlan
+
+    @staticmethod
+    def of(chosen: Collection[Candidate], plan: MemoryPlan) -> Change:
+        keys = " ".join(f"{one.key}={str(one.value).lower()}" for one in chosen)
+        return Change(keys, "; ".join(one.cost for one in chosen), plan)
 
 
 class Candidate(NamedTuple):
@@ -70,30 +75,19 @@ def cheapest_changes(run: PlannedRun, plan: MemoryPlan) -> list[Change]:
             estimated = estimate(run, plan, candidate.apply(run))
             if estimated.high < plan.high:
                 useful.append(candidate)
-                fitting += [_change([candidate], estimated)] if estimated.fit == FITS else []
+                fitting += [Change.of([candidate], estimated)] if estimated.fit == FITS else []
         if len(fitting) == _NUM_CHANGES:  # some of the others take a plan of their own, which takes seconds
             break
-    return fitting or _together(run, plan, useful)
-
-
-def _together(run: PlannedRun, plan: MemoryPlan, useful: Sequence[Candidate]) -> list[Change]:
     chosen: dict[str, Candidate] = {}  # the last of each key
-    changes: list[Change] = []
-    for candidate in useful:
+    together: list[Change] = []
+    while useful and plan.fit != FITS and not fitting:
+        candidate = useful.pop(0)
         with suppress(ConfigError):
             changed = candidate.apply(run)
             plan, run = estimate(run, plan, changed), changed
-            chosen.pop(candidate.key, None)
-            chosen[candidate.key] = candidate
-            changes.append(_change(chosen.values(), plan))
-            if plan.fit == FITS:
-                break
-    return changes[-_NUM_CHANGES:]
-
-
-def _change(chosen: Collection[Candidate], plan: MemoryPlan) -> Change:
-    keys = " ".join(f"{one.key}={str(one.value).lower()}" for one in chosen)
-    return Change(keys, "; ".join(one.cost for one in chosen), plan)
+            chosen = {key: one for key, one in chosen.items() if key != candidate.key} | {candidate.key: candidate}
+            together.append(Change.of(chosen.values(), plan))
+    return fitting or together[-_NUM_CHANGES:]
 
 
 def estimate(base: PlannedRun, plan: MemoryPlan, run: PlannedRun) -> MemoryPlan:

@@ -30,9 +30,8 @@ class Heap:
     def __init__(self, num_objects: int) -> None:
         """Takes the number of small objects of a tensor that are put into remainders."""
         self._num_objects = num_objects
-        self.peak = 0
+        self.peak = self._count = 0
         self._end = self._extent = self._mapped = 0  # of the used part; the most so far; bytes
-        self._count = 0
         self._blocks: dict[int, tuple[int, int]] = {}  # start and bytes, by key
         self._objects: dict[int, list[tuple[int, int]]] = {}  # remainders that the objects of a block occupy
         self._remainders: list[tuple[int, int]] = []  # start and bytes of those that are free, the newest last

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -138,33 +139,28 @@ def peaks_of(
     storages: Sequence[RecordedStorage], steps: Sequence[RecordedStep], heaps: Sequence[Heap] = ()
 ) -> list[dict[str, int]]:
     """Returns bytes by kind at the peak of each step; ``heaps`` take the same blocks, of engine and steps."""
-    events = [(step.begin, -1) for step in steps]
-    for number, storage in enumerate(storages):
-        if storage.kind:
-            events += [(at, number) for at in (storage.born, storage.died) if at is not None and at <= steps[-1].end]
+    counted = [(number, one) for number, one in enumerate(storages) if one.kind and one.nbytes]
+    events = [(one.born, number, one.nbytes) for number, one in counted]
+    events += [(one.died, number, -one.nbytes) for number, one in counted if one.died is not None]
     live: Counter[str] = Counter()
     total = highest = 0
     peaks: list[dict[str, int]] = []
-    for at, number in sorted(events):
+    for at, number, nbytes in sorted([*events, *((step.begin, -1, 0) for step in steps)]):
         if number < 0:  # a step begins
-            if not peaks:
-                for heap in heaps:
-                    heap.trim()  # as malloc does until engine.initialize, at its end, raises malloc's thresholds
+            for heap in heaps if not peaks else ():
+                heap.trim()  # as malloc does until engine.initialize, at its end, raises malloc's thresholds
             highest = total
             peaks.append(dict(live))
-            continue
-        storage = storages[number]
-        is_born = at == storage.born
-        nbytes = storage.nbytes if is_born else -storage.nbytes
-        live[str(storage.kind)] += nbytes
-        total += nbytes
-        for heap in heaps:
-            if is_born:
-                heap.allocate(number, storage.nbytes)
-            else:
-                heap.release(number)
-        if peaks and total > highest:
-            highest, peaks[-1] = total, dict(live)
+        elif at <= steps[-1].end:
+            live[str(storages[number].kind)] += nbytes
+            total += nbytes
+            for heap in heaps:
+                if nbytes > 0:
+                    heap.allocate(number, nbytes)
+                else:
+                    heap.release(number)
+            if peaks and total > highest:
+                highest, peaks[-1] = total, dict(live)
     return [{kind: nbytes for kind, nbytes in peak.items() if nbytes} for peak in peaks]
 
 
@@ -192,11 +188,9 @@ def largest_micro_batch(run: PlannedRun, plan: MemoryPlan) -> int:
     of the micro-batch that was found.
     """
     own = run.config.train.micro_batch_size
-    size, high = 0, 2**20  # `size` fits, or nothing does
-    while high - size > 1:
-        middle = (size + high) // 2
-        fits = plan.can_hold(plan.tensors + plan.growing / own * (middle - own))
-        size, high = (middle, high) if fits else (size, middle)
+    each = plan.growing / own
+    # of the sizes from 1 as many fit as the largest one is
+    size = bisect(range(1, 2**20), 0, key=lambda size: not plan.can_hold(plan.tensors + each * (size - own)))
     if size in (0, own):
         return size
     # one step shows how the tensors grow, but not all fragments

@@ -28,16 +28,15 @@ _MEANINGS = {
     "transfer": "sums on their way to the host",
     "saved_copy": "copy that an asynchronous save writes",
     STEP: "what a step takes in addition",
+    MARGIN: "fragments of the heap, scratch of kernels, libraries",
 }
 
 
 def show_memory(run: PlannedRun) -> None:
     """Prints the plan: the kinds, whether the run fits, the largest micro-batch that does, and changes."""
     plan = plan_memory(run)
-    margin = "fragments of the heap, scratch of kernels, libraries"
-    if plan.device.type == "cuda":
-        margin = "the driver's context, kernels, fragments" + (", NCCL" if plan.num_ranks > 1 else "")
-    meanings = {**_MEANINGS, MARGIN: margin}
+    margin = "the driver's context, kernels, fragments" + (", NCCL" if plan.num_ranks > 1 else "")
+    meanings = _MEANINGS | ({MARGIN: margin} if plan.device.type == "cuda" else {})
     rows = [(kind, bytes_range(*bounds), meanings.get(kind, "")) for kind, bounds in plan.rows.items()]
     title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])

@@ -160,18 +160,11 @@ def fake_engine(
 
 def _drop_values(model: nn.Module) -> None:
     """Replaces parameters and buffers by fake ones; tied ones stay tied."""
-    replaced: dict[int, Any] = {}
-
-    def fake(tensor: Tensor) -> Any:
-        if id(tensor) not in replaced:
-            values: Any = torch.empty(tensor.shape, dtype=tensor.dtype)
-            if isinstance(tensor, nn.Parameter):
-                values = nn.Parameter(values, requires_grad=tensor.requires_grad)
-            replaced[id(tensor)] = values, tensor  # the second keeps the identity from being given to another
-        return replaced[id(tensor)][0]
-
-    for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None:
-                    held[name] = fake(tensor)
+    fakes: dict[Tensor, Any] = {}
+    for held in (held for module in model.modules() for held in (module._parameters, module._buffers)):
+        for name, tensor in held.items():
+            if tensor is not None and tensor not in fakes:
+                values = fakes[tensor] = torch.empty(tensor.shape, dtype=tensor.dtype)
+                if isinstance(tensor, nn.Parameter):
+                    fakes[tensor] = nn.Parameter(values, requires_grad=tensor.requires_grad)
+            held[name] = None if tensor is None else fakes[tensor]

@@ -36,11 +36,7 @@ WORLD, SHARD, REPLICATE = "all ranks", "dp_shard", "dp_replicate"
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective of ``world_size`` ranks, in which a rank receives ``nbytes``.
-
-    ``label`` is its name in messages, ``axis`` one of :data:`WORLD`, :data:`SHARD`, :data:`REPLICATE`, and ``stride``
-    the distance of its ranks among all ranks.
-    """
+    """A collective of ``world_size`` ranks along an axis, ``stride`` apart, in which a rank receives ``nbytes``."""
 
     op: str
     nbytes: int
@@ -74,20 +70,14 @@ def planned_ranks(world_size: int, transport: str, device: torch.device, log: Tr
     ``transport`` is one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`; ``log`` is told of the transfers.
     """
     if world_size == 1:
-        return _PlannedRank(device, transport)
+        return _PlannedRank(device) if transport == NCCL else SingleRank(device)
     return PlannedRanks(world_size, transport, device, log)
 
 
 class _PlannedRank(SingleRank):
-    """A single rank on the device that a transport of several ranks would join."""
+    """A single rank on a device beside the host."""
 
-    def __init__(self, device: torch.device, transport: str) -> None:
-        super().__init__(device)
-        self._transport = transport
-
-    @property
-    def device_is_host(self) -> bool:
-        return self._transport != NCCL
+    device_is_host = False
 
 
 class _Held:
@@ -126,13 +116,9 @@ class PlannedRanks(Communicator):
         axis: str = WORLD,
         stride: int = 1,
     ) -> None:
-        self.rank = 0
-        self.world_size = world_size
-        self.device = device
-        self.schedule = CollectiveSchedule()
-        self.process_group = None
-        self._transport = transport
-        self._log = log
+        self.rank, self.world_size, self.device = 0, world_size, device
+        self.schedule, self.process_group = CollectiveSchedule(), None
+        self._transport, self._log = transport, log
         self._axis, self._stride = axis, stride
 
     @property

@@ -78,17 +78,14 @@ def _mapped(values: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any,
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One call of an operation.
+    """One call of an operation, and its place ``at`` among all that is recorded.
 
     Attributes:
-        outputs: the tensors it returned.
         storages: identities of the storages of its tensor arguments, in order, valid while they live.
         module: name of the innermost module that was running, or whose forward made the node of backward.
         node: sequence number of the autograd node to which the call belongs.
-        in_backward: whether the call is one of backward, recomputation included.
-        is_recomputed: whether backward repeats a call of forward.
+        in_backward: whether the call is one of backward, recomputation of forward's calls included.
         part: of the step: :data:`ACTIVATIONS` for forward, :data:`BACKWARD`, :data:`UPDATE` or :data:`OTHER`.
-        at: its place among all that is recorded.
     """
 
     signature: Signature
@@ -104,13 +101,10 @@ class RecordedCall:
 
 @dataclass(slots=True)
 class RecordedStorage:
-    """Memory that an operation has allocated.
+    """Memory that an operation has allocated, and when it was first seen and freed.
 
-    Attributes:
-        nbytes: its size.
-        kind: one of ``engine.memory()`` or above; None: it does not count, such as states that are kept in host memory.
-        born: when it was first seen, as ``RecordedCall.at``.
-        died: when it was freed; None: not yet.
+    Its kind is one of ``engine.memory()`` or above; None: it does not count, such as states that are kept in host
+    memory.
     """
 
     nbytes: int
@@ -130,11 +124,9 @@ class RecordedTransfer:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a rank does in one step, in order of ``at``, ``started`` and ``waited``.
+    """What a rank does in one step, between two places among all that is recorded.
 
-    Attributes:
-        begin, end: places among all that is recorded.
-        transfers: by number; those that were started before the step and are waited for in it are not among them.
+    The transfers are by number; those that were started before the step and are waited for in it are not among them.
     """
 
     num_micro_batches: int
@@ -144,8 +136,8 @@ class RecordedStep:
     transfers: dict[int, RecordedTransfer]
 
 
-class StepRecorder(TorchDispatchMode, TransferLog):
-    """Records what happens inside it.
+class StepRecorder(TorchDispatchMode, TransferLog, StepWatch):
+    """Records what happens inside it; as the watch of a step it knows the part that is running.
 
     Memory that a kernel takes and frees within one operation is not seen. What is recorded is in the order of its
     beginning.
@@ -154,10 +146,7 @@ class StepRecorder(TorchDispatchMode, TransferLog):
     supports_higher_order_operators = True
 
     def __init__(self, model: nn.Module | None = None, *, keeps_calls: bool = True) -> None:
-        """Args:
-        model: whose modules have names; calls outside of them belong to the model, whose name is empty.
-        keeps_calls: whether ``calls`` are kept; a plan of the memory needs none.
-        """
+        """Takes the model whose modules have names, and whether calls are kept; a plan of the memory needs none."""
         super().__init__()
         self._keeps_calls = keeps_calls
         self.calls: list[RecordedCall] = []
@@ -272,16 +261,14 @@ class StepRecorder(TorchDispatchMode, TransferLog):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def record_steps(
-        self, engine: Engine, step: Callable[[int, StepWatch], object], counts: Sequence[int]
-    ) -> list[RecordedStep]:
+    def record_steps(self, engine: Engine, step: Callable[..., object], counts: Sequence[int]) -> list[RecordedStep]:
         """Takes a step of ``engine`` for each of ``counts``, its micro-batches, and returns the steps."""
         self.name_modules(engine.module)
         steps = []
         for count in counts:
             self._label_states(engine)
             begin, first_call, first_transfer = self._tick(), len(self.calls), len(self.transfers)
-            step(count, _Parts(self))
+            step(count, watch=self)
             transfers = dict(enumerate(self.transfers[first_transfer:], first_transfer))
             steps.append(RecordedStep(count, begin, self._tick(), self.calls[first_call:], transfers))
         self._label_states(engine)  # the last update has gathered replicas that stay, which are no full weights
@@ -291,6 +278,15 @@ class StepRecorder(TorchDispatchMode, TransferLog):
         for kind, tensors in engine.states.storages().items():
             self.label(None if kind in engine.host_kinds else kind, (tensor for tensor in tensors if tensor.numel()))
 
+    def forward(self, micro: MicroBatch) -> AbstractContextManager[None]:
+        return self.in_part(ACTIVATIONS)
+
+    def backward(self, micro: MicroBatch, output: Any, weight: float) -> AbstractContextManager[None]:
+        return self.in_part(BACKWARD)
+
+    def update(self) -> AbstractContextManager[None]:
+        return self.in_part(UPDATE)
+
     @contextmanager
     def in_part(self, part: str) -> Iterator[None]:
         """Inside, what is called and allocated belongs to ``part`` of a step."""
@@ -299,22 +295,6 @@ class StepRecorder(TorchDispatchMode, TransferLog):
             yield
         finally:
             self._part = before
-
-
-@dataclass(frozen=True)
-class _Parts(StepWatch):
-    """Tells a recorder which part of a step is running."""
-
-    recorder: StepRecorder
-
-    def forward(self, micro: MicroBatch) -> AbstractContextManager[None]:
-        return self.recorder.in_part(ACTIVATIONS)
-
-    def backward(self, micro: MicroBatch, output: Any, weight: float) -> AbstractContextManager[None]:
-        return self.recorder.in_part(BACKWARD)
-
-    def update(self) -> AbstractContextManager[None]:
-        return self.recorder.in_part(UPDATE)
 
 
 def _describe(values: Iterable[Any], storages: list[int]) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,11 +21,7 @@ _PROFILED_STEPS = 3
 
 @dataclass(frozen=True)
 class Item:
-    """An operation of a step, its calls in a step, and the milliseconds of all of them.
-
-    Attributes:
-        is_elementwise: whether ``torch.compile`` could fuse it with its neighbors.
-    """
+    """An operation of a step, its calls and the milliseconds of all; compiling fuses elementwise ones."""
 
     name: str
     ms: float
@@ -33,18 +30,13 @@ class Item:
     is_elementwise: bool
 
 
-def limit(share: float) -> float:
-    """Returns Amdahl's limit: the speed-up of a step if its products, ``share`` of it, took no time."""
-    return 1 / max(1 - share, 1e-9)
+def expected(share: float, speedup: float = math.inf) -> float:
+    """Returns the speed-up of a step whose products, ``share`` of it, are so many times as fast, or take no time."""
+    return 1 / max(1 - share + share / speedup, 1e-9)
 
 
 def limit_line(share: float) -> str:
-    return f"Amdahl's limit: {limit(share):.3g} times as fast if products took no time"
-
-
-def expected(share: float, speedup: float) -> float:
-    """Returns the speed-up of a step whose products, ``share`` of it, are ``speedup`` times as fast."""
-    return 1 / (1 - share + share / speedup)
+    return f"Amdahl's limit: {expected(share):.3g} times as fast if products took no time"
 
 
 def profile_items(rank: PlannedRank) -> list[Item]:
@@ -76,10 +68,8 @@ def _is_elementwise(name: str) -> bool:
 
 def record(rank: PlannedRank) -> list[RecordedCall]:
     """Returns the calls of a micro-batch and the update."""
-    with rank.batches() as batches:
-        batch = next(batches)
-    with StepRecorder(rank.engine.module) as recorder:
-        rank.session.step(batch[:1])
+    with rank.batches() as batches, StepRecorder(rank.engine.module) as recorder:
+        rank.session.step(next(batches)[:1])
     return recorder.calls
 
 

@@ -23,6 +23,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from dtrain.errors import ConfigError, nearest
 from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer
 
@@ -43,17 +45,13 @@ class Link:
     @staticmethod
     def fit(points: Sequence[tuple[int, float]], world_size: int) -> Link:
         """Fits bytes and seconds, of two sizes or more, by least squares of the relative error; no part is below 0."""
-        # t = a + b n, weighted by 1 / t: minimize the sum of (a / t + b n / t - 1)^2
-        u = [1 / seconds for _, seconds in points]
-        v = [nbytes / seconds for nbytes, seconds in points]
-        uu, uv, vv = sum(x * x for x in u), sum(x * y for x, y in zip(u, v, strict=True)), sum(y * y for y in v)
-        determinant = uu * vv - uv * uv
-        latency = (sum(u) * vv - sum(v) * uv) / determinant if determinant > 0 else 0.0
-        per_byte = (sum(v) * uu - sum(u) * uv) / determinant if determinant > 0 else sum(v) / vv
+        rows = np.array([(1 / seconds, nbytes / seconds) for nbytes, seconds in points])  # times (a, b) should be 1
+        latency, per_byte = np.linalg.lstsq(rows, np.ones(len(rows)))[0].tolist()
+        alone = (rows.sum(0) / (rows * rows).sum(0)).tolist()  # each part without the other
         if latency < 0:
-            latency, per_byte = 0.0, sum(v) / vv
+            latency, per_byte = 0.0, alone[1]
         elif per_byte < 0:
-            latency, per_byte = sum(u) / uu, 0.0
+            latency, per_byte = alone[0], 0.0
         return Link(latency, per_byte, world_size)
 
     def seconds(self, transfer: Transfer) -> float:
@@ -63,13 +61,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """What collectives take between ranks.
-
-    Attributes:
-        num_ranks: that have measured it.
-        gather: of all that only moves bytes.
-        reduce: of sums, which the receiver forms.
-    """
+    """What collectives take between ranks, as ``num_ranks`` have measured: moving bytes, and sums by the receiver."""
 
     num_ranks: int
     gather: Link
@@ -126,18 +118,6 @@ _LL_BANDWIDTH, _LL_NODE_BANDWIDTH = 87.7e9, 20e9
 
 
 @dataclass(frozen=True)
-class Group:
-    """Ranks of one collective: ``size`` in all, of which ``per_node`` are on a node."""
-
-    size: int
-    per_node: int
-
-    @property
-    def nodes(self) -> int:
-        return -(-self.size // self.per_node)
-
-
-@dataclass(frozen=True)
 class Fabric:
     """A network of GPUs.
 
@@ -161,44 +141,31 @@ class Fabric:
     pair: float
     line: str
 
-    def group(self, transfer: Transfer) -> Group:
-        """Returns the ranks of ``transfer``: consecutive ones, or every ``stride``-th."""
-        size = transfer.world_size
-        return Group(size, min(size, max(1, self.ranks_per_node // transfer.stride)))
-
     def seconds(self, transfer: Transfer) -> float:
-        """Returns the time of ``transfer``."""
-        group = self.group(transfer)
-        if group.size == 1:
+        """Returns the time of ``transfer``, of consecutive ranks or every ``stride``-th."""
+        size, nbytes = transfer.world_size, transfer.nbytes
+        per_node = min(size, max(1, self.ranks_per_node // transfer.stride))
+        if size == 1:
             return 0.0
         if transfer.op.startswith("all_to_all"):
-            return self._all_to_all(transfer.nbytes, group)
-        return self.ring(transfer.nbytes, group, 2 if transfer.op == "all_reduce_max" else 1)
-
-    def ring(self, nbytes: int, group: Group, rounds: int = 1) -> float:
-        """Returns the time of a ring of ``rounds`` times all ranks, in which a rank receives ``nbytes``."""
-        inside, between = rounds * (group.size - group.nodes), rounds * (group.nodes - 1)
+            outside = nbytes * (size - per_node) / (size - 1)
+            taken = max((nbytes - outside) / self.inside, outside / self._nic(size) if outside else 0.0)
+            return _BASE + (size - 1) * self.pair + taken
+        nodes, rounds = -(-size // per_node), 2 if transfer.op == "all_reduce_max" else 1
+        inside, between = rounds * (size - nodes), rounds * (nodes - 1)
         bandwidth, limit = self.inside, _LL_BANDWIDTH
-        if group.nodes > 1:
-            bandwidth, limit = min(self.inside, group.per_node * self._nic(group)), _LL_NODE_BANDWIDTH
+        if nodes > 1:
+            bandwidth, limit = min(self.inside, per_node * self._nic(size)), _LL_NODE_BANDWIDTH
         simple = _BASE + inside * self.hop + between * self.node_hop + nbytes / bandwidth
         # a network whose steps are slower than InfiniBand's is slower with LL too
         ll_hop = max(_LL_NODE_HOP, self.node_hop * _LL_NODE_HOP / (14 * _US))
         low = _LL_BASE + inside * _LL_HOP + between * ll_hop + nbytes / min(bandwidth / 2, limit)
         return min(simple, low)
 
-    def _all_to_all(self, nbytes: int, group: Group) -> float:
-        others = group.size - 1
-        outside = nbytes * (group.size - group.per_node) / others
-        taken = (nbytes - outside) / self.inside
-        if outside:
-            taken = max(taken, outside / self._nic(group))
-        return _BASE + others * self.pair + taken
-
-    def _nic(self, group: Group) -> float:
+    def _nic(self, size: int) -> float:
         if self.nic is None:
             raise ConfigError(
-                f"network={self.name} is one node of {self.ranks_per_node} ranks, and {group.size} ranks "
+                f"network={self.name} is one node of {self.ranks_per_node} ranks, and {size} ranks "
                 f"communicate; take one of {', '.join(name for name, f in FABRICS.items() if f.nic is not None)}"
             )
         return self.nic

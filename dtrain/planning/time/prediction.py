@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any
 
 from dtrain.config.engines import Native
 from dtrain.errors import ConfigError
 from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.ranks import NCCL, Transfer
 from dtrain.planning.time.network import FABRICS, Fabric, Network, find_fabric
-from dtrain.planning.time.rates import Parts, Rates
+from dtrain.planning.time.rates import Parts, price
 from dtrain.planning.time.replay import RankTrace, Replay, Share, replay
 
 NO_NETWORK = ""
@@ -70,13 +71,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class Prediction:
-    """A step as it is expected.
-
-    Attributes:
-        priced: what a rank does without transfers.
-        step: with transfers, of the slowest rank.
-        startup_s: seconds of the transfers while the engine is built.
-    """
+    """A step as it is expected of the slowest rank, and the seconds of the transfers while the engine is built."""
 
     priced: PricedRun
     assumed: Assumptions
@@ -106,9 +101,7 @@ class Prediction:
 class PricedRun:
     """A recorded run with the seconds of its operations.
 
-    Attributes:
-        traces: of the steps after the first, in which the engine learns.
-        parts: of a step of all micro-batches.
+    The traces are those of the steps after the first, in which the engine learns; the parts are of all micro-batches.
     """
 
     recorded: RecordedSteps
@@ -124,11 +117,8 @@ class PricedRun:
         Raises:
             ConfigError: a rate of the device is not published.
         """
-        rates = Rates(recorded.run.device, efficiency, recorded.run.is_tf32)
-        states = {kind: nbytes for memory in recorded.memory for kind, nbytes in memory.items()}
-        traces, parts = zip(*(rates.price(step, states) for step in recorded.steps[1:]), strict=True)
-        pairs = zip(astuple(parts[-1]), astuple(parts[0]), strict=True)
-        return PricedRun(recorded, traces, Parts(*(_extended(*pair, recorded.num_more) for pair in pairs)))
+        traces, parts = zip(*(price(step, recorded, efficiency) for step in recorded.steps[1:]), strict=True)
+        return PricedRun(recorded, traces, Parts(*map(partial(_extended, recorded.num_more), parts[-1], parts[0])))
 
     def predict(self, assumed: Assumptions) -> Prediction:
         """Returns the step of the run; raises as :meth:`Assumptions.links`."""
@@ -152,7 +142,7 @@ class PricedRun:
             )
             for trace in self.traces
         ]
-        step = found[0] if len(found) == 1 else _extended_replay(found[0], found[1], recorded.num_more)
+        step = found[0] if len(found) == 1 else _extended_replay(recorded.num_more, found[1], found[0])
         return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
 
 
@@ -170,24 +160,21 @@ def _as_ring(transfer: Transfer, sends: Mapping[str, int], *, fp32: bool) -> Tra
     return replace(transfer, op="reduce_scatter_sum", nbytes=factor * transfer.nbytes)
 
 
-def _extended(longer: float, shorter: float, more: int) -> float:
+def _extended(more: int, longer: Any, shorter: Any) -> Any:
     """Returns ``longer`` with ``more`` micro-batches, each of which adds what the last one added; never below 0."""
-    return max(0.0, longer + more * (longer - shorter))
+    return max(longer + more * (longer - shorter), 0)
 
 
-def _extended_replay(shorter: Replay, longer: Replay, more: int) -> Replay:
-    shares = {}
-    for key, share in longer.shares.items():
-        before = astuple(shorter.shares.get(key, Share()))
-        count, nbytes, *times = (_extended(*values, more) for values in zip(astuple(share), before, strict=True))
-        shares[key] = Share(round(count), round(nbytes), *times)
-    return Replay(
-        _extended(longer.seconds, shorter.seconds, more),
-        _extended(longer.compute, shorter.compute, more),
-        _extended(longer.slowed, shorter.slowed, more),
-        shares,
-        {label: _extended(taken, shorter.waits.get(label, 0.0), more) for label, taken in longer.waits.items()},
-    )
+def _extended_replay(more: int, longer: Replay, shorter: Replay) -> Replay:
+    extended = partial(_extended, more)
+    times = ((step.seconds, step.compute, step.slowed) for step in (longer, shorter))
+    seconds, compute, slowed = map(extended, *times)
+    shares = {
+        key: Share(*map(extended, astuple(share), astuple(shorter.shares.get(key, Share()))))
+        for key, share in longer.shares.items()
+    }
+    waits = {label: extended(taken, shorter.waits.get(label, 0.0)) for label, taken in longer.waits.items()}
+    return Replay(seconds, compute, slowed, shares, waits)
 
 
 def assumptions(run: PlannedRun, assumed: Assumptions, micro_batches: Sequence[int] = ()) -> Iterator[str]:

@@ -7,27 +7,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 from dtrain.errors import ConfigError
-from dtrain.planning.devices import Device
-from dtrain.planning.record.products import is_product, products
-from dtrain.planning.record.recorder import OTHER, UPDATE, RecordedCall, RecordedStep
+from dtrain.planning.planned_run import RecordedSteps
+from dtrain.planning.record.products import MatrixProduct, products
+from dtrain.planning.record.recorder import UPDATE, RecordedCall, RecordedStep
 from dtrain.planning.time.replay import RankTrace
 
 _CPU_RATE, _CPU_BANDWIDTH = 50e9, 10e9
 """Stand-ins for a CPU, whose rates are not published: only the proportions between operations count."""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Seconds of a rank's operations in a step, each alone.
-
-    Attributes:
-        products, others: of forward and backward.
-        update: gradients, masters and states, each read and written at the bandwidth.
-    """
+class Parts(NamedTuple):
+    """Seconds of a rank's operations in a step, each alone: those of forward and backward, and the update."""
 
     products: float
     others: float
@@ -35,70 +28,50 @@ class Parts:
 
     @property
     def total(self) -> float:
-        return self.products + self.others + self.update
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class Rates:
-    """Rates of a device; each method raises ``ConfigError`` if one that it needs is not published.
+def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float) -> tuple[RankTrace, Parts]:
+    """Returns what a rank does in ``step`` if transfers take no time, and the seconds of its parts.
 
-    Attributes:
-        efficiency: share of the published rate that products reach.
-        tf32: whether FP32 products use TF32.
+    A product takes the longer of its FLOPs, at a share ``efficiency`` of the rate, and its bytes; all else its bytes.
+    The update is one pass over the states, whatever operations it has.
+
+    Raises:
+        ConfigError: a rate that is needed is not published.
     """
+    run, is_cpu = recorded.run, recorded.run.device.type == "cpu"
+    name, bandwidth = run.device.name, _CPU_BANDWIDTH if is_cpu else run.device.bandwidth
+    if bandwidth is None:
+        raise ConfigError(f"the bandwidth of {name} is not known; take another device")
 
-    device: Device
-    efficiency: float = 1.0
-    tf32: bool = False
-
-    @cached_property
-    def _bandwidth(self) -> float:
-        found = _CPU_BANDWIDTH if self.device.type == "cpu" else self.device.bandwidth
-        if found is None:
-            raise ConfigError(f"the bandwidth of {self.device.name} is not known; take another device")
-        return found
-
-    def price(self, step: RecordedStep, states: Mapping[str, int]) -> tuple[RankTrace, Parts]:
-        """Returns what a rank does in ``step`` if transfers take no time, and the seconds of its parts.
-
-        The update is one pass over the ``states``, bytes of ``engine.memory()``, whatever operations it has.
-        """
-        seconds: list[float] = []
-        sums: defaultdict[str, float] = defaultdict(float)
-        for call in step.calls:
-            multiplies = is_product(call.signature)
-            seconds.append(self._product_s(call) if multiplies else moved_bytes(call) / self._bandwidth)
-            sums[UPDATE if call.part == UPDATE else "products" if multiplies else OTHER] += seconds[-1]
-        update = update_bytes(states) / self._bandwidth
-        events = [
-            (call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken, -1, False)
-            for call, taken in zip(step.calls, seconds, strict=True)
-        ]
-        for number, recorded in step.transfers.items():
-            events.append((recorded.started, 0.0, number, False))
-            if recorded.waited is not None and recorded.waited <= step.end:
-                events.append((recorded.waited, 0.0, number, True))
-        now, moments = 0.0, []
-        for _, taken, number, is_wait in sorted(events):
-            now += taken
-            if number >= 0:
-                moments.append((now, number, is_wait))
-        trace = RankTrace(now, moments, {number: one.transfer for number, one in step.transfers.items()})
-        return trace, Parts(sums["products"], sums[OTHER], update)
-
-    def _product_s(self, call: RecordedCall) -> float:
-        """Returns the longer of a product's FLOPs at the rate and its bytes at the bandwidth."""
-        return sum(
-            max(product.flops / (self.efficiency * self._rate(product.format)), product.nbytes / self._bandwidth)
-            for product in products([call], tf32=self.tf32)
-        )
-
-    def _rate(self, format_name: str) -> float:
-        rate = _CPU_RATE if self.device.type == "cpu" else self.device.rate(format_name)
+    def seconds_of(product: MatrixProduct) -> float:
+        rate = _CPU_RATE if is_cpu else run.device.rate(product.format)
         if rate is None:
-            name = self.device.name
-            raise ConfigError(f"no rate of {name} in {format_name} is published; take another precision")
-        return rate
+            raise ConfigError(f"no rate of {name} in {product.format} is published; take another precision")
+        return max(product.flops / (efficiency * rate), product.nbytes / bandwidth)
+
+    timed: list[tuple[RecordedCall, float]] = []
+    sums: defaultdict[str, float] = defaultdict(float)
+    for call in step.calls:
+        found = products([call], tf32=run.is_tf32)
+        taken = sum(map(seconds_of, found)) if found else moved_bytes(call) / bandwidth
+        timed.append((call, taken))
+        sums[UPDATE if call.part == UPDATE else "products" if found else "others"] += taken
+    update = sum(map(update_bytes, recorded.memory)) / bandwidth
+    work = [(call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken) for call, taken in timed]
+    events = [(at, taken, -1, False) for at, taken in work]
+    for number, one in step.transfers.items():
+        events.append((one.started, 0.0, number, False))
+        if one.waited is not None and one.waited <= step.end:
+            events.append((one.waited, 0.0, number, True))
+    now, moments = 0.0, []
+    for _, taken, number, is_wait in sorted(events):
+        now += taken
+        if number >= 0:
+            moments.append((now, number, is_wait))
+    trace = RankTrace(now, moments, {number: one.transfer for number, one in step.transfers.items()})
+    return trace, Parts(sums["products"], sums["others"], update)
 
 
 def moved_bytes(call: RecordedCall) -> int:

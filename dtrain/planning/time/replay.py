@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 
 from dtrain.planning.record.ranks import Transfer
@@ -25,12 +26,9 @@ def label_group(transfer: Transfer) -> str:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank does in a step, if every transfer takes no time.
+    """What one rank does in ``seconds``, if every transfer takes no time.
 
-    Attributes:
-        seconds: the whole.
-        moments: seconds after the beginning, number of a transfer, and whether the rank waits for it; else it starts.
-        transfers: by number.
+    A moment is a time, the number of a transfer, and whether the rank waits for it; else it starts.
     """
 
     seconds: float
@@ -53,14 +51,9 @@ class Share:
 
 @dataclass
 class Replay:
-    """A step of one rank.
+    """A step of one rank, in seconds; ``slowed``: by which transfers make its computation longer.
 
-    Attributes:
-        seconds: the whole.
-        compute: of the rank alone.
-        slowed: by which transfers make the computation longer.
-        shares: transfers by purpose and axis.
-        waits: seconds for which the rank waits, by label.
+    The shares are by purpose and axis, the waits by label.
     """
 
     seconds: float
@@ -91,77 +84,49 @@ def replay(
     """
     shares: defaultdict[tuple[str, str], Share] = defaultdict(Share)
     waits: defaultdict[str, float] = defaultdict(float)
-    ends: dict[int, float] = {}
-    queue = _Queues()
+    ends: dict[int, float] = {}  # of transfers that are not waited for yet; without overlap their seconds
+    axis_ends: defaultdict[str, float] = defaultdict(float)
+    busy: list[tuple[float, float]] = []  # when transfers run, by their beginning
     now = last = slowed = 0.0
-    for seconds, number, is_wait in trace.moments:
+    for seconds, number, is_wait in (*trace.moments, (trace.seconds, -1, True)):
         own = compute_factor * (seconds - last)
-        last = seconds
-        after = queue.compute(now, own, slowdown)
+        busy = [run for run in busy if run[1] > now]
+        after = _computed(now, own, busy, slowdown)
         slowed += after - now - own
-        now = after
+        now, last = after, seconds
+        if is_wait and number not in ends:  # the end of the step, or a transfer that an earlier step has started
+            continue
         transfer = trace.transfers[number]
         share = shares[label_group(transfer), transfer.axis]
-        if not is_wait:
-            taken = seconds_of(transfer)
-            share.count += 1
-            share.nbytes += transfer.nbytes
-            share.seconds += taken
-            ends[number] = queue.start(transfer.axis, now, taken) if overlaps else taken
+        if is_wait:
+            end = ends.pop(number)
+            waited = max(0.0, end - now) if overlaps else end
+            share.exposed += waited
+            waits[transfer.label] += waited
+            now += waited
             continue
-        end = ends.pop(number, None)
-        if end is None:
-            continue
-        waited = max(0.0, end - now) if overlaps else end
-        share.exposed += waited
-        waits[transfer.label] += waited
-        now += waited
-    own = compute_factor * (trace.seconds - last)
-    after = queue.compute(now, own, slowdown)
-    slowed += after - now - own
+        taken = ends[number] = seconds_of(transfer)
+        share.count += 1
+        share.nbytes += transfer.nbytes
+        share.seconds += taken
+        if overlaps:
+            begin = max(now, axis_ends[transfer.axis])
+            ends[number] = axis_ends[transfer.axis] = begin + taken
+            insort(busy, (begin, begin + taken))
     # a transfer that is not waited for delays the next step
     left = 0.0 if overlaps else sum(ends.values())
-    return Replay(after + left, compute_factor * trace.seconds, slowed, dict(shares), dict(waits))
+    return Replay(now + left, compute_factor * trace.seconds, slowed, dict(shares), dict(waits))
 
 
-class _Queues:
-    """Transfers in flight, by axis; each axis runs one at a time."""
-
-    def __init__(self) -> None:
-        self._runs: dict[str, list[tuple[float, float]]] = defaultdict(list)
-
-    def start(self, axis: str, now: float, taken: float) -> float:
-        """Returns the end of a transfer that is started ``now``."""
-        runs = self._runs[axis]
-        begin = max(now, runs[-1][1]) if runs else now
-        if runs and begin == runs[-1][1]:
-            runs[-1] = runs[-1][0], begin + taken
-        else:
-            runs.append((begin, begin + taken))
-        return begin + taken
-
-    def compute(self, now: float, own: float, slowdown: float) -> float:
-        """Returns the end of ``own`` seconds of computation that begin ``now``."""
-        for begin, end in self._busy_after(now):
-            free = max(0.0, begin - now)
-            if own <= free:
-                return now + own
-            own -= free
-            now = max(now, begin)
-            while_busy = (end - now) / slowdown
-            if own <= while_busy:
-                return now + own * slowdown
-            own -= while_busy
-            now = end
-        return now + own
-
-    def _busy_after(self, now: float) -> Iterator[tuple[float, float]]:
-        """Yields the times in which any transfer runs, in order, without overlap."""
-        for runs in self._runs.values():
-            while len(runs) > 1 and runs[0][1] <= now:
-                runs.pop(0)
-        reached = now
-        for begin, end in sorted(run for runs in self._runs.values() for run in runs):
-            if end > reached:
-                yield max(begin, reached), end
-                reached = end
+def _computed(now: float, own: float, busy: Iterable[tuple[float, float]], slowdown: float) -> float:
+    """Returns the end of ``own`` seconds of computation that begin ``now``; in ``busy`` times they are longer."""
+    for begin, end in busy:
+        free = max(0.0, begin - now)
+        if own <= free:
+            return now + own
+        own, now = own - free, max(now, begin)
+        while_busy = max(0.0, end - now) / slowdown
+        if own <= while_busy:
+            return now + own * slowdown
+        own, now = own - while_busy, max(now, end)
+    return now + own

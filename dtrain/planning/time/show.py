@@ -16,10 +16,11 @@ from dtrain.distributed.transport.choose import make_communicator
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.time.amdahl import Item, expected, limit, limit_line, profile_items, record, speedups
+from dtrain.planning.time.amdahl import Item, expected, limit_line, profile_items, record, speedups
 from dtrain.planning.time.measured import PHASES, PlannedRank
 from dtrain.planning.time.prediction import NO_NETWORK, Assumptions, Prediction, PricedRun, assumptions, predict
 from dtrain.planning.time.replay import PURPOSES, Replay
+from dtrain.telemetry.texts import duration
 from dtrain.telemetry.throughput import mfu, mfu_text
 from dtrain.tools.tables import Table, plural, show
 
@@ -29,15 +30,7 @@ _NUM_ITEMS = 5
 
 @dataclass(frozen=True)
 class RankTime:
-    """Measured times of one rank.
-
-    Attributes:
-        busy_ms, phases_ms: see :meth:`PlannedRank.time`; without profiler.
-        flops: the model's FLOPs of a step; None if unknown.
-        items: operations of a step, longest first.
-        speedups: of the products, by format.
-        precision: name of the policy.
-    """
+    """Measured times of one rank, see :meth:`PlannedRank.time`, and what :mod:`dtrain.planning.time.amdahl` returns."""
 
     busy_ms: list[float]
     phases_ms: dict[str, float]
@@ -174,7 +167,7 @@ def summary(times: RankTime, step: Replay, run: PlannedRun, assumed: Assumptions
     lines = [
         f"{ms:.4g} ms a step (half of them between {low + waited:.4g} and {high + waited:.4g}), "
         f"{tokens / step.seconds:,.0f} {run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} "
-        f"take {_duration(train.steps * step.seconds)}, without evaluation and checkpoints"
+        f"take {duration(train.steps * step.seconds)}, without evaluation and checkpoints"
     ]
     if run.compiles_blocks:
         lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
@@ -229,15 +222,8 @@ def _work_ms(times: RankTime) -> float:
 def format_table(times: RankTime) -> Table:
     share = product_share(times)
     rows = [
-        (name, f"{speedup:.3g} x", f"{expected(share, speedup):.3g} x", f"{limit(share):.3g} x")
+        (name, f"{speedup:.3g} x", f"{expected(share, speedup):.3g} x", f"{expected(share):.3g} x")
         for name, speedup in times.speedups.items()
     ]
     title = f"Amdahl's law: products in another format than {times.precision}'s, as measured at their sizes"
     return Table(title, ("format", "faster products", "faster step", "limit of the step"), rows)
-
-
-def _duration(seconds: float) -> str:
-    minutes, hours = seconds / 60, seconds / 3600
-    if hours >= 48:
-        return f"{hours / 24:.1f} days"
-    return f"{hours:.1f} h" if hours >= 2 else f"{minutes:.1f} min" if minutes >= 2 else f"{seconds:.0f} s"

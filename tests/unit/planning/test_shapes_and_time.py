@@ -30,7 +30,7 @@ from dtrain.planning.shapes.rules import BATCH, Cause, find_causes
 from dtrain.planning.shapes.show import describe, record_products, show_shapes
 from dtrain.planning.shapes.variants import bind, in_format
 from dtrain.planning.time import show as plan_time
-from dtrain.planning.time.amdahl import Item, expected, limit, record
+from dtrain.planning.time.amdahl import Item, expected, record
 from dtrain.planning.time.measured import PlannedRank
 from dtrain.planning.time.prediction import Assumptions, PricedRun, predict
 from dtrain.planning.time.replay import Replay, Share
@@ -343,8 +343,8 @@ def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[st
 
 def test_amdahls_law() -> None:
     assert expected(0.5, 2.0) == pytest.approx(4 / 3)
-    assert limit(0.75) == pytest.approx(4.0)
-    assert expected(0.9, 1e12) == pytest.approx(limit(0.9))
+    assert expected(0.75) == pytest.approx(4.0)
+    assert expected(0.9, 1e12) == pytest.approx(expected(0.9))
     assert expected(0.3, 1.0) == 1.0
 
 
