@@ -16,7 +16,7 @@ from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.time.amdahl import expected
 from dtrain.planning.time.prediction import Assumptions
-from dtrain.planning.time.show import RankTime, measure_time, product_share, with_ranks
+from dtrain.planning.time.show import RankTime, measure_time, with_ranks
 from dtrain.telemetry.metrics import read_metrics
 from tests.distributed.test_plans import configuration
 from tests.measure.results import bench_collectives, load_now, printed, write
@@ -81,7 +81,7 @@ def measure(ranks: int, keys: list[str], network: Path) -> dict[str, Any]:
     if ranks == 1 and plan.precision == "fp32" and "bf16" in plan.speedups:
         changed = ["precision=bf16" if key.startswith("precision=") else key for key in keys]
         speedup = median(trained(1, keys) / trained(1, changed) for _ in range(_ROUNDS))
-        share, products = median(map(product_share, plans)), median(plan.speedups["bf16"] for plan in plans)
+        share, products = median(plan.product_share for plan in plans), median(plan.speedups["bf16"] for plan in plans)
         forecast = expected(share, products)
         result |= {
             "share": round(share, 3),

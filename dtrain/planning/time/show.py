@@ -43,6 +43,16 @@ class RankTime:
     def ms(self) -> float:
         return median(self.busy_ms)
 
+    @property
+    def work_ms(self) -> float:
+        """Milliseconds of a rank's own work: of the steps without the profiler, or of those in it if slower."""
+        return max(mean(self.busy_ms), sum(item.ms for item in self.items))
+
+    @property
+    def product_share(self) -> float:
+        """Share of products in a rank's own work."""
+        return sum(item.ms for item in self.items if item.is_product) / self.work_ms
+
 
 def show_time(run: PlannedRun, assumed: Assumptions) -> None:
     """Prints the time of a step of ``run``; the rank's own work is measured if its device is this machine's.
@@ -64,7 +74,7 @@ def show_time(run: PlannedRun, assumed: Assumptions) -> None:
     print()
     show([item_table(times), *([format_table(times)] if times.speedups else [])])
     if not times.speedups:
-        print(f"{limit_line(product_share(times))}; in no other format have they been timed")
+        print(f"{limit_line(times.product_share)}; in no other format have they been timed")
 
 
 def with_ranks(run: PlannedRun, times: RankTime, assumed: Assumptions) -> Replay:
@@ -152,10 +162,9 @@ def measure_rank(rank: Rank) -> RankTime:
 
 def phase_table(times: RankTime, step: Replay) -> Table:
     """Returns a table of the measured phases and the predicted waits."""
-    phases = {PHASES[name]: ms for name, ms in times.phases_ms.items()}
-    phases["wait for ranks"] = 1e3 * (step.seconds - step.compute)
-    whole = 1e3 * step.seconds
-    parts = {**phases, "other": max(0.0, whole - sum(phases.values())), "step": whole}
+    whole, waited = 1e3 * step.seconds, 1e3 * (step.seconds - step.compute)
+    parts = {**{PHASES[name]: ms for name, ms in times.phases_ms.items()}, "wait for ranks": waited}
+    parts |= {"other": max(0.0, whole - sum(parts.values())), "step": whole}
     rows = [(name, f"{taken:.4g}", f"{taken / whole:.0%}") for name, taken in parts.items()]
     return Table("Time of a step", ("part", "ms", "share"), rows)
 
@@ -193,34 +202,20 @@ def _communication(step: Replay, assumed: Assumptions) -> Iterator[str]:
 
 
 def item_table(times: RankTime) -> Table:
-    step_ms = _work_ms(times)
-
-    def row(name: str, ms: float, calls: str = "", note: str = "") -> tuple[str, ...]:
-        return name, calls, f"{ms:.4g}", f"{ms / step_ms:.1%}", note
-
     others = [item for item in times.items if not item.is_product]
     rest = others[_NUM_ITEMS:]
-    rows = [
-        *(row(i.name, i.ms, str(i.calls), "would fuse it" if i.is_elementwise else "") for i in others[:_NUM_ITEMS]),
-        row(f"{len(rest)} other operations", sum(item.ms for item in rest)),
-        row("no operation: Python, launches", step_ms - sum(item.ms for item in times.items)),
+    lines = [
+        *((i.name, str(i.calls), i.ms, "would fuse it" if i.is_elementwise else "") for i in others[:_NUM_ITEMS]),
+        (f"{len(rest)} other operations", "", sum(item.ms for item in rest), ""),
+        ("no operation: Python, launches", "", times.work_ms - sum(item.ms for item in times.items), ""),
     ]
-    title = f"Largest items beside products, which are {product_share(times):.0%} of the work"
+    rows = [(name, calls, f"{ms:.4g}", f"{ms / times.work_ms:.1%}", note) for name, calls, ms, note in lines]
+    title = f"Largest items beside products, which are {times.product_share:.0%} of the work"
     return Table(title, ("operation", "calls", "ms", "share", "compile"), rows)
 
 
-def product_share(times: RankTime) -> float:
-    """Returns the share of products in a rank's own work."""
-    return sum(item.ms for item in times.items if item.is_product) / _work_ms(times)
-
-
-def _work_ms(times: RankTime) -> float:
-    """Returns the milliseconds of a rank's own work: of the steps without the profiler, or of those in it if slower."""
-    return max(mean(times.busy_ms), sum(item.ms for item in times.items))
-
-
 def format_table(times: RankTime) -> Table:
-    share = product_share(times)
+    share = times.product_share
     rows = [
         (name, f"{speedup:.3g} x", f"{expected(share, speedup):.3g} x", f"{expected(share):.3g} x")
         for name, speedup in times.speedups.items()

@@ -288,7 +288,7 @@ def test_items_and_products_fill_a_step() -> None:
     names = [item.name for item in times.items]
     assert len(set(names)) == len(names)
     assert {"mm", "addmm"} & {item.name for item in times.items if item.is_product}
-    assert 0.05 < plan_time.product_share(times) < 0.98
+    assert 0.05 < times.product_share < 0.98
     assert [item.ms for item in times.items] == sorted((item.ms for item in times.items), reverse=True)
     by_name = {item.name: item for item in times.items}
     assert (by_name["mul"].is_elementwise, by_name["mul"].is_product) == (True, False)
@@ -312,7 +312,7 @@ def test_tables_show_what_was_measured() -> None:
     assert rows[-1][2] == "15"
     assert plan_time.format_table(times).rows == [("bf16", "2 x", "1.43 x", "2.5 x")]
     slow = replace(times, items=[Item("mm", 120.0, 9, True, False), Item("sum", 30.0, 1, False, False)])
-    assert plan_time.product_share(slow) == 0.8, "the profiled steps were slower than the others"
+    assert slow.product_share == 0.8, "the profiled steps were slower than the others"
     assert plan_time.item_table(slow).rows[-1][2] == "0"
     first, mfu, communication = plan_time.summary(times, planned, run, Assumptions(step_ms=100.0))
     assert first.startswith("120 ms a step (half of them between 110 and 130), ")
