@@ -42,9 +42,11 @@ class _Clock(TransferLog):
 
     def seconds(self) -> float:
         """Returns the seconds since :meth:`restart`; on a GPU the host waits for the work until here."""
-        whole = (self._begin, self._mark())
-        taken, *lost = [self._between(*span) for span in (whole, *self._absences)]
-        return taken - sum(lost)
+        spans = [(self._begin, self._mark()), *self._absences]
+        if self._is_cuda:
+            spans[0][1].synchronize()
+        whole, *lost = (begin.elapsed_time(end) / 1e3 if self._is_cuda else end - begin for begin, end in spans)
+        return float(whole - sum(lost))
 
     def _mark(self) -> Any:
         if not self._is_cuda:
@@ -52,12 +54,6 @@ class _Clock(TransferLog):
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def _between(self, start: Any, end: Any) -> float:
-        if not self._is_cuda:
-            return float(end - start)
-        end.synchronize()
-        return float(start.elapsed_time(end)) / 1e3
 
     @contextmanager
     def absent(self) -> Iterator[None]:
