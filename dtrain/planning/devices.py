@@ -13,6 +13,8 @@ from dtrain.precision.hardware import GPUS, rate
 HERE = "here"
 """Name of this machine's own device."""
 
+_HOPPER = (9, 0)
+
 
 @dataclass(frozen=True)
 class Device:
@@ -42,6 +44,16 @@ class Device:
         """Returns the published FLOP/s of dense products in ``format_name``, or None if they are unknown."""
         teraflops = rate(self.model, format_name)
         return None if teraflops is None else teraflops * 1e12
+
+    def ridge_point(self, format_name: str) -> float | None:
+        """Returns the FLOPs per byte above which the published rate bounds a product, below it the bandwidth."""
+        rate = self.rate(format_name)
+        return None if rate is None or self.bandwidth is None else rate / self.bandwidth
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Tile of the output that a GPU's thread block is assumed to compute."""
+        return 128, 256 if self.capability >= _HOPPER else 128
 
 
 _GPUS = {

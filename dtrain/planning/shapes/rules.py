@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtrain.planning.record.products import ATTENTION, CONVOLUTION, FPROP, MatrixProduct, convolution_arguments
+from dtrain.planning.record.products import ATTENTION, CONVOLUTION, FPROP, WGRAD, MatrixProduct
 
 BATCH, SIZE, HEAD_DIM = "batch", "size", "head dim"
 MULTIPLES = {"tf32": 4, "bf16": 8, "fp16": 8, "fp8": 16}
@@ -21,9 +21,8 @@ class Cause:
 
     Attributes:
         kind: :data:`BATCH` for rows of a micro-batch, :data:`SIZE` for one of a parameter, or :data:`HEAD_DIM`.
-        size: the size.
-        multiple: it should be one.
-        sizes: the size, and those of its multiples that break the rule too.
+        multiple: that ``size`` should be.
+        sizes: ``size``, and those of its multiples that break the rule too.
         uses: (module, dimension) in forward.
         products: in all passes, that have one of the sizes.
     """
@@ -40,6 +39,22 @@ class Cause:
         return size // self.size * (self.size + -self.size % (multiple or self.multiple))
 
 
+def dimensions(product: MatrixProduct) -> list[tuple[str, str, int]]:
+    """Returns the kind of cause, the name and the size of each dimension that has a rule.
+
+    In ``OPERANDS`` the first letter stands for the name.
+    """
+    if product.kind == ATTENTION:
+        return [(HEAD_DIM, "head dim", product.k)]
+    if product.kind == CONVOLUTION:
+        return [(SIZE, f"channels {way}", size) for way, size in zip(("in", "out"), product.channels, strict=True)]
+    rows = "" if product.is_batched else "K" if product.part == WGRAD else "M"
+    sizes = {"M": product.m, "N": product.n, "K": product.k}
+    if product.is_grouped:
+        del sizes[rows]
+    return [(BATCH if name == rows else SIZE, name, size) for name, size in sizes.items()]
+
+
 def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[int, int]]) -> list[Cause]:
     """Returns the causes in the order in which forward meets them.
 
@@ -49,12 +64,14 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
     for product in products:
         if product.part != FPROP or product.call.is_recomputed:
             continue
-        multiple = MULTIPLES.get(product.format, 1)
-        for kind, dimension, size in _sizes(product, linears):
+        module, multiple = product.call.module, MULTIPLES.get(product.format, 1)
+        unpadded = dict(zip("KN", linears.get(module, ()), strict=False)) if product.format == "fp8" else {}
+        for kind, name, size in dimensions(product):
+            size = unpadded.get(name, size)
             if size % multiple:
                 cause = causes.setdefault((kind, size, multiple), Cause(kind, size, multiple, {size}))
-                cause.uses[product.call.module, dimension] = None
-    merged = _merge_multiples(causes)
+                cause.uses[module, name] = None
+    merged = _merge_multiples(causes.values())
     for cause in merged:
         modules = {module for module, _ in cause.uses}
         of_modules = (product for product in products if product.call.module in modules)
@@ -62,44 +79,17 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
     return merged
 
 
-def channels(product: MatrixProduct) -> tuple[int, int]:
-    """Returns the channels that go into a convolution's forward, and those that come out of it."""
-    _, weight, transposed, groups = convolution_arguments(product.call.signature)
-    first, second = weight.shape[0], weight.shape[1] * groups
-    return (first, second) if transposed else (second, first)
-
-
-def _sizes(product: MatrixProduct, linears: Mapping[str, tuple[int, int]]) -> Iterator[tuple[str, str, int]]:
-    if product.kind == ATTENTION:
-        yield HEAD_DIM, "head dim", product.k
-    elif product.kind == CONVOLUTION:
-        into, out = channels(product)
-        yield from ((SIZE, "channels in", into), (SIZE, "channels out", out))
-    elif product.is_batched:
-        yield from ((SIZE, "M", product.m), (SIZE, "N", product.n), (SIZE, "K", product.k))
-    else:
-        n, k = product.n, product.k
-        if product.format == "fp8" and product.call.module in linears:
-            k, n = linears[product.call.module]
-        if not product.is_grouped:
-            yield BATCH, "M", product.m
-        yield from ((SIZE, "N", n), (SIZE, "K", k))
-
-
-def _merge_multiples(causes: Mapping[tuple[str, int, int], Cause]) -> list[Cause]:
+def _merge_multiples(causes: Collection[Cause]) -> list[Cause]:
     """Returns ``causes`` without those whose size is a small multiple of another's, which that one takes over."""
     kept: list[Cause] = []
-    for cause in sorted(causes.values(), key=lambda cause: cause.size):
-        base = next((other for other in kept if _follows(cause, other)), None)
-        if base is None:
-            kept.append(cause)
+    for cause in sorted(causes, key=lambda cause: cause.size):
+        for base in kept:
+            factor, rest = divmod(cause.size, base.size)
+            is_multiple = rest == 0 and factor <= _MAX_FACTOR and base.size >= base.multiple == cause.multiple
+            if is_multiple and cause.kind == base.kind == SIZE:
+                base.sizes |= cause.sizes
+                base.uses |= cause.uses
+                break
         else:
-            base.sizes |= cause.sizes
-            base.uses |= cause.uses
-    return [cause for cause in causes.values() if cause in kept]
-
-
-def _follows(cause: Cause, base: Cause) -> bool:
-    factor, rest = divmod(cause.size, base.size)
-    is_multiple = rest == 0 and factor <= _MAX_FACTOR and base.size >= base.multiple
-    return cause.kind == base.kind == SIZE and cause.multiple == base.multiple and is_multiple
+            kept.append(cause)
+    return [cause for cause in causes if cause in kept]

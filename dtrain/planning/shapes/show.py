@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -11,11 +12,11 @@ from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, USED_
 from dtrain.models.factory import vocabulary
 from dtrain.planning.devices import Device
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.record.products import ATTENTION, CONVOLUTION, MatrixProduct, products
+from dtrain.planning.record.products import ATTENTION, CONVOLUTION, GROUPED, MatrixProduct, products
 from dtrain.planning.record.recorder import UPDATE, StepRecorder
-from dtrain.planning.shapes.rules import BATCH, HEAD_DIM, Cause, find_causes
+from dtrain.planning.shapes.rules import BATCH, HEAD_DIM, SIZE, Cause, find_causes
 from dtrain.planning.shapes.variants import has_products, measured_gain
-from dtrain.tools.tables import Table, fold, show
+from dtrain.tools.tables import Column, Table, fold, show
 
 _BUDGET_S = 20.0
 """Seconds that all measurements may take."""
@@ -23,12 +24,9 @@ _BUDGET_S = 20.0
 _MIN_GAIN = 0.03
 """Smallest share of the products' time that an advice must save."""
 
-_HOPPER = (9, 0)
-
-_EXPERTS = "experts"
 _NOTES = {
     ATTENTION: "attention: M and N are tokens, K is the head dim, pairs are heads of samples",
-    _EXPERTS: "experts: M, and K in wgrad, are the rows of all",
+    GROUPED: "experts: M, and K in wgrad, are the rows of all",
     CONVOLUTION: "convolution: M are positions, K the values of a window, pairs are groups; in wgrad K are positions",
 }
 
@@ -41,15 +39,16 @@ def show_shapes(run: PlannedRun, *, measure: bool = True, folded: bool = True) -
     """
     found, linears = record_products(run)
     causes = find_causes(found, linears)
-    show([_product_table(found, run.device, folded=folded)])
-    for line in _summary(found, run):
+    table = _product_table(found, run.device)
+    show([replace(table, rows=fold(table.rows, folded=folded))])
+    for line in _summary(found, run.device):
         print(line)
     if not causes:
         print("no size breaks a rule: all are multiples of 8 in 16-bit formats, 16 in fp8, 4 in tf32; fp32 has no rule")
         return
-    gains = [_gain(cause, run, len(causes)) if measure else None for cause in causes]
+    rows = [_cause_row(cause, run, _BUDGET_S / len(causes) if measure else None) for cause in causes]
     print()
-    show([_cause_table(causes, gains, run)])
+    show([Table("Sizes that break a rule", ("size", "where", "multiple of", "set", "gain"), rows)])
 
 
 def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tuple[int, int]]]:
@@ -66,155 +65,121 @@ def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tup
     return products(calls, tf32=run.is_tf32), linears
 
 
-def _assumed_tile(device: Device) -> tuple[int, int] | None:
-    """Returns the tile of the output that a thread block is assumed to compute; None for a CPU."""
-    if device.num_sms is None:
-        return None
-    return (128, 256) if device.capability >= _HOPPER else (128, 128)
+def _product_table(found: Sequence[MatrixProduct], device: Device) -> Table:
+    def bound(product: MatrixProduct) -> str:
+        ridge = device.ridge_point(product.format)
+        return "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
+
+    def tiles(product: MatrixProduct) -> str:
+        if device.num_sms is None or product.kind == ATTENTION or product.is_grouped:
+            return "-"
+        return "{:.0%} x {:.0%}".format(*product.efficiency(device.tile, device.num_sms))
+
+    columns: list[Column[MatrixProduct]] = [
+        ("module", lambda product: product.call.module),
+        ("pass", lambda product: product.part + (" again" if product.call.is_recomputed else "")),
+        ("kind", lambda product: product.kind),
+        ("M x N x K", lambda product: f"{product.m} x {product.n} x {product.k}"),
+        ("pairs", lambda product: str(product.batch)),
+        ("format", lambda product: product.format),
+        ("GFLOP", lambda product: f"{product.flops / 1e9:.4g}"),
+        ("MB", lambda product: f"{product.nbytes / 1e6:.4g}"),
+        ("FLOP/byte", lambda product: f"{product.intensity:.0f}"),
+        ("bound by", bound),
+        ("tiles", tiles),
+    ]
+    return Table.of("Products of one micro-batch", columns, found)
 
 
-def _product_table(found: Sequence[MatrixProduct], device: Device, *, folded: bool) -> Table:
-    sizes = ("M x N x K", "pairs", "format", "GFLOP", "MB", "FLOP/byte")
-    columns = ("module", "pass", "kind", *sizes, "bound by", "tiles")
-    rows = [(product.call.module, *_cells(product, device)) for product in found]
-    return Table("Products of one micro-batch", columns, fold(rows, folded=folded))
-
-
-def _cells(product: MatrixProduct, device: Device) -> tuple[str, ...]:
-    ridge = _ridge_point(device, product.format)
-    bound = "-" if ridge is None else "compute" if product.intensity >= ridge else "memory"
-    tile = _assumed_tile(device)
-    efficiency = "-"
-    if tile is not None and device.num_sms is not None and product.kind != ATTENTION and not product.is_grouped:
-        efficiency = f"{product.tile_efficiency(tile):.0%} x {product.wave_efficiency(tile, device.num_sms):.0%}"
-    return (
-        product.part + (" again" if product.call.is_recomputed else ""),
-        product.kind,
-        f"{product.m} x {product.n} x {product.k}",
-        str(product.batch),
-        product.format,
-        f"{product.flops / 1e9:.4g}",
-        f"{product.nbytes / 1e6:.4g}",
-        f"{product.intensity:.0f}",
-        bound,
-        efficiency,
-    )
-
-
-def _ridge_point(device: Device, format_name: str) -> float | None:
-    """Returns the FLOPs per byte above which the published rate bounds a product, below it the bandwidth."""
-    rate = device.rate(format_name)
-    return None if rate is None or device.bandwidth is None else rate / device.bandwidth
-
-
-def _summary(found: Sequence[MatrixProduct], run: PlannedRun) -> list[str]:
-    device = run.device
+def _summary(found: Sequence[MatrixProduct], device: Device) -> Iterator[str]:
     flops = sum(product.flops for product in found)
     again = sum(product.flops for product in found if product.call.is_recomputed)
-    lines = [
-        f"{flops / 1e12:.4g} TFLOP in {len(found)} products of one micro-batch"
-        + (f", {again / flops:.0%} of them recomputed in backward" if again else "")
-        + "; attention is counted in full, also if it is causal"
-    ]
-    ridges = {product.format: _ridge_point(device, product.format) for product in found}
-    known = ", ".join(f"{ridge:.0f} in {name}" for name, ridge in ridges.items() if ridge is not None)
-    if known:
-        lines.append(
-            f"{device.name}: products above {known} FLOP/byte are bound by compute (published rate / bandwidth)"
+    recomputed = f", {again / flops:.0%} of them recomputed in backward" if again else ""
+    yield (
+        f"{flops / 1e12:.4g} TFLOP in {len(found)} products of one micro-batch{recomputed}; attention is counted in "
+        "full, also if it is causal"
+    )
+    ridges = {product.format: device.ridge_point(product.format) for product in found}
+    if known := ", ".join(f"{ridge:.0f} in {name}" for name, ridge in ridges.items() if ridge):
+        yield f"{device.name}: products above {known} FLOP/byte are bound by compute (published rate / bandwidth)"
+    if unknown := ", ".join(name for name, ridge in ridges.items() if not ridge):
+        yield f"{device.name}: what bounds products in {unknown} is unknown: no rate or bandwidth is published"
+    if device.num_sms is not None:
+        yield (
+            f"tiles: share of full {device.tile[0]} x {device.tile[1]} tiles x share of {device.num_sms} "
+            "multiprocessors at work over all waves; the tile is assumed, the library may choose others, or split K"
         )
-    if not all(ridges.values()):
-        unknown = ", ".join(name for name, ridge in ridges.items() if ridge is None)
-        lines.append(f"{device.name}: what bounds products in {unknown} is unknown: no rate or bandwidth is published")
-    tile = _assumed_tile(device)
-    if tile is not None:
-        lines.append(
-            f"tiles: share of full {tile[0]} x {tile[1]} tiles x share of {device.num_sms} multiprocessors at work "
-            "over all waves; the tile is assumed, the library may choose others, or split K"
-        )
-    present = {product.kind for product in found} | {_EXPERTS for product in found if product.is_grouped}
-    return [*lines, *(note for what, note in _NOTES.items() if what in present)]
+    present = {name for product in found for name in (product.kind, product.call.signature.name)}
+    yield from (note for what, note in _NOTES.items() if what in present)
 
 
 # -- rules
 
 
-def _gain(cause: Cause, run: PlannedRun, num_causes: int) -> float | None:
-    device = torch.device("cuda" if run.device.type == "cuda" else "cpu")
+def _cause_row(cause: Cause, run: PlannedRun, budget_s: float | None) -> tuple[str, ...]:
+    """Returns the row of a cause, whose padding is timed for ``budget_s`` seconds; None: it is not."""
+    by_dimension: dict[str, list[str]] = {}
+    for module, dimension in fold(cause.uses):
+        by_dimension.setdefault(dimension, []).append(module)
+    where = "; ".join(f"{dimension} of {', '.join(names)}" for dimension, names in by_dimension.items())
+    is_language = run.config.data.is_language
+    multiple = VOCAB_MULTIPLE if is_language and _has_all_outputs(cause, run) else cause.multiple
+    padded, gain = cause.padded(cause.size, multiple), _gain(cause, multiple, run, budget_s)
+    if gain is None:
+        advice = f"rule broken, gain of {padded} not measured"
+    elif gain < _MIN_GAIN:
+        advice = f"rule broken, gain of {padded} measured below {_MIN_GAIN:.0%}"
+    else:
+        advice = f"padding to {padded} saves {gain:.0%} of these products (measured)"
+    what, key = describe(cause, run)
+    return what, where, str(cause.multiple), key, advice
+
+
+def _gain(cause: Cause, multiple: int, run: PlannedRun, budget_s: float | None) -> float | None:
+    device = torch.device(run.device.type)
     formats = {product.format for product in cause.products}
-    if not run.device.is_here or not all(has_products(name, device) for name in formats):
+    if budget_s is None or not run.device.is_here or not all(has_products(name, device) for name in formats):
         return None
     torch.manual_seed(0)
-    return measured_gain(cause, _pad_multiple(cause, run), device, _BUDGET_S / num_causes)
+    return measured_gain(cause, multiple, device, budget_s)
 
 
-def _cause_table(causes: Sequence[Cause], gains: Sequence[float | None], run: PlannedRun) -> Table:
-    rows = []
-    for cause, gain in zip(causes, gains, strict=True):
-        by_dimension: dict[str, list[str]] = {}
-        for module, dimension in fold(cause.uses):
-            by_dimension.setdefault(dimension, []).append(module)
-        where = "; ".join(f"{dimension} of {', '.join(names)}" for dimension, names in by_dimension.items())
-        what, key = describe(cause, run)
-        rows.append((what, where, str(cause.multiple), key, _advice(cause, gain, run)))
-    return Table("Sizes that break a rule", ("size", "where", "multiple of", "set", "gain"), rows)
+def _has_all_outputs(cause: Cause, run: PlannedRun) -> bool:
+    """Whether the size is that of a vocabulary, or of the outputs for other data."""
+    return cause.kind == SIZE and cause.size == vocabulary(run.config.model, run.task)
 
 
 def describe(cause: Cause, run: PlannedRun) -> tuple[str, str]:
     """Returns what the size is, and the keys that set it."""
-    model, size = run.config.model, cause.size
+    model, size, is_language = run.config.model, cause.size, run.config.data.is_language
+    micro_batch, names = run.config.train.micro_batch_size, " ".join(name for _, name in cause.uses)
+    is_built_in, is_hf = model.factory in (DEFAULT_FACTORY, GPT2_FACTORY), model.factory == HF_FACTORY
+    is_rows, is_all_outputs = cause.kind == BATCH, _has_all_outputs(cause, run)
+    length, rest = divmod(size, micro_batch)
+    is_sequence = is_language and not rest and any(tensor.numel() == size for tensor in run.batch.values())
+    rows_key = "train.micro_batch_size" + (", model.max_seq_len" if is_language else "")
+    own_key, head = "config.json of model.path" if is_hf else model.factory, f"the head of {model.factory}: "
+    cut = "padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the vocabulary before the loss"
+    has_width = "hidden_dim" in USED_KEYS.get(model.factory, ())
+    known = [  # the first that applies
+        (is_rows and size == micro_batch, "micro-batch", "train.micro_batch_size"),
+        (is_rows and is_sequence, f"micro-batch {micro_batch} x sequence {length} =", rows_key),
+        (is_rows, "rows", rows_key),
+        (cause.kind == HEAD_DIM and is_built_in, "head dim", "model.num_heads = model.hidden_dim / head dim"),
+        (cause.kind == HEAD_DIM, "head dim", own_key),
+        (is_all_outputs and is_language and not is_hf, "vocabulary", head + cut),
+        (
+            is_all_outputs and not is_language and "N" in names,
+            "outputs",
+            f"{head}pad its outputs, and cut off the padding",
+        ),
+        (size == model.lora.r, "r", "model.lora.r"),
+        (has_width and size == model.hidden_dim, "hidden_dim", "model.hidden_dim"),
+        (not is_built_in, "channels" if "channels" in names else "size", own_key),
+        (model.hidden_dim in cause.sizes, "hidden_dim", "model.hidden_dim"),
+        (model.ffn_dim in cause.sizes, "ffn_dim", "model.ffn_dim"),
+        (True, "size", "model.num_heads, model.num_kv_heads, model.ffn_dim"),
+    ]
+    what, key = next((what, key) for applies, what, key in known if applies)
     others = "".join(f", {other} = {other // size} x {size}" for other in sorted(cause.sizes - {size}))
-    is_built_in = model.factory in (DEFAULT_FACTORY, GPT2_FACTORY)
-    if cause.kind == BATCH:
-        return _describe_rows(size, run)
-    if cause.kind == HEAD_DIM:
-        return f"head dim {size}", "model.num_heads = model.hidden_dim / head dim" if is_built_in else _origin(run)
-    if not run.config.data.is_language:
-        if size == vocabulary(model, run.task) and any(dimension == "N" for _, dimension in cause.uses):
-            return f"outputs {size}{others}", f"the head of {model.factory}: pad its outputs, and cut off the padding"
-    elif size == vocabulary(model, run.task) and model.factory != HF_FACTORY:
-        return f"vocabulary {size}{others}", (
-            f"the head of {model.factory}: padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the "
-            "vocabulary before the loss"
-        )
-    if size == model.lora.r:
-        return f"r {size}", "model.lora.r"
-    if "hidden_dim" in USED_KEYS.get(model.factory, ()) and size == model.hidden_dim:
-        return f"hidden_dim {size}{others}", "model.hidden_dim"
-    if not is_built_in:
-        names = {dimension for _, dimension in cause.uses}
-        what = "channels" if any(name.startswith("channels") for name in names) else "size"
-        return f"{what} {size}{others}", _origin(run)
-    for name in ("hidden_dim", "ffn_dim"):
-        if getattr(model, name) in cause.sizes:
-            return f"{name} {size}{others}", f"model.{name}"
-    return f"size {size}{others}", "model.num_heads, model.num_kv_heads, model.ffn_dim"
-
-
-def _describe_rows(size: int, run: PlannedRun) -> tuple[str, str]:
-    micro_batch = run.config.train.micro_batch_size
-    if size == micro_batch:
-        return f"micro-batch {size}", "train.micro_batch_size"
-    if not run.config.data.is_language:
-        return f"rows {size}", "train.micro_batch_size"
-    if size % micro_batch == 0 and any(tensor.numel() == size for tensor in run.batch.values()):
-        length = size // micro_batch
-        return f"micro-batch {micro_batch} x sequence {length} = {size}", "train.micro_batch_size, model.max_seq_len"
-    return f"rows {size}", "train.micro_batch_size, model.max_seq_len"
-
-
-def _origin(run: PlannedRun) -> str:
-    return "config.json of model.path" if run.config.model.factory == HF_FACTORY else run.config.model.factory
-
-
-def _pad_multiple(cause: Cause, run: PlannedRun) -> int:
-    is_size = run.config.data.is_language and cause.kind not in (BATCH, HEAD_DIM)
-    return VOCAB_MULTIPLE if is_size and cause.size == vocabulary(run.config.model, run.task) else cause.multiple
-
-
-def _advice(cause: Cause, gain: float | None, run: PlannedRun) -> str:
-    padded = cause.padded(cause.size, _pad_multiple(cause, run))
-    if gain is None:
-        return f"rule broken, gain of {padded} not measured"
-    if gain < _MIN_GAIN:
-        return f"rule broken, gain of {padded} measured below {_MIN_GAIN:.0%}"
-    return f"padding to {padded} saves {gain:.0%} of these products (measured)"
+    return f"{what} {size}{others}", key

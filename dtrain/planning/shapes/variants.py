@@ -13,26 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.device import alternating_ms, elapsed_ms
-from dtrain.planning.record.products import (
-    ATTENTION,
-    CONVOLUTION,
-    GROUPED,
-    MATMUL,
-    MATRICES,
-    WGRAD,
-    MatrixProduct,
-    convolution_arguments,
-)
+from dtrain.device import alternating_ms
+from dtrain.planning.record.products import ATTENTION, CONVOLUTION, GROUPED, MATMUL, OPERANDS, MatrixProduct
 from dtrain.planning.record.recorder import Signature, TensorSpec
-from dtrain.planning.shapes.rules import BATCH, HEAD_DIM, Cause, channels
+from dtrain.planning.shapes.rules import Cause, dimensions
 from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.hardware import has_bf16_products, has_float8_tensor_cores
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-_CONVOLUTIONS = {"convolution": ("bi", "oi", "o"), "convolution_backward": ("bo", "bi", "oi", "o")}
-"""First dimensions of the first arguments: samples, channels in, channels out."""
 
 _ROUNDS, _LEAST_ROUNDS = 15, 5
 _LEAST_MS = 1.0  # shorter intervals measure the clock
@@ -40,47 +28,23 @@ _LEAST_MS = 1.0  # shorter intervals measure the clock
 
 def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Signature | None:
     """Returns the call of ``product`` with the sizes of ``cause`` padded, or None if it has none of them."""
-    sizes, signature = _affected(cause, product), product.call.signature
-    if not sizes:
+    found = [(name[0], size) for kind, name, size in dimensions(product) if kind == cause.kind and size in cause.sizes]
+    if not found or (product.kind == CONVOLUTION and product.batch != 1):
         return None
-    dims: tuple[str, ...]
-    if product.kind == ATTENTION:  # the sums of rows, of three dimensions, have no head dim
-        dims = tuple("bhtk" if isinstance(a, TensorSpec) and len(a.shape) == 4 else "" for a in signature.args)
-    elif product.kind == CONVOLUTION:
-        *_, transposed, groups = convolution_arguments(signature)
-        if groups != 1 or (product.part == WGRAD and signature.args[10][0]):
-            return None  # the other gradient of the same call stands for both
-        dims = tuple("io" if transposed and names == "oi" else names for names in _CONVOLUTIONS[signature.name])
-    else:
-        dims = MATRICES[signature.name]
 
-    def pad(size: int, name: str) -> int:  # a scale or a bias may have 1 instead
-        return cause.padded(size, multiple) if sizes.get(name) == size else size
+    def padded(value: Any, names: str) -> Any:
+        sizes = value.shape if isinstance(value, TensorSpec) else value  # the sizes of a convolution's bias
+        if not isinstance(sizes, tuple) or (product.kind == ATTENTION and len(sizes) != 4):  # sums of rows
+            return value
+        letters = names[-len(sizes) :].ljust(len(sizes))
+        dims = zip(letters, sizes, strict=False)
+        # a scale or a bias may have 1 instead
+        sizes = tuple(cause.padded(size, multiple) if (letter, size) in found else size for letter, size in dims)
+        return _in_shape(value, sizes) if isinstance(value, TensorSpec) else sizes
 
-    args = list(signature.args)
-    for index, names in enumerate(dims[: len(args)]):
-        value = args[index]
-        if isinstance(value, TensorSpec):
-            names = names[-len(value.shape) :].ljust(len(value.shape))
-            args[index] = _in_shape(value, tuple(map(pad, value.shape, names)))
-        elif isinstance(value, tuple):  # the sizes of a convolution's bias
-            args[index] = tuple(map(pad, value, names))
-    return replace(signature, args=tuple(args))
-
-
-def _affected(cause: Cause, product: MatrixProduct) -> dict[str, int]:
-    """Returns the sizes of ``product``, by name of the dimension, that ``cause`` is the cause of."""
-    names: tuple[str, ...] = ("m", "n", "k")
-    if product.kind == ATTENTION or cause.kind == HEAD_DIM:
-        names = ("k",) if product.kind == ATTENTION and cause.kind == HEAD_DIM else ()
-    elif cause.kind == BATCH:
-        names = ("k",) if product.part == WGRAD else ("m",)
-    elif not product.is_batched:
-        names = ("m", "n") if product.part == WGRAD else ("n", "k")
-    sizes = {name: getattr(product, name) for name in names}
-    if product.kind == CONVOLUTION:
-        sizes = dict(zip("io", channels(product), strict=True))
-    return {name: size for name, size in sizes.items() if size in cause.sizes}
+    signature = product.call.signature
+    names = OPERANDS.get(signature.name, ("   h",) * len(signature.args))
+    return replace(signature, args=(*map(padded, signature.args, names), *signature.args[len(names) :]))
 
 
 def _in_shape(spec: TensorSpec, shape: tuple[int, ...]) -> TensorSpec:
@@ -125,11 +89,9 @@ def measured_gain(cause: Cause, multiple: int, device: torch.device, budget_s: f
 
     It is None if the measurement would take more than ``budget_s`` seconds.
     """
-    pairs = Counter(
-        (product.call.signature, padded)
-        for product in cause.products
-        if (padded := padded_signature(cause, product, multiple)) is not None
-    )
+    calls = {product.call: product for product in cause.products}  # a convolution's gradients are of one call
+    padded = ((call.signature, padded_signature(cause, product, multiple)) for call, product in calls.items())
+    pairs = Counter((before, after) for before, after in padded if after is not None)
     ratio = timed_ratio(dict(pairs.most_common()), device, budget_s)
     return None if ratio is None else 1 - ratio
 
@@ -144,28 +106,17 @@ def timed_ratio(
     deadline = time.monotonic() + budget_s
     before = after = 0.0
     for number, (pair, count) in enumerate(pairs.items()):
-        times = _median_ms(pair, device, deadline, len(pairs) - number)
-        if times is None:
+        runs = {name: bind(call, device) for name, call in zip(("before", "after"), pair, strict=True)}
+        once = [ms for (ms,) in alternating_ms(runs, device, 1).values()]
+        calls = max(1, round(_LEAST_MS / max(min(once), 1e-3)))
+        most = 1e3 * (deadline - time.monotonic()) / max(calls * sum(once), 1e-3)
+        if most < _LEAST_ROUNDS:
             return None
-        before += count * times[0]
-        after += count * times[1]
+        rounds = min(_ROUNDS, max(_LEAST_ROUNDS, int(most / (len(pairs) - number))))
+        taken = alternating_ms(runs, device, rounds, calls=calls, warmup=0)
+        before += count * median(taken["before"])
+        after += count * median(taken["after"])
     return after / before if pairs else None
-
-
-def _median_ms(
-    pair: tuple[Signature, Signature], device: torch.device, deadline: float, num_left: int
-) -> list[float] | None:
-    """Returns the milliseconds of both calls, timed in turn; ``num_left`` pairs share the time until ``deadline``."""
-    runs = {name: bind(call, device) for name, call in zip(("before", "after"), pair, strict=True)}
-    for run in runs.values():
-        run()
-    first = [elapsed_ms(run, device) for run in runs.values()]
-    calls = max(1, round(_LEAST_MS / max(min(first), 1e-3)))
-    most = 1e3 * (deadline - time.monotonic()) / max(calls * sum(first), 1e-3)
-    if most < _LEAST_ROUNDS:
-        return None
-    rounds = min(_ROUNDS, max(_LEAST_ROUNDS, int(most / num_left)))
-    return [median(taken) for taken in alternating_ms(runs, device, rounds, calls=calls, warmup=0).values()]
 
 
 def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
@@ -175,9 +126,7 @@ def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
     if signature.name == GROUPED:  # each expert has the same number of rows
         left, right, ends = args[:3]
         total = right.shape[-1] if left.ndim == 3 else left.shape[0] if right.ndim == 3 else left.shape[-1]
-        args[2] = (
-            torch.arange(1, len(ends) + 1, device=device).mul(total).div(len(ends), rounding_mode="floor").to(ends)
-        )
+        args[2] = (torch.arange(1, len(ends) + 1) * total // len(ends)).to(ends)
     return partial(signature.func, *args, **dict(real.kwargs))
 
 
@@ -192,8 +141,5 @@ def _tensor_of(spec: TensorSpec, device: torch.device) -> Tensor:
 
 def has_products(name: str, device: torch.device) -> bool:
     """Whether ``device`` multiplies matrices of a format in hardware."""
-    if name == "fp8":
-        return has_float8_tensor_cores(device)
-    if name == "bf16":
-        return has_bf16_products(device)
-    return name == "fp32" or device.type == "cuda"
+    checks = {"fp8": has_float8_tensor_cores, "bf16": has_bf16_products}
+    return checks[name](device) if name in checks else name == "fp32" or device.type == "cuda"

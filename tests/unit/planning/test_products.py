@@ -122,6 +122,5 @@ def test_experts_of_a_grouped_product_are_counted_together() -> None:
 
 def test_tiles_and_waves() -> None:
     found = of_module(nn.Linear(64, 257, bias=False), torch.randn(130, 64))[0][0]
-    assert found.tile_efficiency((128, 128)) == 130 * 257 / (2 * 3 * 128 * 128)
-    assert found.wave_efficiency((128, 128), 4) == 6 / 8
+    assert found.efficiency((128, 128), 4) == (130 * 257 / (2 * 3 * 128 * 128), 6 / 8)
     assert found.nbytes == 4 * (130 * 64 + 64 * 257 + 130 * 257)

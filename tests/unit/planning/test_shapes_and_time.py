@@ -97,7 +97,7 @@ def build_images(config: ModelConfig, vocab_size: int) -> nn.Module:
 
 def causes_of(run: PlannedRun, *, tf32: bool = False) -> dict[str, Cause]:
     found, linears = record_products(run)
-    found = [replace(product, tf32=tf32) for product in found]
+    found = [replace(product, format="tf32") if tf32 else product for product in found]
     return {describe(cause, run)[0]: cause for cause in find_causes(found, linears)}
 
 
@@ -199,7 +199,7 @@ def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest
 @pytest.mark.parametrize("keys", [_IMAGES[:1], pytest.param(_BAD, marks=pytest.mark.exhaustive)])
 def test_padded_calls_run_and_are_timed(keys: tuple[str, ...]) -> None:
     found, linears = record_products(planned_run(*keys, "precision=fp32"))
-    causes = find_causes([replace(product, tf32=True) for product in found], linears)  # which every CPU has
+    causes = find_causes([replace(product, format="tf32") for product in found], linears)  # which every CPU has
     assert causes
     assert all(variants.measured_gain(cause, 16, CPU, 60.0) is not None for cause in causes)
 
