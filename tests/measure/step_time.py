@@ -14,7 +14,7 @@ from typing import Any
 
 from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.time.amdahl import expected
+from dtrain.planning.time.measured import expected
 from dtrain.planning.time.prediction import Assumptions
 from dtrain.planning.time.show import RankTime, measure_time, with_ranks
 from dtrain.telemetry.metrics import read_metrics

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtrain.planning.record.recorder import RecordedCall, Signature, TensorSpec
+from dtrain.planning.record.recorder import RecordedCall, TensorSpec
 from dtrain.precision.rules import format_name
 
 FPROP, DGRAD, WGRAD = "fprop", "dgrad", "wgrad"
@@ -93,11 +93,6 @@ def kind_of(name: str) -> str | None:
 def computes_product(name: str) -> bool:
     """Whether an operation of this name, which the profiler has seen, runs the kernel of a product."""
     return kind_of(name) is not None or "conv" in name  # such as mkldnn_convolution, inside of convolution
-
-
-def is_product(signature: Signature) -> bool:
-    """Whether :func:`products` makes a :class:`MatrixProduct` of a call with this signature."""
-    return kind_of(signature.name) is not None
 
 
 def products(calls: Iterable[RecordedCall], *, tf32: bool = False) -> list[MatrixProduct]:

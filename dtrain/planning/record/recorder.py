@@ -63,17 +63,11 @@ class Signature:
     @property
     def tensors(self) -> list[TensorSpec]:
         """The tensors among the arguments, in order."""
-        found: list[TensorSpec] = []
-        self.map(lambda value: found.append(value) if isinstance(value, TensorSpec) else None)
-        return found
+        return [value for value in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(value, TensorSpec)]
 
     def map(self, change: Callable[[Any], Any]) -> Signature:
         """Returns the call with every argument changed, those in lists one by one."""
-        return Signature(self.func, _mapped(self.args, change), _mapped(self.kwargs, change))
-
-
-def _mapped(values: tuple[Any, ...], change: Callable[[Any], Any]) -> tuple[Any, ...]:
-    return tuple(_mapped(value, change) if type(value) is tuple else change(value) for value in values)
+        return Signature(self.func, *pytree.tree_map(change, (self.args, self.kwargs)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from dtrain.distributed.transport.choose import make_communicator
 from dtrain.measure.ranks import run_ranks
 from dtrain.measure.worker import Rank
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.time.amdahl import Item, expected, limit_line, profile_items, record, speedups
-from dtrain.planning.time.measured import PHASES, PlannedRank
+from dtrain.planning.time.measured import PHASES, Item, PlannedRank, expected, limit_line, speedups
 from dtrain.planning.time.prediction import NO_NETWORK, Assumptions, Prediction, PricedRun, assumptions, predict
 from dtrain.planning.time.replay import PURPOSES, Replay
 from dtrain.telemetry.texts import duration
@@ -30,7 +29,7 @@ _NUM_ITEMS = 5
 
 @dataclass(frozen=True)
 class RankTime:
-    """Measured times of one rank, see :meth:`PlannedRank.time`, and what :mod:`dtrain.planning.time.amdahl` returns."""
+    """What :class:`PlannedRank` has measured of a rank; ``speedups`` of its products are by format."""
 
     busy_ms: list[float]
     phases_ms: dict[str, float]
@@ -154,8 +153,8 @@ def measure_rank(rank: Rank) -> RankTime:
     processes = make_communicator(dist.group.WORLD if rank.ranks > 1 else None, device, shared_memory=False)
     planned = PlannedRank(config_from_dict(job["config"]), job["ranks"], device, job["transport"])
     busy_ms, phases_ms = planned.time(job["budget_s"], processes.barrier)
-    items = profile_items(planned)
-    faster = speedups(record(planned), device, 2 * job["budget_s"])
+    items = planned.items()
+    faster = speedups(planned.calls(), device, 2 * job["budget_s"])
     processes.barrier()
     return RankTime(busy_ms, phases_ms, planned.flops(), items, faster, planned.engine.policy.name)
 

@@ -30,8 +30,7 @@ from dtrain.planning.shapes.rules import BATCH, Cause, find_causes
 from dtrain.planning.shapes.show import describe, record_products, show_shapes
 from dtrain.planning.shapes.variants import bind, in_format
 from dtrain.planning.time import show as plan_time
-from dtrain.planning.time.amdahl import Item, expected, record
-from dtrain.planning.time.measured import PlannedRank
+from dtrain.planning.time.measured import Item, PlannedRank, expected
 from dtrain.planning.time.prediction import Assumptions, PricedRun, predict
 from dtrain.planning.time.replay import Replay, Share
 from dtrain.tasks import IGNORE_INDEX, num_targets
@@ -327,7 +326,7 @@ def test_tables_show_what_was_measured() -> None:
     [("model.num_heads=4", {MATMUL, ATTENTION}), ("model.factory=tests.helpers.planned_models:Experts", {MATMUL})],
 )
 def test_products_in_other_formats_are_the_same_products(key: str, kinds: set[str]) -> None:
-    calls = record(PlannedRank(compose([*SMALL, key]), 1, CPU, HOST))
+    calls = PlannedRank(compose([*SMALL, key]), 1, CPU, HOST).calls()
     found = {product.call.signature: product for product in products(calls)}.values()
     assert {product.kind for product in found} == kinds
     for product in found:
