@@ -25,7 +25,6 @@ _RANK_0_PRINTS_FIRST_S = 5.0
 
 def _train(argv: list[str]) -> int:
     from dtrain.cli.resolve import read_jobs
-    from dtrain.planning.receipt import RunPlanner
     from dtrain.train.jobs import run_jobs
 
     follow_launcher()
@@ -37,6 +36,10 @@ def _train(argv: list[str]) -> int:
             # must have had the time to print the mistake
             time.sleep(_RANK_0_PRINTS_FIRST_S)
         return _fail(error)
+    if not jobs:  # Hydra has printed its own output, such as --help
+        return 0
+    from dtrain.planning.plans import RunPlanner
+
     return run_jobs(jobs, argv, RunPlanner())
 
 

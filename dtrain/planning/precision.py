@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
 from dtrain.config.capabilities import CAPABILITIES
@@ -17,8 +15,7 @@ from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.planning.planned_run import build_without_values
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
-from dtrain.precision.float8.choice import Float8Candidate, Float8Decision, decide_float8
-from dtrain.precision.policy import PrecisionPolicy
+from dtrain.precision.float8.choice import decide_float8
 from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Table, fold, show
@@ -30,10 +27,7 @@ _TO_BE_TIMED = "if timed faster than BF16 at the start"
 def show_plan(config: RunConfig, *, folded: bool) -> None:
     """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
-    If ``folded``, modules that differ only in one index share a row.
-
-    Raises:
-        ConfigError: ``dtrain train`` would refuse the configuration.
+    If ``folded``, modules that differ only in one index share a row. Raises ``ConfigError`` as ``dtrain train`` would.
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
     check_precision(config, device)
@@ -43,12 +37,11 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     check_patterns(config, model)
     policy = make_policy(config).on(device)
     candidates = float8_candidates(policy, model)
-    decisions = _decisions_without_timing(candidates, policy, device)
-    states = StateFormats(
-        getattr(config.engine, "master", "full"),
-        getattr(config.engine, "grad_dtype", "fp32"),
-        "bf16" if config.optim.name == "adamw-bf16" else "fp32",
-    )
+    decisions = decide_float8(candidates, replace(policy.float8, choice="all"), device)  # which times nothing
+    if policy.float8.choice == "timed":
+        decisions = tuple(replace(item, reason=_TO_BE_TIMED) if item.is_float8 else item for item in decisions)
+    moments = "bf16" if config.optim.name == "adamw-bf16" else "fp32"
+    states = StateFormats(config.engine.master, config.engine.grad_dtype, moments)
     contract = replace(resolve(policy, model, CAPABILITIES[config.engine.name].held, decisions), states=states)
     rows = [
         (module.name, module.kind, _shape(model.get_submodule(module.name)), module.format, module.reason)
@@ -56,40 +49,26 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     ]
     modules = Table("Modules", ("module", "kind", "weight", "format", "reason"), fold(rows, folded=folded))
     tables = [modules, Table("Operations outside rules", ("operation", "format"), _operations(contract))]
-    timed = {decision.name for decision in decisions if decision.reason == _TO_BE_TIMED}
+    timed = Counter(
+        f"{policy.float8.num_rows} x {one.in_features} -> {one.out_features}"
+        for one, decision in zip(candidates, decisions, strict=True)
+        if decision.reason == _TO_BE_TIMED
+    )
     if timed:
-        shapes = Counter((one.out_features, one.in_features) for one in candidates if one.name in timed)
-        timings = [
-            (f"{policy.float8.num_rows} x {columns} -> {out}", str(count)) for (out, columns), count in shapes.items()
-        ]
         title = "Timed at the start: output and both gradients, in FP8 and in BF16"
-        tables.append(Table(title, ("rows x in -> out", "modules"), timings))
+        counts = [(shape, str(count)) for shape, count in timed.items()]
+        tables.append(Table(title, ("rows x in -> out", "modules"), counts))
     show(tables)
-    for line in _summary(contract, model, device):
-        print(line)
-
-
-def _decisions_without_timing(
-    candidates: Sequence[Float8Candidate], policy: PrecisionPolicy, device: torch.device
-) -> tuple[Float8Decision, ...]:
-    by_shape = decide_float8(candidates, replace(policy.float8, choice="all"), device)
-    if policy.float8.choice != "timed":
-        return by_shape
-    return tuple(replace(item, reason=_TO_BE_TIMED) if item.is_float8 else item for item in by_shape)
-
-
-def _summary(contract: Contract, model: nn.Module, device: torch.device) -> list[str]:
-    policy = contract.policy
-    lines = [f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else "")]
+    print(f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else ""))
     if contract.recipe is not None:
-        lines.append(f"float8: {contract.recipe.describe()}")
+        print(f"float8: {contract.recipe.describe()}")
     numel: Counter[str] = Counter()
     for name, parameter in model.named_parameters():
         numel[format_name(contract.replica_dtypes[name])] += parameter.numel()
     weights = ", ".join(f"{compact(count)} in {name}" for name, count in numel.items())
     num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
-    return [*lines, f"compute weights: {weights}{frozen}; {contract.states.describe()}"]
+    print(f"compute weights: {weights}{frozen}; {states.describe()}")
 
 
 def _shape(module: nn.Module) -> str:

@@ -24,8 +24,6 @@ def run_jobs(jobs: Sequence[Job], argv: Sequence[str], planner: Planner) -> int:
     The ``run_dir`` of a job in a sweep is the folder of the sweep; it trains in ``<run_dir>/<number>``. Rank 0's
     folder is broadcast, so that different clocks of the ranks do no harm.
     """
-    if not jobs:
-        return 0
     from dtrain.distributed.startup.setup import processes_to_start
     from dtrain.train.run import run_training
 

@@ -25,7 +25,7 @@ from dtrain.checkpoint import open_newest, verify
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig, SuperviseConfig
 from dtrain.errors import DtrainError
-from dtrain.planning.receipt import RunPlanner
+from dtrain.planning.plans import RunPlanner
 from dtrain.telemetry.metrics import TIMES, read_metrics
 from dtrain.train.run import run_training
 from tests.helpers.checkpoints import ALONE

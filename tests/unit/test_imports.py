@@ -54,6 +54,8 @@ WITHOUT_TORCH = (
     "from dtrain.__main__ import main; assert main(['checkpoint', 'export', 'a', 'b', '--dtype', 'fp8']) == 2",
     "from dtrain.__main__ import main; assert main(['watch', 'no-such-run']) == 2",
     "from dtrain.__main__ import main; assert main(['train', '--help']) == 0",
+    "from dtrain.__main__ import main; assert main(['plan', '--help']) == 0",
+    "from dtrain.__main__ import main; assert main(['plan', 'time', 'efficiency=2']) == 2",
     "from dtrain.__main__ import main; assert main(['doctor', 'engines']) == 0",
 )
 """Run one after the other, so each starts without torch."""

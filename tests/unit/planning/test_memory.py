@@ -18,7 +18,7 @@ from dtrain.planning.memory.changes import Candidate, candidates, cheapest_chang
 from dtrain.planning.memory.plan import MemoryPlan, largest_micro_batch, plan_memory
 from dtrain.planning.memory.show import receipt_of
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.receipt import RunPlanner
+from dtrain.planning.plans import RunPlanner
 from dtrain.precision.float8.cast import decode
 from dtrain.train.receipt import PEAK, Receipt, is_out_of_memory
 from dtrain.train.run import run_training

@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from dtrain.__main__ import main
 from dtrain.cli.resolve import read_jobs
 from dtrain.engine.vote.record import NUM_FIELDS
-from dtrain.planning.cli import planned_run
 from dtrain.planning.planned_run import PlannedRun
+from dtrain.planning.plans import planned_run
 from dtrain.planning.record.ranks import Transfer
 from dtrain.planning.scale import ScalingPoint, draw, remarks, scale, scale_assumptions, with_ranks
 from dtrain.planning.time.network import FABRICS, find_fabric
@@ -34,14 +34,13 @@ STAGE_2, STAGE_3 = "engine.zero_stage=2", "engine.zero_stage=3"
 
 def tiny(*keys: str, ranks: int = 1) -> PlannedRun:
     (job,) = read_jobs([*TINY, *keys], "simulate", 1024)
-    return planned_run(job.config, {"device": "h100-80gb", "ranks": str(ranks)})
+    return planned_run(job.config, "h100-80gb", ranks)
 
 
 @cache
-def point_of(*keys: str, ranks: int) -> tuple[PlannedRun, ScalingPoint]:
-    run = tiny(*keys, ranks=ranks)
-    (point,) = scale(run, [ranks], ASSUMED, is_strong=False)
-    return run, point
+def point_of(*keys: str, ranks: int) -> ScalingPoint:
+    (point,) = scale(tiny(*keys, ranks=ranks), [ranks], ASSUMED, is_strong=False)
+    return point
 
 
 def test_table_limits_and_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -109,7 +108,7 @@ def test_more_ranks_and_slower_networks_take_longer(monkeypatch: pytest.MonkeyPa
     )
     seen: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: seen.append(figure))
-    draw(tmp_path / "scaling.png", run, {False: weak, True: strong}, ASSUMED)
+    draw(tmp_path / "scaling.png", {False: weak, True: strong})
     assert "1 to 8 micro-batches a step" in " ".join(seen[0].texts[0].get_text().split())
     assert len(seen[0].legends) == 1
     ib = FABRICS["ib-400g"]
@@ -138,12 +137,12 @@ def test_measured_computation_rescales_the_step() -> None:
 
 
 def test_memory_that_does_not_fit_is_named() -> None:
-    run, point = point_of(STAGE_2, ranks=8)
+    point = point_of(STAGE_2, ranks=8)
     plan = point.memory
-    assert "fit on" not in " ".join(remarks(run, point))
+    assert "fit on" not in " ".join(remarks(point))
     for nbytes, words in ((plan.low - 1, "does not fit on"), (plan.low, "may not fit on"), (plan.high - 1, "may not")):
         memory = replace(plan, device=replace(plan.device, memory=nbytes))
-        line = next(remarks(run, replace(point, memory=memory)))
+        line = remarks(replace(point, memory=memory))[0]
         assert line.startswith(words)
         assert line.endswith("; dtrain plan memory proposes changes")
 
@@ -152,19 +151,19 @@ def test_memory_that_does_not_fit_is_named() -> None:
 def test_replicas() -> None:
     run = tiny(STAGE_3, "engine.shard_size=16", ranks=8)
     one, many = scale(run, [8, 512], ASSUMED, is_strong=False)
-    assert next(remarks(run, one)).startswith("one replica, because engine.shard_size=16 is more; dtrain train would")
-    text = " ".join(remarks(run, many))
+    assert remarks(one)[0].startswith("one replica, because engine.shard_size=16 is more; dtrain train would")
+    text = " ".join(remarks(many))
     assert "one replica" not in text
     assert "the sum over 32 replicas (FP32, once a step) is waited for " in text
-    assert "replicas" not in " ".join(remarks(run, one))
+    assert "replicas" not in " ".join(remarks(one))
 
 
 def test_advice_about_transfers_and_other_engines() -> None:
     other = "engine=fsdp2 is predicted as native at the same stage; for its reduce-scatters: gradients="
     for keys, ranks, expected in (([STAGE_2], 8, []), (["engine=fsdp2", STAGE_2], 64, [other])):
-        run, point = point_of(*keys, ranks=ranks)
-        assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(remarks(run, point))
-        found = [one for one in scale_assumptions(run, [point], ASSUMED) if "predicted as native" in one]
+        point = point_of(*keys, ranks=ranks)
+        assert "ms; larger micro-batches or more of them a step reduce this" in " ".join(remarks(point))
+        found = [one for one in scale_assumptions([point]) if "predicted as native" in one]
         assert [one[: len(other)] for one in found] == expected
 
 

@@ -20,7 +20,7 @@ from dtrain.measure.worker import Rank
 from dtrain.models.causal_lm import ModelOutput, causal_lm_output
 from dtrain.planning.devices import find_device
 from dtrain.planning.planned_run import PlannedRun
-from dtrain.planning.receipt import RunPlanner
+from dtrain.planning.plans import RunPlanner
 from dtrain.planning.record.products import ATTENTION, MATMUL, products
 from dtrain.planning.record.ranks import HOST, SOCKETS, planned_ranks
 from dtrain.planning.record.recorder import ACTIVATIONS, RecordedCall, Signature, StepRecorder, TensorSpec

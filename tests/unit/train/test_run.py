@@ -21,7 +21,7 @@ from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
 from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
-from dtrain.planning.receipt import RunPlanner
+from dtrain.planning.plans import RunPlanner
 from dtrain.precision.forward import REDUCED_SUMS
 from dtrain.tasks import language
 from dtrain.telemetry.metrics import TIMES, read_metrics
