@@ -21,14 +21,11 @@ class Device:
     """A device of one rank.
 
     Attributes:
-        name: short name, such as ``h100-80gb``.
-        type: ``cuda`` or ``cpu``.
         memory: bytes that a rank can have.
         model: name that torch reports, by which its published rates are found.
         capability: CUDA compute capability; (0, 0) for a CPU.
         num_sms: streaming multiprocessors; None if unknown, and for a CPU.
         bandwidth: published bytes a second to its memory; None if unknown.
-        is_here: whether it is this machine's.
     """
 
     name: str

@@ -181,21 +181,12 @@ class PlannedRun:
                 memory=split_memory(engine),
                 saved=saved_bytes(engine),
                 sends={send.label: send.dtype.itemsize for send in getattr(exchange, "sends", ())},
-                buffers=[
-                    Buffer(layout.name, layout.numel, sum(slot.stop - slot.start for slot in layout.slots))
+                elements={
+                    layout.name: (sum(slot.stop - slot.start for slot in layout.slots), layout.numel)
                     for layout in engine.sharded.layouts
-                ],
+                },
                 shard_ranks=engine.states.mesh.shard.world_size,
             )
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """A flat buffer: its elements, and those of them that are a parameter's."""
-
-    name: str
-    numel: int
-    used: int
 
 
 @dataclass(frozen=True)
@@ -207,6 +198,7 @@ class RecordedSteps:
         memory: bytes of ``engine.memory()`` on the device, and in the memory of the host beside it.
         saved: bytes of the rank's part of a checkpoint, and of the whole.
         sends: bytes of an element of the gradients that are sent unreduced, by label.
+        elements: of each flat buffer: those of parameters, and all.
         shard_ranks: ranks that share the states.
     """
 
@@ -217,7 +209,7 @@ class RecordedSteps:
     memory: tuple[dict[str, int], dict[str, int]]
     saved: tuple[int, int]
     sends: Mapping[str, int]
-    buffers: Sequence[Buffer]
+    elements: Mapping[str, tuple[int, int]]
     shard_ranks: int
 
     @property

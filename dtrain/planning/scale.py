@@ -136,7 +136,7 @@ def remarks(point: ScalingPoint) -> list[str]:
     run, recorded, memory, step, ring = point.run, point.recorded, point.memory, point.step, point.ring or point.step
     least = _BINDS * step.seconds
     device, fit = memory.device, memory.fit.replace("may fit", "may not fit")
-    numel, used = (sum(getattr(buffer, name) for buffer in recorded.buffers) for name in ("numel", "used"))
+    used, numel = map(sum, zip(*recorded.elements.values(), strict=True))
     root = sum(seconds for label, seconds in step.waits.items() if label.startswith("root/"))
     sent, ringed = (found.total(GRADIENTS).seconds for found in (step, ring))
     joined, vote, weights = step.total(REPLICAS).exposed, step.total(VOTE).seconds, step.total(WEIGHTS).seconds
@@ -146,26 +146,48 @@ def remarks(point: ScalingPoint) -> list[str]:
     if isinstance(engine, Native) and engine.zero_stage and point.nodes > 1 and engine.shard_size is None:
         remedies.append("engine.shard_size")
     listed = " or ".join(remedies) if len(remedies) < 3 else "{}, {}, or {}".format(*remedies)
-    binding = {
-        f"one replica, because engine.shard_size={point.shard_size} is more; dtrain train would refuse "
-        "it": point.shard_size > run.num_ranks,
-        f"{fit} on {device.name} ({bytes_text(device.memory)} for a rank): {bytes_range(memory.low, memory.high)}; "
-        "dtrain plan memory proposes changes": memory.fit != FITS,
-        f"unreduced gradients go by all-to-all, each through a rank's own NIC: {_ms(sent)} ms in flight; a ring "
-        f"reduce-scatter of them in FP32 would take {_ms(ringed)} ms, and the step {_ms(ring.seconds)} instead of "
-        f"{_ms(step.seconds)} ms": step.seconds - ring.seconds > least,
-        f"shards are whole chunks: {numel - used:,} of {numel:,} elements ({1 - used / numel:.1%}) are padding, which "
-        "is sent and stored like the others": numel - used > _BINDS * used,
-        "the root group (embedding, head, norms) is gathered before the first block and reduced last: a rank waits "
-        f"{_ms(root)} ms for it": root > least,
-        f"the sum over {run.num_ranks // recorded.shard_ranks} replicas (FP32, once a step) is waited for "
-        f"{_ms(joined)} ms; more micro-batches a step or a larger engine.shard_size make it weigh less": joined > least,
-        f"the vote's gather takes {_ms(vote)} ms, {vote / step.seconds:.1%} of the step, "
-        "and overlaps with nothing": vote > least,
-        f"transfers take {_ms(step.total().seconds)} ms ({_ms(weights)} of weights), longer than the computation, "
-        f"{_ms(step.compute)} ms; {listed} reduce this": step.total().seconds > step.compute,
-    }
-    return [sentence for sentence, binds in binding.items() if binds]
+    sentences = [
+        (
+            point.shard_size > run.num_ranks,
+            f"one replica, because engine.shard_size={point.shard_size} is more; dtrain train would refuse it",
+        ),
+        (
+            memory.fit != FITS,
+            f"{fit} on {device.name} ({bytes_text(device.memory)} for a rank): {bytes_range(memory.low, memory.high)}; "
+            "dtrain plan memory proposes changes",
+        ),
+        (
+            step.seconds - ring.seconds > least,
+            f"unreduced gradients go by all-to-all, each through a rank's own NIC: {_ms(sent)} ms in flight; a ring "
+            f"reduce-scatter of them in FP32 would take {_ms(ringed)} ms, and the step {_ms(ring.seconds)} instead of "
+            f"{_ms(step.seconds)} ms",
+        ),
+        (
+            numel - used > _BINDS * used,
+            f"shards are whole chunks: {numel - used:,} of {numel:,} elements ({1 - used / numel:.1%}) are padding, "
+            "which is sent and stored like the others",
+        ),
+        (
+            root > least,
+            "the root group (embedding, head, norms) is gathered before the first block and reduced last: a rank waits "
+            f"{_ms(root)} ms for it",
+        ),
+        (
+            joined > least,
+            f"the sum over {run.num_ranks // recorded.shard_ranks} replicas (FP32, once a step) is waited for "
+            f"{_ms(joined)} ms; more micro-batches a step or a larger engine.shard_size make it weigh less",
+        ),
+        (
+            vote > least,
+            f"the vote's gather takes {_ms(vote)} ms, {vote / step.seconds:.1%} of the step, and overlaps with nothing",
+        ),
+        (
+            step.total().seconds > step.compute,
+            f"transfers take {_ms(step.total().seconds)} ms ({_ms(weights)} of weights), longer than the computation, "
+            f"{_ms(step.compute)} ms; {listed} reduce this",
+        ),
+    ]
+    return [sentence for binds, sentence in sentences if binds]
 
 
 def to_json(points: Sequence[ScalingPoint], *, is_strong: bool) -> dict[str, Any]:
@@ -196,7 +218,7 @@ def to_json(points: Sequence[ScalingPoint], *, is_strong: bool) -> dict[str, Any
                 "checkpoint_rank_bytes": point.recorded.saved[0],
                 "write_s": point.write_s,
                 "startup_s": point.startup_s,
-                "elements": {buffer.name: [buffer.used, buffer.numel] for buffer in point.recorded.buffers},
+                "elements": point.recorded.elements,
                 "limits": remarks(point),
             }
             for point in points

@@ -28,17 +28,6 @@ from dtrain.planning.record.recorder import StepRecorder, TensorSpec
 
 _ATEN = torch.ops.aten
 _READ = _ATEN._local_scalar_dense.default
-_VIEWS = frozenset(
-    getattr(getattr(_ATEN, name), overload)
-    for overload, names in {
-        "default": "_unsafe_view as_strided detach expand permute split_with_sizes t unsqueeze view view_as_complex "
-        "view_as_real",
-        "int": "select transpose unbind",
-        "Tensor": "slice split",
-    }.items()
-    for name in names.split()
-)
-"""The most frequent operations, whose results share the memory of the first argument."""
 _NONZERO, _MASKED = _ATEN.nonzero.default, _ATEN.masked_select.default
 
 
@@ -65,7 +54,7 @@ class _StandInValues(FakeTensorMode):
                 return args[0].new_empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         kwargs = kwargs or {}
-        if func in _VIEWS and isinstance(args[0], FakeTensor):
+        if _is_view(func) and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self):
                 found = func(*args, **kwargs)
             return self._fake(found) if isinstance(found, Tensor) else list(map(self._fake, found))
@@ -89,6 +78,13 @@ class _StandInValues(FakeTensorMode):
 
     def _fake(self, tensor: Tensor) -> FakeTensor:
         return FakeTensor(self, tensor, torch.device("cpu"))
+
+
+@cache
+def _is_view(func: Any) -> bool:
+    """Whether the results of an operation, which is none of several others, share the memory of its first argument."""
+    is_view = isinstance(func, OpOverload) and func.is_view and func.namespace == "aten" and not func._can_decompose()
+    return is_view or func is _ATEN._unsafe_view.default  # of which the schema says that it is no view
 
 
 def _key(values: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:

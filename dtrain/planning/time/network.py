@@ -122,8 +122,6 @@ class Fabric:
     """A network of GPUs.
 
     Attributes:
-        name: such as ``ib-400g``.
-        ranks_per_node: GPUs of a node.
         inside: bytes a second that a GPU receives from others of its node, as NCCL reaches it.
         nic: the same from other nodes, through the GPU's own NIC or its share of one; None: there is one node.
         hop: seconds of a step of a ring inside a node.

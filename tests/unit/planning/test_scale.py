@@ -75,19 +75,18 @@ def test_bytes_are_the_closed_formulas(ranks: int, size: int | None) -> None:
     replicas = ranks // shard
     sizes = {"bfloat16": 2, "float32": 4}
     expected = {WEIGHTS: 0, GRADIENTS: 0, REPLICAS: 0}
-    buffers = point.recorded.buffers
-    for buffer in buffers:
-        assert buffer.numel % (shard * CHUNK) == 0
-        itemsize = sizes[buffer.name.rpartition("/")[2]]
+    for name, (_, numel) in point.recorded.elements.items():
+        assert numel % (shard * CHUNK) == 0
+        itemsize = sizes[name.rpartition("/")[2]]
         # the last two blocks stay unsharded until backward, which begins with them; the root group stays
-        stays = buffer.name.startswith(("blocks.1/", "blocks.2/", "root/"))
-        part = buffer.numel * itemsize * (shard - 1) // shard
+        stays = name.startswith(("blocks.1/", "blocks.2/", "root/"))
+        part = numel * itemsize * (shard - 1) // shard
         expected[WEIGHTS] += micro_batches * (1 if stays else 2) * part
         expected[GRADIENTS] += micro_batches * part
-        expected[REPLICAS] += 2 * (4 * buffer.numel // shard * (replicas - 1) // replicas)
+        expected[REPLICAS] += 2 * (4 * numel // shard * (replicas - 1) // replicas)
     assert point.step.total(WEIGHTS).nbytes == expected[WEIGHTS]
     assert point.step.total(VOTE).nbytes == (ranks - 1) * (NUM_FIELDS + 1) * 8
-    assert point.step.total(REPLICAS).nbytes == pytest.approx(expected[REPLICAS], abs=len(buffers) * 2)
+    assert point.step.total(REPLICAS).nbytes == pytest.approx(expected[REPLICAS], abs=2 * len(point.recorded.elements))
     weight_gaps = (
         point.step.total(GRADIENTS).nbytes - expected[GRADIENTS]
     )  # a weight of each rank beside the first gradient

@@ -251,7 +251,7 @@ def test_a_rank_among_absent_ones_really_steps(ranks: int, transport: str, keys:
 def test_the_bytes_of_stage_2_follow_the_formula() -> None:
     keys = ("precision=bf16", "engine.zero_stage=2", "optim=lion", "train.global_batch_size=8")
     recorded = planned_run(*SMALL, *keys, ranks=2).record()
-    numel = sum(buffer.numel for buffer in recorded.buffers)
+    numel = sum(numel for _, numel in recorded.elements.values())
     # BF16 weights are gathered; gradients are read in place
     received = sum(one.transfer.nbytes for one in recorded.steps[1].transfers.values())
     assert received == pytest.approx(2 * numel // 2, rel=0.05)
@@ -378,7 +378,7 @@ def test_time_scale_and_the_receipt_of_a_run_have_one_number(ranks: int, capsys:
     ((_, step_ms, *_),) = (row for row in shown("plan", "time") if row[0] == "step")
     assert shown("plan", "scale")[0][1] == shown("simulate")[0][1] == step_ms
     config = compose(keys)
-    monkeypatch.setattr("dtrain.planning.devices.find_device", lambda *_: find_device("h100-80gb"))
+    monkeypatch.setattr("dtrain.planning.plans.find_device", lambda *_: find_device("h100-80gb"))
     session = Session.open(config, planned_ranks(ranks, HOST, CPU, StepRecorder()))
     receipt = RunPlanner().receipt(config, session.engine, session.dataset, peak=None, step_ms=12.0)
     assert receipt.notes[-1] == f"a step: {step_ms} ms planned, 12 ms measured"
