@@ -43,7 +43,6 @@ class MatrixProduct:
         call: of the operation; one of backward bears the module of its forward.
         part: one of :data:`FPROP`, :data:`DGRAD`, :data:`WGRAD`. Gradients of attention, and of products of two
             activations, are :data:`DGRAD`.
-        format: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
         flops: two for each multiplication and addition; attention is counted in full, also if it is causal.
         nbytes: of operands and results, each read or written once.
         channels: that go into a convolution's forward, and that come out of it.
@@ -96,10 +95,7 @@ def computes_product(name: str) -> bool:
 
 
 def products(calls: Iterable[RecordedCall], *, tf32: bool = False) -> list[MatrixProduct]:
-    """Returns the products of ``calls``, in their order; those of backward are assigned to the calls of forward.
-
-    If ``tf32``, those of FP32 are computed in TF32.
-    """
+    """Returns the products of ``calls``, in their order; those of backward are assigned to the calls of forward."""
     found: list[MatrixProduct] = []
     forward: defaultdict[int, list[MatrixProduct]] = defaultdict(list)  # by the node of autograd
     for call in calls:
@@ -160,13 +156,13 @@ def _convolutions(call: RecordedCall) -> Iterator[MatrixProduct]:
         y, *args, needed = args
         parts = list(compress((DGRAD, WGRAD), needed))
     x, weight, *_, transposed, _, groups = args
-    small, large = (x, y) if transposed else (y, x)  # the window of a position of the first is in the second
+    small = x if transposed else y  # each of its positions has a window in the other
     positions = small.shape[0] * math.prod(small.shape[2:])
     filters, window = weight.shape[0] // groups, math.prod(weight.shape[1:])
     narrow, wide = (positions, filters, window), (positions, window, filters)
     fprop, dgrad = (wide, narrow) if transposed else (narrow, wide)
     sizes = {FPROP: fprop, DGRAD: dgrad, WGRAD: (filters, window, positions)}
-    flops, nbytes = 2 * groups * positions * filters * window, small.nbytes + large.nbytes + weight.nbytes
+    flops, nbytes = 2 * groups * positions * filters * window, x.nbytes + y.nbytes + weight.nbytes
     channels = (x.shape[1], y.shape[1])
     for part in parts:
         m, n, k = sizes[part]

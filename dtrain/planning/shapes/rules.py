@@ -21,7 +21,6 @@ class Cause:
 
     Attributes:
         kind: :data:`BATCH` for rows of a micro-batch, :data:`SIZE` for one of a parameter, or :data:`HEAD_DIM`.
-        multiple: that ``size`` should be.
         sizes: ``size``, and those of its multiples that break the rule too.
         uses: (module, dimension) in forward.
         products: in all passes, that have one of the sizes.
@@ -34,16 +33,13 @@ class Cause:
     uses: dict[tuple[str, str], None] = field(default_factory=dict)
     products: list[MatrixProduct] = field(default_factory=list)
 
-    def padded(self, size: int, multiple: int | None = None) -> int:
-        """Returns what one of ``sizes`` becomes if ``size`` is padded to a multiple."""
-        return size // self.size * (self.size + -self.size % (multiple or self.multiple))
+    def padded(self, size: int, multiple: int) -> int:
+        """Returns what one of ``sizes`` becomes if ``self.size`` is padded to a multiple of ``multiple``."""
+        return size // self.size * (self.size + -self.size % multiple)
 
 
 def dimensions(product: MatrixProduct) -> list[tuple[str, str, int]]:
-    """Returns the kind of cause, the name and the size of each dimension that has a rule.
-
-    In ``OPERANDS`` the first letter stands for the name.
-    """
+    """Returns (kind of cause, name, size) of each dimension with a rule; ``OPERANDS`` has the name's first letter."""
     if product.kind == ATTENTION:
         return [(HEAD_DIM, "head dim", product.k)]
     if product.kind == CONVOLUTION:
@@ -61,9 +57,7 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
     FP8 products have the features of ``linears``, by name and as they go in and out, padded.
     """
     causes: dict[tuple[str, int, int], Cause] = {}
-    for product in products:
-        if product.part != FPROP or product.call.is_recomputed:
-            continue
+    for product in (one for one in products if one.part == FPROP and not one.call.is_recomputed):
         module, multiple = product.call.module, MULTIPLES.get(product.format, 1)
         unpadded = dict(zip("KN", linears.get(module, ()), strict=False)) if product.format == "fp8" else {}
         for kind, name, size in dimensions(product):
@@ -73,9 +67,8 @@ def find_causes(products: Sequence[MatrixProduct], linears: Mapping[str, tuple[i
                 cause.uses[module, name] = None
     merged = _merge_multiples(causes.values())
     for cause in merged:
-        modules = {module for module, _ in cause.uses}
-        of_modules = (product for product in products if product.call.module in modules)
-        cause.products = [product for product in of_modules if MULTIPLES.get(product.format, 1) == cause.multiple]
+        of_uses = {(module, cause.multiple) for module, _ in cause.uses}
+        cause.products = [one for one in products if (one.call.module, MULTIPLES.get(one.format, 1)) in of_uses]
     return merged
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -118,27 +119,24 @@ def _summary(found: Sequence[MatrixProduct], device: Device) -> Iterator[str]:
 
 def _cause_row(cause: Cause, run: PlannedRun, budget_s: float | None) -> tuple[str, ...]:
     """Returns the row of a cause, whose padding is timed for ``budget_s`` seconds; None: it is not."""
-    by_dimension: dict[str, list[str]] = {}
+    modules = defaultdict(list)  # by dimension
     for module, dimension in fold(cause.uses):
-        by_dimension.setdefault(dimension, []).append(module)
-    where = "; ".join(f"{dimension} of {', '.join(names)}" for dimension, names in by_dimension.items())
-    is_language = run.config.data.is_language
-    multiple = VOCAB_MULTIPLE if is_language and _has_all_outputs(cause, run) else cause.multiple
+        modules[dimension].append(module)
+    where = "; ".join(f"{dimension} of {', '.join(names)}" for dimension, names in modules.items())
+    multiple = VOCAB_MULTIPLE if run.config.data.is_language and _has_all_outputs(cause, run) else cause.multiple
     padded, gain = cause.padded(cause.size, multiple), _gain(cause, multiple, run, budget_s)
-    if gain is None:
-        advice = f"rule broken, gain of {padded} not measured"
-    elif gain < _MIN_GAIN:
-        advice = f"rule broken, gain of {padded} measured below {_MIN_GAIN:.0%}"
-    else:
+    if gain is not None and gain >= _MIN_GAIN:
         advice = f"padding to {padded} saves {gain:.0%} of these products (measured)"
+    else:
+        measured = "not measured" if gain is None else f"measured below {_MIN_GAIN:.0%}"
+        advice = f"rule broken, gain of {padded} {measured}"
     what, key = describe(cause, run)
     return what, where, str(cause.multiple), key, advice
 
 
 def _gain(cause: Cause, multiple: int, run: PlannedRun, budget_s: float | None) -> float | None:
     device = torch.device(run.device.type)
-    formats = {product.format for product in cause.products}
-    if budget_s is None or not run.device.is_here or not all(has_products(name, device) for name in formats):
+    if not (budget_s and run.device.is_here and all(has_products(one.format, device) for one in cause.products)):
         return None
     torch.manual_seed(0)
     return measured_gain(cause, multiple, device, budget_s)
@@ -152,30 +150,25 @@ def _has_all_outputs(cause: Cause, run: PlannedRun) -> bool:
 def describe(cause: Cause, run: PlannedRun) -> tuple[str, str]:
     """Returns what the size is, and the keys that set it."""
     model, size, is_language = run.config.model, cause.size, run.config.data.is_language
-    micro_batch, names = run.config.train.micro_batch_size, " ".join(name for _, name in cause.uses)
+    micro_batch, letters = run.config.train.micro_batch_size, {name[0] for _, name in cause.uses}
     is_built_in, is_hf = model.factory in (DEFAULT_FACTORY, GPT2_FACTORY), model.factory == HF_FACTORY
-    is_rows, is_all_outputs = cause.kind == BATCH, _has_all_outputs(cause, run)
-    length, rest = divmod(size, micro_batch)
-    is_sequence = is_language and not rest and any(tensor.numel() == size for tensor in run.batch.values())
+    is_rows, of_head = cause.kind == BATCH, _has_all_outputs(cause, run)
+    is_sequence = is_language and not size % micro_batch and size in {tensor.numel() for tensor in run.batch.values()}
     rows_key = "train.micro_batch_size" + (", model.max_seq_len" if is_language else "")
     own_key, head = "config.json of model.path" if is_hf else model.factory, f"the head of {model.factory}: "
     cut = "padded_vocab_size() of dtrain.models.causal_lm; cut the logits to the vocabulary before the loss"
     has_width = "hidden_dim" in USED_KEYS.get(model.factory, ())
     known = [  # the first that applies
         (is_rows and size == micro_batch, "micro-batch", "train.micro_batch_size"),
-        (is_rows and is_sequence, f"micro-batch {micro_batch} x sequence {length} =", rows_key),
+        (is_rows and is_sequence, f"micro-batch {micro_batch} x sequence {size // micro_batch} =", rows_key),
         (is_rows, "rows", rows_key),
         (cause.kind == HEAD_DIM and is_built_in, "head dim", "model.num_heads = model.hidden_dim / head dim"),
         (cause.kind == HEAD_DIM, "head dim", own_key),
-        (is_all_outputs and is_language and not is_hf, "vocabulary", head + cut),
-        (
-            is_all_outputs and not is_language and "N" in names,
-            "outputs",
-            f"{head}pad its outputs, and cut off the padding",
-        ),
+        (of_head and is_language and not is_hf, "vocabulary", head + cut),
+        (of_head and not is_language and "N" in letters, "outputs", head + "pad its outputs, and cut off the padding"),
         (size == model.lora.r, "r", "model.lora.r"),
         (has_width and size == model.hidden_dim, "hidden_dim", "model.hidden_dim"),
-        (not is_built_in, "channels" if "channels" in names else "size", own_key),
+        (not is_built_in, "channels" if "c" in letters else "size", own_key),
         (model.hidden_dim in cause.sizes, "hidden_dim", "model.hidden_dim"),
         (model.ffn_dim in cause.sizes, "ffn_dim", "model.ffn_dim"),
         (True, "size", "model.num_heads, model.num_kv_heads, model.ffn_dim"),

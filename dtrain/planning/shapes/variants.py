@@ -36,8 +36,7 @@ def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Sig
         sizes = value.shape if isinstance(value, TensorSpec) else value  # the sizes of a convolution's bias
         if not isinstance(sizes, tuple) or (product.kind == ATTENTION and len(sizes) != 4):  # sums of rows
             return value
-        letters = names[-len(sizes) :].ljust(len(sizes))
-        dims = zip(letters, sizes, strict=False)
+        dims = zip(names[-len(sizes) :].ljust(len(sizes)), sizes, strict=False)
         # a scale or a bias may have 1 instead
         sizes = tuple(cause.padded(size, multiple) if (letter, size) in found else size for letter, size in dims)
         return _in_shape(value, sizes) if isinstance(value, TensorSpec) else sizes
@@ -70,8 +69,9 @@ def in_format(product: MatrixProduct, name: str) -> Signature:
     right = TensorSpec((product.k, product.n), (1, product.k), dtype)
     if name == "fp8":
         scale = TensorSpec((), (), torch.float32)
-        options = (("out_dtype", torch.bfloat16),)
-        return Signature(torch.ops.aten._scaled_mm.default, (left, right, scale, scale), options)
+        return Signature(
+            torch.ops.aten._scaled_mm.default, (left, right, scale, scale), (("out_dtype", torch.bfloat16),)
+        )
     if product.format == "fp8":
         return Signature(torch.ops.aten.mm.default, (left, right), ())
 

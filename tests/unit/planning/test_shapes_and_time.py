@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -193,6 +194,15 @@ def test_what_is_timed_are_the_products_with_the_size_padded(monkeypatch: pytest
         ((257, 256, 256, 60), (320, 256, 256, 60)),
         ((256, 257, 257, 60), (256, 320, 320, 60)),
     ]
+
+
+def test_both_gradients_of_a_convolution_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: dict[tuple[Signature, Signature], int] = {}
+    monkeypatch.setattr(variants, "timed_ratio", lambda pairs, *_: timed.update(pairs))
+    assert variants.measured_gain(causes_of(planned_run(*_IMAGES))["channels 20"], 24, CPU, 1.0) is None
+    expected = dict.fromkeys(("convolution", "convolution_backward", "addmm"), 1) | {"mm": 2}
+    assert Counter(before.name for before, _ in timed) == expected
+    assert set(timed.values()) == {1}
 
 
 @pytest.mark.parametrize("keys", [_IMAGES[:1], pytest.param(_BAD, marks=pytest.mark.exhaustive)])
