@@ -88,11 +88,6 @@ class PlannedRun:
         return PlannedRun(config, device, num_ranks, batch, dataset.task)
 
     @property
-    def unit(self) -> str:
-        """Unit of the targets that count in the loss: ``tokens`` or ``samples``."""
-        return self.task.unit
-
-    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of a rank in a step."""
         train = self.config.train
@@ -125,11 +120,6 @@ class PlannedRun:
         """Whether the run compiles blocks, or decides by a measurement; a plan takes them as they are."""
         mode = self.config.model.compile
         return mode == "blocks" or (mode == "auto" and self.device.type == "cuda")
-
-    @property
-    def is_tf32(self) -> bool:
-        """Whether products of FP32 use TF32."""
-        return bool(self.config.precision.name == "tf32")
 
     @contextmanager
     def engine(self, recorder: StepRecorder | None = None) -> Iterator[tuple[NativeEngine, Callable[..., StepOutcome]]]:

@@ -103,7 +103,7 @@ def show_points(points: Sequence[ScalingPoint], *, is_strong: bool) -> None:
         ("step ms", lambda point: _ms(point.step.seconds)),
         *((name, lambda point, name=name: _ms(point.parts[name])) for name in points[0].parts if name not in absent),
         ("efficiency", lambda point: f"{point.efficiency:.1%}"),
-        (f"{run.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
+        (f"{run.task.unit}/s", lambda point: f"{point.targets_per_s:,.0f}"),
     ]
     others: list[Column[ScalingPoint]] = [
         steps[0],
@@ -196,7 +196,7 @@ def to_json(points: Sequence[ScalingPoint], *, is_strong: bool) -> dict[str, Any
         "assumptions": asdict(points[0].assumed),
         "device": points[0].run.device.name,
         "scaling": "strong" if is_strong else "weak",
-        "unit": points[0].run.unit,
+        "unit": points[0].run.task.unit,
         "points": [
             {
                 "ranks": point.run.num_ranks,

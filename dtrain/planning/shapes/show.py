@@ -63,7 +63,7 @@ def record_products(run: PlannedRun) -> tuple[list[MatrixProduct], dict[str, tup
         }
         (recorded,) = recorder.record_steps(engine, step, [1])
     calls = [call for call in recorded.calls if call.part != UPDATE]  # Muon multiplies matrices in the update
-    return products(calls, tf32=run.is_tf32), linears
+    return products(calls, tf32=run.config.precision.name == "tf32"), linears
 
 
 def _product_table(found: Sequence[MatrixProduct], device: Device) -> Table:

@@ -174,7 +174,7 @@ def _is_elementwise(name: str) -> bool:
 
 
 def expected(share: float, speedup: float = math.inf) -> float:
-    """Returns the speed-up of a step whose products, ``share`` of it, are so many times as fast, or take no time."""
+    """Returns the speed-up of a step whose products, ``share`` of it, are ``speedup`` times as fast."""
     return 1 / max(1 - share + share / speedup, 1e-9)
 
 

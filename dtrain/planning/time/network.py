@@ -68,12 +68,6 @@ class Network:
     reduce: Link
 
     @staticmethod
-    def free() -> Network:
-        """Returns a network whose collectives take no time."""
-        link = Link(0.0, 0.0, 2)
-        return Network(2, link, link)
-
-    @staticmethod
     def read(path: Path, transport: str) -> Network:
         """Reads the results of ``dtrain bench collectives bench.out=PATH`` through ``transport``.
 

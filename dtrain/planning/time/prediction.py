@@ -16,14 +16,13 @@ from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.products import MatrixProduct, products
 from dtrain.planning.record.ranks import NCCL, Transfer
 from dtrain.planning.record.recorder import UPDATE, RecordedCall, RecordedStep
-from dtrain.planning.time.network import FABRICS, Fabric, Network, find_fabric
+from dtrain.planning.time.network import FABRICS, Fabric, Link, Network, find_fabric
 from dtrain.planning.time.replay import RankTrace, Replay, Share, replay
 
 NO_NETWORK = ""
 """Network whose transfers take no time."""
 ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
 """Ways to reduce gradients: as the engine does, or by a ring reduce-scatter of their dtype, or of FP32."""
-
 
 _CPU_RATE, _CPU_BANDWIDTH = 50e9, 10e9
 """Stand-ins for a CPU, whose rates are not published: only the proportions between operations count."""
@@ -56,7 +55,7 @@ class Assumptions:
                 "of a rank in a step, which dtrain plan time measures"
             )
         if self.network == NO_NETWORK:
-            return Network.free()
+            return Network(2, *[Link(0.0, 0.0, 2)] * 2)
         if self.network not in FABRICS and Path(self.network).is_file():
             return Network.read(Path(self.network), run.transport)
         found = find_fabric(self.network)
@@ -160,7 +159,7 @@ class PricedRun:
             )
             for trace in self.traces
         ]
-        step = found[0] if len(found) == 1 else _extended_replay(recorded.num_more, found[1], found[0])
+        step = _extended_replay(recorded.num_more, found[-1], found[0])
         return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
 
 
@@ -187,7 +186,7 @@ def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float) -> tup
     timed: list[tuple[RecordedCall, float]] = []
     sums: defaultdict[str, float] = defaultdict(float)
     for call in step.calls:
-        found = products([call], tf32=run.is_tf32)
+        found = products([call], tf32=run.config.precision.name == "tf32")
         taken = sum(map(seconds_of, found)) if found else moved_bytes(call) / bandwidth
         timed.append((call, taken))
         sums[UPDATE if call.part == UPDATE else "products" if found else "others"] += taken

@@ -104,7 +104,7 @@ def show_prediction(found: Prediction, assumed: Assumptions) -> None:
     show([Table(f"Time of a step on {run.device.name}", ("part", "ms", "share", "at least ms"), rows)])
     targets = run.config.train.global_batch_size * run.config.targets_per_sample
     print(
-        f"{found.targets_per_s:,.0f} {run.unit}/s on {plural(run.num_ranks, 'rank')}, at most "
+        f"{found.targets_per_s:,.0f} {run.task.unit}/s on {plural(run.num_ranks, 'rank')}, at most "
         f"{targets / least.total:,.0f}: each operation alone, at the published rate or bandwidth, which no run reaches"
     )
     for line in (*assumptions(run, assumed), limit_line(least.products / least.total), *_communication(step, assumed)):
@@ -174,8 +174,8 @@ def summary(times: RankTime, step: Replay, run: PlannedRun, assumed: Assumptions
     low, _, high = quantiles(times.busy_ms, n=4)
     lines = [
         f"{ms:.4g} ms a step (half of them between {low + waited:.4g} and {high + waited:.4g}), "
-        f"{tokens / step.seconds:,.0f} {run.unit}/s, on {plural(run.num_ranks, 'rank')}; {plural(train.steps, 'step')} "
-        f"take {duration(train.steps * step.seconds)}, without evaluation and checkpoints"
+        f"{tokens / step.seconds:,.0f} {run.task.unit}/s, on {plural(run.num_ranks, 'rank')}; "
+        f"{plural(train.steps, 'step')} take {duration(train.steps * step.seconds)}, without evaluation and checkpoints"
     ]
     if run.compiles_blocks:
         lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
