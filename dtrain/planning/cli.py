@@ -60,16 +60,17 @@ Tables are drawn on a terminal and Markdown elsewhere. docs/planning.md says wha
 _HELP = frozenset(("-h", "--help"))
 
 
-def _counts(text: str) -> list[int]:
-    return [int(count) if count.isdecimal() else 0 for count in text.split(",")]
-
-
 _PLANS = ("memory", "time", "shapes", "precision", "scale")
 _RUN, _TIME, _SCALE = ("memory", "time", "shapes", "scale"), ("time", "scale"), ("scale",)
 _ANY = (str, lambda _: True, "")
 _OWN_KEYS: dict[str, tuple[Sequence[str], Callable[[str], Any], Callable[[Any], bool], str]] = {
     "device=": (_RUN, *_ANY),
-    "ranks=": (_RUN, _counts, all, "must be a whole number from 1; dtrain plan scale takes several: ranks=8,64"),
+    "ranks=": (
+        _RUN,
+        lambda text: [*map(int, text.split(","))],
+        lambda counts: min(counts) > 0,
+        "must be a whole number from 1; dtrain plan scale takes several: ranks=8,64",
+    ),
     "network=": (_TIME, *_ANY),
     "efficiency=": (_TIME, float, lambda value: 1e-6 <= value <= 1, "must be a number from 1e-06 to 1"),
     "step_ms=": (_TIME, float, lambda value: value >= 1e-6, "must be a number from 1e-06"),

@@ -64,32 +64,19 @@ _GPUS = {
 
 
 def find_device(name: str, local_ranks: int = 1) -> Device:
-    """Returns the device called ``name``.
+    """Returns the device called ``name``: a GPU's short name, :data:`HERE`, or ``cpu`` for this machine's.
 
-    Args:
-        name: a GPU's short name, :data:`HERE`, or ``cpu`` for this machine's CPU.
-        local_ranks: ranks that share this machine's memory, if it is the machine's CPU.
-
-    Raises:
-        ConfigError: the name is unknown.
+    The memory of its CPU is shared by ``local_ranks``. Raises ``ConfigError`` if the name is unknown.
     """
     if name in _GPUS:
         return _GPUS[name]
     if name == HERE and torch.cuda.is_available():
-        return _gpu_here()
+        found = torch.cuda.get_device_properties(0)
+        unlisted = Device(found.name, "cuda", found.total_memory, found.name)
+        gpu = next((gpu for gpu in _GPUS.values() if gpu.model == found.name), unlisted)
+        capability, num_sms = (found.major, found.minor), found.multi_processor_count
+        return replace(gpu, memory=found.total_memory, capability=capability, num_sms=num_sms, is_here=True)
     if name in (HERE, "cpu"):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Device("cpu", "cpu", memory // local_ranks, "cpu", is_here=True)
     raise ConfigError(f"device={name} is not known{nearest(name, (HERE, 'cpu', *_GPUS))}")
-
-
-def _gpu_here() -> Device:
-    properties = torch.cuda.get_device_properties(0)
-    unlisted = Device(properties.name, "cuda", properties.total_memory, properties.name)
-    return replace(
-        next((gpu for gpu in _GPUS.values() if gpu.model == properties.name), unlisted),
-        memory=properties.total_memory,
-        capability=(properties.major, properties.minor),
-        num_sms=properties.multi_processor_count,
-        is_here=True,
-    )

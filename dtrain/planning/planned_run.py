@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -53,7 +53,6 @@ class PlannedRun:
     Attributes:
         config: what ``dtrain train`` takes, with one size of all batches.
         batch: a micro-batch of a rank; only shapes and dtypes count, and how many targets do.
-        task: of the data.
     """
 
     config: RunConfig
@@ -91,8 +90,7 @@ class PlannedRun:
     def num_micro_batches(self) -> int:
         """Micro-batches of a rank in a step."""
         train = self.config.train
-        count: int = train.global_batch_size // (train.micro_batch_size * self.num_ranks)
-        return max(1, count)
+        return max(1, int(train.global_batch_size // (train.micro_batch_size * self.num_ranks)))
 
     @property
     def num_recorded(self) -> int:
@@ -134,8 +132,11 @@ class PlannedRun:
         model = build_without_values(config, self.task)
         # fake targets have no values to count
         weight = micro_batch_weight(self.batch, config.train.micro_batch_size * config.targets_per_sample)
-        engines = fake_engine(model, partial(make_engine, config), comm, recorder)
-        with _older_objects_frozen(), torch_settings_restored(), engines as engine:
+        gc.freeze()  # then the collector looks at new objects only: a plan makes many, next to torch's even more
+        with ExitStack() as stack:
+            stack.callback(gc.unfreeze)
+            stack.enter_context(torch_settings_restored())
+            engine = stack.enter_context(fake_engine(model, partial(make_engine, config), comm, recorder))
             assert isinstance(engine, NativeEngine)
             session = Session(engine, config, weigh=lambda _: weight)
             batch = {name: torch.empty(tensor.shape, dtype=tensor.dtype) for name, tensor in self.batch.items()}
@@ -222,16 +223,6 @@ def saved_bytes(engine: NativeEngine) -> tuple[int, int]:
     elements = max(sum(shard.data.numel() for shard in shards) for shards in own.values())
     whole = sum(slot.spec.numel for layout in engine.sharded.layouts for slot in layout.slots)
     return nbytes, round(nbytes * whole / max(elements, 1))
-
-
-@contextmanager
-def _older_objects_frozen() -> Iterator[None]:
-    """Inside, the garbage collector looks at new objects only: a plan makes many, next to torch's even more."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def _executable(config: RunConfig, device: Device) -> RunConfig:

@@ -30,11 +30,9 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes of one rank.
+    """Bytes of one rank, of ``num_ranks`` that share the states, on a device.
 
     Attributes:
-        device: whose memory it is.
-        num_ranks: ranks that share the states.
         states: between steps, by the kinds of ``engine.memory()``.
         host: between steps in the memory of the host beside a GPU, by kind; in none of the others.
         peak: at the moment of a step when most is live, by kind.

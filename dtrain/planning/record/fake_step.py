@@ -122,15 +122,14 @@ def _tell_of_selection() -> None:
 def fake_engine(
     model: nn.Module, build: Callable[[nn.Module, Communicator], Engine], comm: Communicator, recorder: StepRecorder
 ) -> Iterator[Engine]:
-    """Yields an engine that ``build`` makes of ``model`` without values; inside, new tensors are fake.
+    """Yields an engine that ``build`` makes of ``model``, whose parameters and buffers become fake tensors.
 
-    The host may read them: a number is 1, a truth value false. What is selected by a mask is all.
+    Inside, new tensors are fake, and ``recorder`` records. The host may read them: a number is 1, a truth value false.
+    What is selected by a mask is all. While the engine is built only warnings are logged.
 
     Args:
-        model: on ``meta`` or with values; its parameters and buffers are replaced by fake ones.
-        build: makes the engine of a run, which logs only warnings meanwhile.
+        model: on ``meta`` or with values.
         comm: from :func:`dtrain.planning.record.ranks.planned_ranks`.
-        recorder: of all that happens inside.
 
     Raises:
         ConfigError: the model makes a tensor whose size depends on values in another way.

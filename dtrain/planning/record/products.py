@@ -39,7 +39,6 @@ class MatrixProduct:
     attention m and n are the tokens of queries and keys, and k is the head dim; a pair is a head of a sample.
 
     Attributes:
-        kind: one of :data:`MATMUL`, :data:`CONVOLUTION`, :data:`ATTENTION`.
         call: of the operation; one of backward bears the module of its forward.
         part: one of :data:`FPROP`, :data:`DGRAD`, :data:`WGRAD`. Gradients of attention, and of products of two
             activations, are :data:`DGRAD`.

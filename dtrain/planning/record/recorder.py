@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,12 +40,8 @@ class TensorSpec:
         return TensorSpec(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
 
     @property
-    def numel(self) -> int:
-        return torch.Size(self.shape).numel()
-
-    @property
     def nbytes(self) -> int:
-        return self.numel * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +56,6 @@ class Signature:
     def name(self) -> str:
         """Name of the operation without its overload, such as ``addmm``."""
         return str(self.func).split(".")[1]
-
-    @property
-    def tensors(self) -> list[TensorSpec]:
-        """The tensors among the arguments, in order."""
-        return [value for value in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(value, TensorSpec)]
 
     def map(self, change: Callable[[Any], Any]) -> Signature:
         """Returns the call with every argument changed, those in lists one by one."""
@@ -188,8 +180,6 @@ class StepRecorder(TorchDispatchMode, TransferLog, StepWatch):
         self._now += 1
         return self._now
 
-    # -- calls and storages --------------------------------------------------------------------------------------------
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):  # the most frequent call
             return args[0].fake_device
@@ -241,8 +231,6 @@ class StepRecorder(TorchDispatchMode, TransferLog, StepWatch):
         for tensor in tensors:
             self._add(tensor).kind = kind
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
-
     def start(self, transfer: Transfer) -> int:
         self.transfers.append(RecordedTransfer(transfer, self._tick()))
         return len(self.transfers) - 1
@@ -252,8 +240,6 @@ class StepRecorder(TorchDispatchMode, TransferLog, StepWatch):
 
     def gathered(self, output: Tensor) -> None:
         self.label(UNSHARDED, [output])
-
-    # -- steps ---------------------------------------------------------------------------------------------------------
 
     def record_steps(self, engine: Engine, step: Callable[..., object], counts: Sequence[int]) -> list[RecordedStep]:
         """Takes a step of ``engine`` for each of ``counts``, its micro-batches, and returns the steps."""

@@ -114,9 +114,6 @@ def _summary(found: Sequence[MatrixProduct], device: Device) -> Iterator[str]:
     yield from (note for what, note in _NOTES.items() if what in present)
 
 
-# -- rules
-
-
 def _cause_row(cause: Cause, run: PlannedRun, budget_s: float | None) -> tuple[str, ...]:
     """Returns the row of a cause, whose padding is timed for ``budget_s`` seconds; None: it is not."""
     modules = defaultdict(list)  # by dimension

@@ -69,9 +69,8 @@ def in_format(product: MatrixProduct, name: str) -> Signature:
     right = TensorSpec((product.k, product.n), (1, product.k), dtype)
     if name == "fp8":
         scale = TensorSpec((), (), torch.float32)
-        return Signature(
-            torch.ops.aten._scaled_mm.default, (left, right, scale, scale), (("out_dtype", torch.bfloat16),)
-        )
+        options = (("out_dtype", torch.bfloat16),)
+        return Signature(torch.ops.aten._scaled_mm.default, (left, right, scale, scale), options)
     if product.format == "fp8":
         return Signature(torch.ops.aten.mm.default, (left, right), ())
 
@@ -133,7 +132,7 @@ def bind(signature: Signature, device: torch.device) -> Callable[[], Any]:
 def _tensor_of(spec: TensorSpec, device: torch.device) -> Tensor:
     """Returns a tensor of random values; integers, such as indices and seeds, are 0."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(spec.shape, spec.stride, strict=True))
-    values = torch.zeros(extent if spec.numel else 0, dtype=spec.dtype, device=device)
+    values = torch.zeros(extent if spec.nbytes else 0, dtype=spec.dtype, device=device)
     if spec.dtype.is_floating_point or spec.dtype.is_complex:
         values = torch.randn_like(values, dtype=None if spec.dtype.itemsize > 1 else torch.float32).to(spec.dtype)
     return values.as_strided(spec.shape, spec.stride)

@@ -168,9 +168,7 @@ class PlannedRank:
 
 def _is_elementwise(name: str) -> bool:
     packet = getattr(torch.ops.aten, name, None)
-    if packet is None:
-        return False
-    return any(torch.Tag.pointwise in getattr(packet, overload).tags for overload in packet.overloads())
+    return packet is not None and any(torch.Tag.pointwise in getattr(packet, one).tags for one in packet.overloads())
 
 
 def expected(share: float, speedup: float = math.inf) -> float:

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.errors import ConfigError, nearest
+from dtrain.errors import ConfigError
 from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer
 
 _GATHER, _REDUCE = "all_gather", "reduce_scatter"
@@ -177,10 +177,3 @@ FABRICS = {
     )
 }
 """Networks by name."""
-
-
-def find_fabric(name: str) -> Fabric:
-    """Returns the network called ``name``; raises ``ConfigError`` if there is none."""
-    if name not in FABRICS:
-        raise ConfigError(f"network={name} is neither a file nor a known network{nearest(name, FABRICS)}")
-    return FABRICS[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
@@ -10,13 +10,15 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from torch.utils import _pytree as pytree
+
 from dtrain.config.engines import Native
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, nearest
 from dtrain.planning.planned_run import PlannedRun, RecordedSteps
 from dtrain.planning.record.products import MatrixProduct, products
 from dtrain.planning.record.ranks import NCCL, Transfer
-from dtrain.planning.record.recorder import UPDATE, RecordedCall, RecordedStep
-from dtrain.planning.time.network import FABRICS, Fabric, Link, Network, find_fabric
+from dtrain.planning.record.recorder import UPDATE, RecordedCall, RecordedStep, TensorSpec
+from dtrain.planning.time.network import FABRICS, Fabric, Link, Network
 from dtrain.planning.time.replay import RankTrace, Replay, Share, replay
 
 NO_NETWORK = ""
@@ -58,13 +60,15 @@ class Assumptions:
             return Network(2, *[Link(0.0, 0.0, 2)] * 2)
         if self.network not in FABRICS and Path(self.network).is_file():
             return Network.read(Path(self.network), run.transport)
-        found = find_fabric(self.network)
+        if self.network not in FABRICS:
+            near = nearest(self.network, FABRICS)
+            raise ConfigError(f"network={self.network} is neither a file nor a known network{near}")
         if run.transport != NCCL:
             raise ConfigError(
                 f"network={self.network} connects GPUs, and the ranks are CPUs; give the file of dtrain bench "
                 "collectives bench.out=FILE"
             )
-        return found
+        return FABRICS[self.network]
 
     def compute_factor(self, ranks: int) -> float:
         """Returns the computation time of the slowest of ``ranks``, divided by their mean.
@@ -190,7 +194,8 @@ def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float) -> tup
         taken = sum(map(seconds_of, found)) if found else moved_bytes(call) / bandwidth
         timed.append((call, taken))
         sums[UPDATE if call.part == UPDATE else "products" if found else "others"] += taken
-    update = sum(map(update_bytes, recorded.memory)) / bandwidth
+    states = Counter(recorded.memory[0]) + Counter(recorded.memory[1])
+    update = (2 * (states["main_grad"] + states["master"] + states["moments"]) + states["compute"]) / bandwidth
     work = [(call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken) for call, taken in timed]
     events = [(at, taken, -1, False) for at, taken in work]
     for number, one in step.transfers.items():
@@ -212,13 +217,8 @@ def moved_bytes(call: RecordedCall) -> int:
     # the schema of the unsafe view, which follows each product, does not say that it is one
     if getattr(func, "is_view", False) or call.signature.name.startswith(("empty", "new_empty", "_unsafe_view")):
         return 0
-    read = sum(tensor.nbytes for tensor in call.signature.tensors)
-    return read + sum(output.nbytes for output in call.outputs)
-
-
-def update_bytes(states: Mapping[str, int]) -> int:
-    """Returns what an update reads and writes, in one pass over all; ``states`` are those of ``engine.memory()``."""
-    return 2 * sum(states.get(kind, 0) for kind in ("main_grad", "master", "moments")) + states.get("compute", 0)
+    values = pytree.tree_leaves((call.signature.args, call.signature.kwargs, call.outputs))
+    return sum(value.nbytes for value in values if isinstance(value, TensorSpec))
 
 
 def predict(run: PlannedRun, assumed: Assumptions) -> Prediction:
@@ -258,11 +258,9 @@ def assumptions(run: PlannedRun, assumed: Assumptions, micro_batches: Sequence[i
     fabric = FABRICS.get(assumed.network)
     text = f"network {assumed.network}" + ("" if fabric is None else f": {fabric.line}")
     yield f"nothing is measured; {text}; {accumulation(counts)}"
-    rates = (
-        f"products at {assumed.efficiency:.0%} of the published rate, all else at the memory's bandwidth"
-        if assumed.step_ms is None
-        else f"a rank computes {assumed.step_ms:g} ms"
-    )
+    rates = f"products at {assumed.efficiency:.0%} of the published rate, all else at the memory's bandwidth"
+    if assumed.step_ms is not None:
+        rates = f"a rank computes {assumed.step_ms:g} ms"
     yield (
         f"{rates}; {assumed.overlap_slowdown:g} times as long while a transfer runs; the speeds of ranks deviate by "
         f"{assumed.spread:.1%}"

@@ -63,7 +63,8 @@ def show_time(run: PlannedRun, assumed: Assumptions) -> None:
     if not run.device.is_here:
         show_prediction(predict(run, assumed), assumed)
         return
-    run = _as_started(run)
+    if run.device.type == "cpu" and _num_processes(run) < run.num_ranks:  # several hosts, connected by sockets
+        run = replace(run, config=replace(run.config, launch=replace(run.config.launch, shared_memory=False)))
     assumed.links(run, has_rates=False)  # an error here is shown before the processes start
     times = measure_time(run, _BUDGET_S)
     step = with_ranks(run, times, assumed)
@@ -133,14 +134,6 @@ def _num_processes(run: PlannedRun) -> int:
     asked = run.config.launch.num_processes
     host = asked if isinstance(asked, int) else num_cores()
     return min(run.num_ranks, host) if run.device.type == "cpu" else 1
-
-
-def _as_started(run: PlannedRun) -> PlannedRun:
-    """Returns ``run`` with the transport of its CPU ranks, which go through sockets if there are several hosts."""
-    if run.device.type == "cuda" or _num_processes(run) == run.num_ranks:
-        return run
-    config = run.config
-    return replace(run, config=replace(config, launch=replace(config.launch, shared_memory=False)))
 
 
 def measure_rank(rank: Rank) -> RankTime:

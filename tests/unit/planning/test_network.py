@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from dtrain.errors import ConfigError
 from dtrain.planning.devices import find_device
 from dtrain.planning.record.ranks import HOST, NCCL, REPLICATE, SOCKETS, Transfer
-from dtrain.planning.time.network import FABRICS, Link, Network, find_fabric
+from dtrain.planning.time.network import FABRICS, Link, Network
+from dtrain.planning.time.prediction import Assumptions
 from dtrain.precision.hardware import GPUS, Variant
 from tests.helpers.launch import ROOT
+from tests.unit.planning.planned_runs import planned_run
 
 MEASURED = ROOT / "docs" / "results" / "collectives-cpu.json"
 IB = FABRICS["ib-400g"]
@@ -102,6 +104,6 @@ def test_what_is_not_known_is_refused() -> None:
     with pytest.raises(ConfigError, match="one node of 8 ranks, and 16 ranks"):
         FABRICS["nvlink"].seconds(Transfer("all_gather", 1, 16))
     with pytest.raises(ConfigError, match="network=ib-40g is neither a file nor a known network; did you mean"):
-        find_fabric("ib-40g")
+        Assumptions("ib-40g").links(planned_run(device="h100-80gb"))
     with pytest.raises(ConfigError, match="through nccl"):
         Network.read(MEASURED, NCCL)

@@ -19,7 +19,7 @@ from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.plans import planned_run
 from dtrain.planning.record.ranks import Transfer
 from dtrain.planning.scale import ScalingPoint, draw, remarks, scale, scale_assumptions, with_ranks
-from dtrain.planning.time.network import FABRICS, find_fabric
+from dtrain.planning.time.network import FABRICS
 from dtrain.planning.time.prediction import Assumptions
 from dtrain.planning.time.replay import GRADIENTS, REPLICAS, VOTE, WEIGHTS
 from dtrain.sharding.layout import CHUNK
@@ -184,7 +184,7 @@ def test_a_simulation_gives_the_recorded_figures() -> None:
 
 def test_collectives_take_what_is_published() -> None:
     published = json.loads((RESULTS / "collectives-efa.json").read_text(encoding="utf-8"))
-    fabric = find_fabric("efa")
+    fabric = FABRICS["efa"]
     ratios = []
     for op in ("all_gather", "all_to_all"):
         for size, row in published[op].items():
