@@ -67,7 +67,7 @@ _OWN_KEYS: dict[str, tuple[Sequence[str], Callable[[str], Any], Callable[[Any], 
     "device=": (_RUN, *_ANY),
     "ranks=": (
         _RUN,
-        lambda text: [*map(int, text.split(","))],
+        lambda text: [int(count) * count.isdecimal() for count in text.split(",")],
         lambda counts: min(counts) > 0,
         "must be a whole number from 1; dtrain plan scale takes several: ranks=8,64",
     ),

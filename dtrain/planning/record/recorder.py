@@ -55,7 +55,7 @@ class Signature:
     @property
     def name(self) -> str:
         """Name of the operation without its overload, such as ``addmm``."""
-        return str(self.func).split(".")[1]
+        return str(self.func.__name__).split(".")[0]
 
     def map(self, change: Callable[[Any], Any]) -> Signature:
         """Returns the call with every argument changed, those in lists one by one."""
@@ -110,7 +110,7 @@ class RecordedTransfer:
 
 @dataclass(frozen=True)
 class RecordedStep:
-    """What a rank does in one step, between two places among all that is recorded.
+    """One step of a rank: its calls and transfers, and where it begins and ends in the order of all that is recorded.
 
     The transfers are by number; those that were started before the step and are waited for in it are not among them.
     """

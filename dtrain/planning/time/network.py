@@ -61,7 +61,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Network:
-    """What collectives take between ranks, as ``num_ranks`` have measured: moving bytes, and sums by the receiver."""
+    """The time of collectives, as ``num_ranks`` ranks have measured it: of those that move bytes, and of sums."""
 
     num_ranks: int
     gather: Link

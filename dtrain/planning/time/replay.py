@@ -26,7 +26,7 @@ def label_group(transfer: Transfer) -> str:
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one rank does in ``seconds``, if every transfer takes no time.
+    """One step of a rank that takes ``seconds``, in which transfers take no time.
 
     A moment is a time, the number of a transfer, and whether the rank waits for it; else it starts.
     """

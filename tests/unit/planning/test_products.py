@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from dtrain.planning.planned_run import PlannedRun
 from dtrain.planning.record.products import DGRAD, FPROP, WGRAD, MatrixProduct, products
-from dtrain.planning.record.recorder import StepRecorder
+from dtrain.planning.record.recorder import Signature, StepRecorder
 from tests.unit.planning.planned_runs import planned_run
 
 _CPU_ATTENTION = {  # torch's counter does not know the CPU's kernels
@@ -124,3 +124,9 @@ def test_tiles_and_waves() -> None:
     found = of_module(nn.Linear(64, 257, bias=False), torch.randn(130, 64))[0][0]
     assert found.efficiency((128, 128), 4) == (130 * 257 / (2 * 3 * 128 * 128), 6 / 8)
     assert found.nbytes == 4 * (130 * 64 + 64 * 257 + 130 * 257)
+
+
+def test_operations_have_a_name_with_and_without_an_overload() -> None:
+    flex_attention = torch.ops.higher_order.flex_attention
+    for func, name in ((torch.ops.aten.addmm.out, "addmm"), (flex_attention, "flex_attention")):
+        assert Signature(func, (), ()).name == name
