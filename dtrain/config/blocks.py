@@ -13,7 +13,7 @@ _PATTERNS = "auto or a list of name patterns of modules, such as [layers.*]"
 
 @dataclass(frozen=True)
 class Blocks(CheckedRecord):
-    """Recomputation and compilation of the blocks of a model. See docs/engine.md."""
+    """Recomputation and compilation of the blocks of a model. See docs/scale/engine.md."""
 
     blocks: Any = setting(
         "auto",

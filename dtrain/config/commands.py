@@ -74,7 +74,7 @@ class Suite:
 
     Attributes:
         name: of the command, ``dtrain bench NAME``.
-        measures: what its tables say, for the usage and for docs/benchmarks.md.
+        measures: what its tables say, for the usage and for docs/trust/benchmarks.md.
         keys: the type of its configuration, with the record of ``bench`` in brackets.
         run: ``module:function`` below ``dtrain.measure.bench``. The module brings torch, so it is imported only when it
             runs. The function takes the configuration and the command line; it yields the results, or first parts of

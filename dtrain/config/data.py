@@ -11,7 +11,7 @@ from dtrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class DataConfig(CheckedRecord):
-    """Text, images or numbers to train on. See docs/data.md.
+    """Text, images or numbers to train on. See docs/run/data.md.
 
     Attributes:
         is_language: whether samples are sequences of tokens.

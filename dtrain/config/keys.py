@@ -1,4 +1,4 @@
-"""The keys of a command as a list: what ``--help`` prints, and ``docs/running.md`` shows."""
+"""The keys of a command as a list: what ``--help`` prints, and ``docs/reference/keys.md`` shows."""
 
 from __future__ import annotations
 

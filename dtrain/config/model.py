@@ -64,7 +64,7 @@ _CHUNKS = "none, auto, or a number of rows"
 
 @dataclass(frozen=True)
 class Lora(CheckedRecord):
-    """Low-rank adapters (Hu et al., 2021) beside the frozen weights of model=hf. See docs/models.md."""
+    """Low-rank adapters (Hu et al., 2021) beside the frozen weights of model=hf. See docs/run/models.md."""
 
     r: int = at_least(0, 0, "Rank of the adapters; 0: none, all weights are trained.")
     alpha: float = above(16.0, 0.0, "The product of an adapter is multiplied by alpha / r.")
@@ -227,7 +227,7 @@ class ModelKeys(CheckedRecord):
 
 @dataclass(frozen=True)
 class ModelConfig(Blocks, ModelKeys):
-    """Model to train: a built-in one, one of transformers (model=hf), or your own factory's. See docs/models.md."""
+    """Model to train: a built-in one, one of transformers (model=hf), or your own factory's. See docs/run/models.md."""
 
     def _check(self) -> None:
         ModelKeys._check(self)

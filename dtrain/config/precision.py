@@ -100,7 +100,7 @@ CALIBRATION = {"calibration_steps", "margin"}
 
 @dataclass(frozen=True)
 class Float8(CheckedRecord):
-    """FP8 matrix products; used if the precision or a rule is fp8. docs/precision.md describes the recipes."""
+    """FP8 matrix products; used if the precision or a rule is fp8. See docs/precision/precision.md."""
 
     recipe: str = one_of("tensorwise", "rowwise", doc="One scale per tensor, or one per row and column.")
     grad_format: str = one_of(
@@ -124,7 +124,7 @@ class Float8(CheckedRecord):
 
 @dataclass(frozen=True)
 class PrecisionConfig(CheckedRecord):
-    """Formats in which the model computes. Masters and optimizer state are always FP32. See docs/precision.md."""
+    """Formats in which the model computes; masters and states are always FP32. See docs/precision/precision.md."""
 
     name: str = one_of("auto", "fp32", "tf32", "bf16", "fp16", "fp8", doc="")
     rules: dict[Any, str] = setting(

@@ -105,7 +105,7 @@ class TensorboardConfig(TrackerConfig):
 
 @dataclass(frozen=True)
 class TelemetryConfig(CheckedRecord):
-    """Samples of what precision costs a run, and of how long its ranks are busy. See docs/telemetry.md."""
+    """Samples of what precision costs a run, and of how long its ranks are busy. See docs/precision/telemetry.md."""
 
     precision_every: int = at_least(
         100, 0, "Steps from one sampled step, in which every gradient and update is measured, to the next; 0: none."
@@ -133,7 +133,7 @@ class TelemetryConfig(CheckedRecord):
 
 @dataclass(frozen=True)
 class CheckpointConfig(CheckedRecord):
-    """Saving and retention of checkpoints. See docs/checkpoints.md."""
+    """Saving and retention of checkpoints. See docs/run/checkpoints.md."""
 
     asynchronous: bool = setting(
         True, "Continue training while a checkpoint is written; takes host memory for one more copy of the shard."
@@ -184,7 +184,7 @@ class LaunchConfig(CheckedRecord):
 
 @dataclass(frozen=True)
 class SuperviseConfig(CheckedRecord):
-    """Limits after which a run that hangs is ended, and restarts without progress. See docs/supervision.md."""
+    """Limits after which a run that hangs is ended, and restarts without progress. See docs/run/supervision.md."""
 
     enabled: bool = setting(True, "Watch the ranks of each host from another process; off in a debugger.")
     limit_s: float = above(

@@ -363,7 +363,7 @@ class ParityConfig(CheckedRecord):
     micro_batch_size: int = at_least(2, 1, "Sequences in one forward on one rank.")
     global_batch_size: int = at_least(8, 1, "Sequences in one step over all ranks.")
     loss_bound: float | None = at_least(
-        None, 0.0, "Largest relative deviation of a loss; null: by precision, see docs/parity.md."
+        None, 0.0, "Largest relative deviation of a loss; null: by precision, see docs/trust/parity.md."
     )
     weight_bound: float | None = at_least(
         None, 0.0, "Largest deviation of a tensor, relative to its distance from the start; null: by precision."

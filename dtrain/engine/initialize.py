@@ -103,15 +103,15 @@ def initialize(
             leaves its weights, optimizer states and average alone, as torch's optimizers do; ``zero`` updates it with
             a gradient of zero, so it decays, and its old moments move it.
         audit: how often the bits of weights and optimizer states are checked: ``dtrain.Audit(every=100)``, which is
-            the default, or the number of steps; 0 for none. See docs/audit.md.
+            the default, or the number of steps; 0 for none. See docs/trust/audit.md.
         blocks: ``dtrain.Blocks(recompute="selective", compile="blocks")``: recompute the activations of the model's
-            blocks in backward, compile the blocks; None does neither. See docs/engine.md.
+            blocks in backward, compile the blocks; None does neither. See docs/scale/engine.md.
         seed: of dropout and other random numbers; None takes rank 0's ``torch.initial_seed()``.
         comm: the ranks to train with; None finds or creates the process group.
         frozen_source: ``dtrain.FrozenSource(folder)``, if all frozen parameters are those of a folder of safetensors
             files: checkpoints name it by its SHA-256 and hold none of them. None: they are saved in each checkpoint.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
-            ``sharding_units``, ``reduce_dtype``, ...; docs/running.md says what each means, as ``engine.*``.
+            ``sharding_units``, ``reduce_dtype``, ...; docs/reference/keys.md says what each means, as ``engine.*``.
 
     Raises:
         ConfigError: a value that cannot be honored.

@@ -56,7 +56,7 @@ All take the keys of dtrain train (dtrain train --help). memory, time, shapes an
 
 The real model and engine run on tensors without values, as one of the ranks, of which none is needed. Only time makes
 weights, and trains some steps on this device, if it is the planned one. Nothing is sent; only json= and picture= write.
-Tables are drawn on a terminal and Markdown elsewhere. docs/planning.md says what is assumed."""
+Tables are drawn on a terminal and Markdown elsewhere. docs/scale/planning.md says what is assumed."""
 _HELP = frozenset(("-h", "--help"))
 
 

@@ -5,8 +5,8 @@
 ranks; ``compiled_graphs`` only if blocks are compiled). A validation line is
 ``{"step": ..., "val_loss": ...}``, with metrics of the task, such as ``val_accuracy``, and all of them again with
 ``_ema`` if an average is kept. A sampled step has a line
-``{"step": ..., "precision": {...}}`` too: see docs/telemetry.md. JSON has no NaN or infinity, so non-finite numbers are
-written as ``null``.
+``{"step": ..., "precision": {...}}`` too: see docs/precision/telemetry.md. JSON has no NaN or infinity, so
+non-finite numbers are written as ``null``.
 """
 
 from __future__ import annotations

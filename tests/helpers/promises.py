@@ -1,4 +1,4 @@
-"""The table of ``docs/reliability.md``: each promise, the tests that hold it, and the last recorded figures.
+"""The table of ``docs/trust/reliability.md``: each promise, the tests that hold it, and the last recorded figures.
 
 After a full run of the fault suite, ``python -m tests.helpers.promises`` writes the figures.
 """
@@ -14,7 +14,7 @@ from dtrain.tools.tables import Table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results/faults"
-PAGE = ROOT / "docs/reliability.md"
+PAGE = ROOT / "docs/trust/reliability.md"
 
 FAULTS = {
     "F1": "kills at random instants",

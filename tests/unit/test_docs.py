@@ -16,7 +16,7 @@ GUIDES = [page for page in PAGES if page.name != "CHANGELOG.md" and page.parent.
 _PATH = re.compile(r"(?<![\w./<{-])((?:dtrain|tests|docs|conf|launch|\.ci)/[\w./-]*\w)(?![\w*<{…]|/?[*<{]|\.\.\.)")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/library.md", "docs/optimizers.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/start/library.md", "docs/run/optimizers.md"])
 def test_code_blocks_run(page: str) -> None:
     code = "\n".join(re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), re.DOTALL))
     assert "dtrain.initialize" in code

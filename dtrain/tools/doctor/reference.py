@@ -11,9 +11,11 @@ from dtrain.config.fields import written
 from dtrain.config.keys import Key
 from dtrain.tools.tables import Table
 
+_MAIN = ("what it is", "`zero_stage`", "`precision` (tf32 on GPUs)", "`reproducible`", "`optim`", "checkpoints")
 
-def engine_table() -> Table:
-    """Returns the capabilities of each engine; the README contains the Markdown."""
+
+def engine_table(main: bool = False) -> Table:
+    """Returns the capabilities of each engine, the main ones or all; docs/reference/engines.md has the Markdown."""
     engines = CAPABILITIES.values()
 
     def supporting(key: str, value: Setting) -> list[str]:
@@ -41,7 +43,8 @@ def engine_table() -> Table:
         ("needs torch from", *(engine.torch for engine in engines)),
         ("needs a package", *(engine.package or "no" for engine in engines)),
     ]
-    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), rows)
+    shown = [row for row in rows if row[0] in _MAIN] if main else rows
+    return Table("Engines", ("", *(f"`{name}`" for name in CAPABILITIES)), shown)
 
 
 def reasons() -> list[tuple[str, str, str]]:
@@ -96,7 +99,7 @@ def _usable(engine: Capabilities) -> str:
 
 
 def key_table() -> Table:
-    """Returns the keys of ``dtrain train``; docs/running.md holds the Markdown."""
+    """Returns the keys of ``dtrain train``; docs/reference/keys.md holds the Markdown."""
     from dtrain.cli.help import documented_keys  # brings Hydra, which the engines do not need
 
     rows = [_row(key) for group in documented_keys(TRAIN) for key in group.keys]

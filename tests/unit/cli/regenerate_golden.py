@@ -2,7 +2,7 @@
 
 A changed value or message shows up as a changed line. After a change on purpose, run
 ``python -m tests.unit.cli.regenerate_golden`` and read the diff. A new mistake is a line ``$ dtrain ...`` in
-``messages.txt``. It also rewrites the tables of ``docs/running.md`` and ``README.md`` that are generated from the
+``messages.txt``. It also rewrites the tables of ``docs/reference`` and ``README.md`` that are generated from the
 configuration.
 """
 
@@ -25,7 +25,12 @@ from dtrain.tools.doctor.reference import engine_table, key_table
 GOLDEN = Path(__file__).parent / "golden"
 EXPERIMENTS, MESSAGES = GOLDEN / "experiments.yaml", GOLDEN / "messages.txt"
 ROOT = Path(__file__).parents[3]
-TABLES = {"engines": (ROOT / "README.md", engine_table), "keys": (ROOT / "docs/running.md", key_table)}
+REFERENCE = ROOT / "docs/reference"
+TABLES = {
+    "main engines": (ROOT / "README.md", lambda: engine_table(main=True)),
+    "engines": (REFERENCE / "engines.md", engine_table),
+    "keys": (REFERENCE / "keys.md", key_table),
+}
 """Tables in documents, by the name between their markers; ``dtrain doctor NAME | cat`` prints each."""
 
 

@@ -40,14 +40,16 @@ def test_report_writes_between_the_markers_only(
     assert main(["bench", "report", "one.json", "two.json", "bench.docs=doc.md"]) == 0
     assert document.read_text() == text
     assert main(["bench", "report", "one.json"]) == 1  # docs/ does not exist here
-    assert capsys.readouterr().err == "dtrain: docs is not a folder; set bench.docs=PATH to the document to write\n"
+    assert (
+        capsys.readouterr().err == "dtrain: docs/trust is not a folder; set bench.docs=PATH to the document to write\n"
+    )
     document.write_text("<!-- end one --><!-- results one -->")
     assert main(["bench", "report", "one.json", "bench.docs=doc.md"]) == 1
     assert "restore the marker" in capsys.readouterr().err
 
 
 def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/trust/benchmarks.md").read_text(encoding="utf-8")
     assert set(re.findall("<!-- results (.*?) -->", text)) == {path.stem for path in RESULTS}
     copy = tmp_path / "benchmarks.md"
     copy.write_text(text, encoding="utf-8")
@@ -62,7 +64,7 @@ def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
 
 
 def test_document_lists_the_suites() -> None:
-    text = (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/trust/benchmarks.md").read_text(encoding="utf-8")
     rows = [f"| [`{name}`](#{name}) | {suite.measures} |" for name, suite in SUITES.items()]
     assert "\n".join(["| suite | tables |", "| --- | --- |", *rows, ""]) in text
     assert [name for name in SUITES if f"\n## {name}\n" not in text] == []
