@@ -65,8 +65,8 @@ class MemoryPlan:
         """Returns the least and the most that a rank takes: ``tensors`` bytes, allocator, kernels and communication.
 
         On a CPU they are measured (docs/scale/planning.md): ``fragments`` of malloc's heap are simulated, and may be a
-        tenth less; kernels take up to two copies of the ``largest`` storage and 64 MiB, and libraries that the first step
-        loads up to 256 MiB. On a GPU they are not: the driver's context and the modules of kernels take 400 to 818 MiB,
+        tenth less; kernels take up to two copies of the ``largest`` storage and 64 MiB, and libraries of the first step
+        up to 256 MiB. On a GPU they are not: the driver's context and the modules of kernels take 400 to 818 MiB,
         cuBLAS a workspace of 32 MiB (Hopper), NCCL's channels 100 MiB to 1.1 GiB, and the allocator's rounding and
         fragments up to a twelfth of the tensors.
         """
