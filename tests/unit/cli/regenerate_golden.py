@@ -11,25 +11,45 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import redirect_stderr
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
+import dtrain
 from dtrain.__main__ import main
 from dtrain.cli.compose import config_folder
 from dtrain.cli.resolve import compose
 from dtrain.config.dump import config_to_dict, to_yaml
+from dtrain.config.fields import CheckedRecord, default_of, written
 from dtrain.config.schema import RunConfig
 from dtrain.tools.doctor.reference import engine_table, key_table
+from dtrain.tools.tables import Table
 
 GOLDEN = Path(__file__).parent / "golden"
 EXPERIMENTS, MESSAGES = GOLDEN / "experiments.yaml", GOLDEN / "messages.txt"
 ROOT = Path(__file__).parents[3]
 REFERENCE = ROOT / "docs/reference"
+
+
+def record_table() -> Table:
+    """Returns the fields of the public records: what a script gives in place of keys."""
+    found = [getattr(dtrain, name) for name in dtrain.__all__]
+    records = [each for each in found if isinstance(each, type) and issubclass(each, CheckedRecord)]
+    rows = [
+        (f"`{record.__name__}`", f"`{item.name}`", f"`{written(default_of(item))}`", item.metadata["doc"])
+        for record in records
+        for item in fields(record)
+        if item.metadata.get("doc")
+    ]
+    return Table("Records", ("record", "field", "default", "meaning"), rows)
+
+
 TABLES = {
     "main engines": (ROOT / "README.md", lambda: engine_table(main=True)),
     "engines": (REFERENCE / "engines.md", engine_table),
     "keys": (REFERENCE / "keys.md", key_table),
+    "records": (REFERENCE / "records.md", record_table),
 }
 """Tables in documents, by the name between their markers; ``dtrain doctor NAME | cat`` prints each."""
 

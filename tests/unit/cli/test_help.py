@@ -53,6 +53,6 @@ def test_help_shows_the_command_line(argv: str, entries: tuple[str, ...], capsys
 def test_documents_have_the_generated_table(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     document, table = TABLES[name]
     assert table_in(document, name)[0] == table().markdown(), "python -m tests.unit.cli.regenerate_golden"
-    topic = name.split()[-1]
-    assert main(["doctor", topic]) == 0
-    assert TABLES[topic][1]().markdown() in capsys.readouterr().out
+    if (topic := name.split()[-1]) != "records":
+        assert main(["doctor", topic]) == 0
+        assert TABLES[topic][1]().markdown() in capsys.readouterr().out
