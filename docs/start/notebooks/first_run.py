@@ -27,21 +27,21 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 from IPython.display import HTML, display
 
-from dtrain.__main__ import main as dtrain
+from dtrain.__main__ import main as run_dtrain
 
 run_dir = Path(tempfile.mkdtemp()) / "first"
 
 # %% [markdown]
 # ## Train
 #
-# `dtrain(["train", ...])` is the command `dtrain train ...` in the process of this notebook. It returns 0 if the run is
-# complete. The data is the source text of Python's standard library, one byte a token.
+# `run_dtrain(["train", ...])` is the command `dtrain train ...` in the process of this notebook. It returns 0 if the
+# run is complete. The data is the source text of Python's standard library, one byte a token.
 #
-# `experiment=smoke` is a very small model; `dtrain(["train", "--help"])` explains every key. The square button of the
-# notebook stops the run after its step and saves it; the same cell then resumes it.
+# `experiment=smoke` is a very small model; `run_dtrain(["train", "--help"])` explains every key. If you interrupt the
+# kernel, the run stops after its step and saves; the same cell then resumes it.
 
 # %%
-exit_code = dtrain(
+exit_code = run_dtrain(
     [
         "train",
         "experiment=smoke",

@@ -29,7 +29,7 @@ from pathlib import Path
 
 from IPython.display import Image, display
 
-from dtrain.__main__ import main as dtrain
+from dtrain.__main__ import main as run_dtrain
 
 folder = Path(tempfile.mkdtemp())
 run_dir = folder / "probe"
@@ -91,7 +91,7 @@ sys.path.insert(0, str(folder))
 # - **Advice**: the reasons for the last line, which you can paste into `dtrain train`.
 
 # %%
-exit_code = dtrain(
+exit_code = run_dtrain(
     [
         "probe",
         "model.factory=my_model:build",
