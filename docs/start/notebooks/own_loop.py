@@ -33,9 +33,9 @@ STEPS, PLANTED = 60, 30  # steps; the one that overflows
 # %% [markdown]
 # ## The engine
 #
-# `initialize` takes an ordinary module. Its weights become FP16; the engine keeps the FP32 masters. The loss scale
-# starts at 1,024, and doubles after every 10 steps without an overflow, so that the picture below shows it. The
-# defaults are 65,536 and 2,000 steps.
+# `initialize` takes an ordinary module. The weights of its Linears become FP16, and the engine keeps FP32 masters of
+# all weights. The loss scale starts at 1,024 and doubles after 10 steps without an overflow, so that the picture below
+# shows it. The defaults are 65,536 and 2,000 steps.
 
 # %%
 torch.manual_seed(0)
@@ -82,7 +82,7 @@ for step in range(1, STEPS + 1):
     planted = step == PLANTED
     if planted:
         before = {name: value.clone() for name, value in engine.master_state().items()}
-    inputs = torch.randn(2, 32, 16, generator=draws)
+    inputs = torch.randn(2, 32, 16, generator=draws).to(engine.device)
     for x in engine.accumulate(inputs):
         engine.backward(cross_entropy(engine(x), x[:, :4].argmax(dim=1)))
     outcome = engine.step()
