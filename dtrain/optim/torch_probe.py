@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.optim import Optimizer
 
 from dtrain.config.fields import shown
@@ -35,6 +37,9 @@ def probe(record: TorchOptimizer, device: torch.device) -> KeptStates:
     Raises:
         ConfigError: the reason why dtrain cannot give it shards of the masters.
     """
+    if active_fake_mode() is not None:  # a plan has no values; what is proven on real tensors of the CPU is planned
+        with unset_fake_temporarily():
+            return probe(record, torch.device("cpu"))
     parameters = inspect.signature(record.load()).parameters
     choices: list[dict[str, Any]] = [{}]
     if device.type != "cpu" and "foreach" in parameters and "foreach" not in record.options:

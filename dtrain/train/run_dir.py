@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from dtrain.checkpoint.huggingface.task_model import task_of
 from dtrain.checkpoint.lease.lease import hold
 from dtrain.checkpoint.shared_folder import reopen_folders
 from dtrain.checkpoint.state_diff import state_differences
+from dtrain.config.blocks import Blocks
 from dtrain.config.dump import HASH_EXCLUDES, config_to_dict, defaults, to_yaml
 from dtrain.config.model import LOSS_KEYS, ModelConfig
 from dtrain.config.schema import RunConfig
@@ -50,7 +51,7 @@ CONTRACT_FILE = "precision.json"
 
 _MAY_CHANGE = (
     *("model.name", "model.dropout", "model.max_seq_len", "model.path", "model.lora.dropout", "model.channels_last"),
-    *(f"model.{name}" for name in LOSS_KEYS),
+    *(f"model.{name}" for name in (*LOSS_KEYS, *(item.name for item in fields(Blocks)))),
 )
 """Keys of the model that a resume may change."""
 

@@ -9,9 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += sorted(
-    page
-    for glob in ("*.md", "*/*.md", "*/*/*.md", "*/*.py", "*/*/*.py")
-    for page in ROOT.glob(f"docs/{glob}")
+    page for glob in ("*.md", "*/*.md", "*/*/*.md", "*/*.py", "*/*/*.py") for page in ROOT.glob(f"docs/{glob}")
 )
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))
 

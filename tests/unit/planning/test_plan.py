@@ -119,6 +119,12 @@ def test_a_misspelled_key_of_the_plan_is_suggested(
     assert f"did you mean '{suggested}'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("where", ["cpu", "h100-80gb"])
+def test_memory_with_an_optimizer_of_torch(capsys: pytest.CaptureFixture[str], where: str) -> None:
+    words = ("optim=torch", "optim.factory=torch.optim:NAdam", "model.num_layers=1", "model.hidden_dim=64")
+    assert f"fits on {where}" in output(capsys, "memory", *words, f"device={where}")
+
+
 def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["train.micro_batch_size=256", "train.global_batch_size=256", "model.num_layers=1", "device=t4-16gb"]
     text = output(capsys, "memory", "precision=fp32", "model=gpt2-124m", *sizes)

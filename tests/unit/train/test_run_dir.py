@@ -131,11 +131,15 @@ def _hf(path: str) -> RunConfig:
 
 def test_changes_that_are_no_other_model_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     now = RunConfig(run_dir="x", train=TrainConfig(steps=300), model=ModelConfig(dropout=0.1, loss_chunk="auto"))
+    smaller = replace(now, model=replace(now.model, recompute="full", offload_activations=True, blocks=["blocks.*"]))
     with caplog.at_level(logging.INFO):
         compare_configs(redacted(RunConfig()), redacted(now), 7)
         compare_configs(redacted(_hf("/old/llama")), redacted(_hf("/new/llama")), 7)
+        compare_configs(redacted(now), redacted(smaller), 7)
     changes = ["train.steps=300 (was 200)", "model.dropout=0.1 (was 0.0)", "model.loss_chunk=auto (was none)"]
     changes.append("model.path=/new/llama (was /old/llama)")
+    changes += ["model.recompute=full (was none)", "model.offload_activations=True (was False)"]
+    changes.append("model.blocks=['blocks.*'] (was auto)")
     assert sorted(caplog.messages) == sorted(f"changed since the checkpoint at step 7: {change}" for change in changes)
 
 
