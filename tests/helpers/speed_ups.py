@@ -21,10 +21,10 @@ SHAPES = ("compute-bound", "communication-bound")
 
 def speed_ups() -> str:
     """Returns the table in Markdown: medians over the rounds of stages 1 to 3; beside plain PyTorch, of one rank."""
-    return Table("", ("speed-up over", *SHAPES), [(f"`{p}`", *(_cell(p, s) for s in SHAPES)) for p in PEERS]).markdown()
+    return Table("", ("speed-up over", *SHAPES), [(f"`{p}`", *(cell(p, s) for s in SHAPES)) for p in PEERS]).markdown()
 
 
-def _cell(peer: str, shape: str) -> str:
+def cell(peer: str, shape: str) -> str:
     results = read_results(ROOT / f"docs/results/engine-{shape}.json")
     assert isinstance(results, TrainingResults)
     found = {result.case.name: result for result in results.cases}

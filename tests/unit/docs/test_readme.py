@@ -20,6 +20,7 @@ from tests.helpers.hf_models import save_hf
 from tests.helpers.launch import LAUNCHER, ROOT, Job, slurm_job
 from tests.helpers.promises import FAULTS_OF, counts, rows
 from tests.helpers.ranks import run_ranks
+from tests.helpers.speed_ups import SHAPES, cell
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 WANTED = dict(re.findall(r"^\| ([^|]+?) +\| `(.+?)` +\| \[", README, re.MULTILINE))
@@ -109,9 +110,9 @@ def test_every_wish_has_a_test() -> None:
 
 
 def test_each_promise_has_its_line() -> None:
-    lines = re.findall(r"^- (P\d+) \[(.+?)\]\(docs/trust/reliability\.md(#.+?)\)", README, re.MULTILINE)
-    cells = [(number, promise.strip("*").removeprefix(f"{number} ")) for number, (promise, _, _) in rows().items()]
-    assert [(number, f"[{title}]({anchor})") for number, title, anchor in lines] == cells
+    lines = re.findall(r"^- \[(P\d+)\]\(docs/trust/reliability\.md(#.+?)\) (.+)$", README, re.MULTILINE)
+    cells = [promise.strip("*").split(" ", 1) for promise, _, _ in rows().values()]
+    assert [[number, f"[{title}]({anchor})"] for number, anchor, title in lines] == cells
 
 
 def test_figures_of_faults_are_the_recorded_ones() -> None:
@@ -119,3 +120,10 @@ def test_figures_of_faults_are_the_recorded_ones() -> None:
     assert f"In {recorded[FAULTS_OF['P2']]:,} trials" in README
     assert f"{recorded[FAULTS_OF['P5']]} combinations" in README
     assert f"{sum(recorded.values()) // 1000 * 1000:,} planted faults" in README
+
+
+def test_speed_ups_are_those_of_the_stored_results() -> None:
+    peers = {"DDP": "ddp", "FSDP2": "fsdp2_no_reshard", "DeepSpeed": "deepspeed_2"}
+    for name, peer in peers.items():
+        stage_2 = [cell(peer, shape).split(", ")[1] for shape in SHAPES]
+        assert f"| {name} | {' | '.join(stage_2)} |" in README
