@@ -51,7 +51,7 @@ class CheckpointStatus:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of :func:`verify`: the checkpoints under a path, oldest step first."""
+    """Result of ``verify``: the checkpoints under a path, oldest step first."""
 
     checkpoints: tuple[CheckpointStatus, ...]
 

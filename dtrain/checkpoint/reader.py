@@ -43,7 +43,7 @@ from dtrain.local_paths import local_path
 
 
 class CheckpointReader:
-    """A verified checkpoint. Call :meth:`check_fingerprints` on the loaded tensors after reading.
+    """A verified checkpoint. Call ``check_fingerprints`` on the loaded tensors after reading.
 
     Attributes:
         path: its directory.

@@ -9,7 +9,12 @@ from dtrain.config.fields import CheckedRecord, at_least
 
 @dataclass(frozen=True)
 class Audit(CheckedRecord):
-    """Checks of the bits in memory, and of arithmetic. See docs/trust/audit.md."""
+    """Checks of the bits in memory, and of arithmetic. See docs/trust/audit.md.
+
+    Examples:
+        >>> dtrain.Audit(every=100).is_due(step=200)
+        True
+    """
 
     every: int = at_least(
         100,

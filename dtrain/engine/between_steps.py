@@ -53,7 +53,7 @@ def names_collectives(name: str) -> Callable[[F], F]:
 class BetweenSteps:
     """The methods of an engine on its whole states; every call finalizes the last step first.
 
-    See :class:`dtrain.engine.interface.Engine` for what each method does.
+    See ``dtrain.engine.interface.Engine`` for what each method does.
 
     Args:
         states: of the model.

@@ -60,12 +60,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     Args:
         engine: an engine's record, or its name, whose fields may then be given too, such as ``zero_stage=2``; see
-            :func:`dtrain.initialize`.
-        precision: as for :func:`dtrain.initialize`; None: that of ``mixed_precision`` (``no`` is ``fp32``).
+            ``dtrain.initialize``.
+        precision: as for ``dtrain.initialize``; None: that of ``mixed_precision`` (``no`` is ``fp32``).
         mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: that of the variable
             ``ACCELERATE_MIXED_PRECISION``, else of ``precision``.
         **options: other arguments of accelerate's Accelerator, and those in
-            :data:`dtrain.integrations.settings.ENGINE_OPTIONS`: of :func:`dtrain.initialize`. ``max_grad_norm`` is None
+            ``dtrain.integrations.settings.ENGINE_OPTIONS``: of ``dtrain.initialize``. ``max_grad_norm`` is None
             by default: ``clip_grad_norm_`` sets the threshold of a step. ``optimizer`` is a record such as
             ``dtrain.Muon()`` that updates in the place of the prepared optimizer, which then gives the learning rate.
 
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         A model and the optimizer of its parameters, given in one call or two, get one engine.
 
         Raises:
-            ConfigError: an optimizer of several models, or what :func:`dtrain.initialize` refuses.
+            ConfigError: an optimizer of several models, or what ``dtrain.initialize`` refuses.
         """
         found: dict[int, Any] = {}
         for index, one in enumerate(args):
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             **kwargs: other arguments of ``Tensor.backward``, which are refused unless they are off.
 
         Raises:
-            UsageError: no engine, or several, could be meant; or as :meth:`dtrain.Engine.backward`.
+            UsageError: no engine, or several, could be meant; or as ``dtrain.Engine.backward``.
         """
         refuse_options(kwargs, "accelerator.backward")
         driver_of(loss, model, self._drivers).backward(loss, weight)
@@ -300,7 +300,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
         If its weights are not the masters themselves (they are sharded, in 16 bits or in FP8), a read of values gathers
         all masters on every rank, once between two calls of the model or optimizer, so all ranks read together; see
-        :meth:`dtrain.Engine.guard_reads`. Shapes and dtypes gather nothing. A forward of the module computes in the
+        ``dtrain.Engine.guard_reads``. Shapes and dtypes gather nothing. A forward of the module computes in the
         model's precision.
         """
         unwrapped: nn.Module = super().unwrap_model(_bare(model), *args, **kwargs)
@@ -364,7 +364,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             handle.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Restores what :meth:`save_state` wrote; all ranks call, also on another number of ranks."""
+        """Restores what ``save_state`` wrote; all ranks call, also on another number of ranks."""
         extras: list[dict[str, Any]] = []
 
         def load(models: list[nn.Module], folder: str) -> None:

@@ -35,7 +35,7 @@ _BASE = re.compile(r"(model|transformer)\.")
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """Result of :func:`import_hf`: the new checkpoint and its model's configuration."""
+    """Result of ``import_hf``: the new checkpoint and its model's configuration."""
 
     checkpoint: Path
     model: ModelConfig
