@@ -114,6 +114,9 @@ class AsyncSaver:
 
         On return the snapshot's tensors may change; on a GPU, through work queued later on the current stream.
 
+        Args:
+            directory, snapshot, retention: as for ``dtrain.checkpoint.save``.
+
         Returns:
             The path that the checkpoint will have.
 

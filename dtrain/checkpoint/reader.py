@@ -43,7 +43,7 @@ from dtrain.local_paths import local_path
 
 
 class CheckpointReader:
-    """A verified checkpoint. Call ``check_fingerprints`` on the loaded tensors after reading.
+    """Reads a verified checkpoint; call ``check_fingerprints`` on the loaded tensors after reading.
 
     Attributes:
         path: its directory.
@@ -90,6 +90,13 @@ class CheckpointReader:
 
         Raises:
             CheckpointError: no such tensor or interval, or the file changed since it was verified.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(4, 2))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = engine.save(folder)
+            ...     dtrain.checkpoint.open_newest(path, engine.comm).read("master", "weight", 0, 4).shape
+            torch.Size([4])
         """
         entry = self._entry(kind, name)
         stop = entry.numel if stop is None else stop

@@ -26,6 +26,11 @@ class Retention:
 
     Raises:
         CheckpointError: a number is out of range.
+
+    Examples:
+        >>> rules = dtrain.checkpoint.Retention(keep_last=1, keep_every=200)
+        >>> rules.expired({100: None, 200: None, 300: None, 350: None})
+        [100, 300]
     """
 
     keep_last: int = 2

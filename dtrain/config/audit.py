@@ -9,12 +9,7 @@ from dtrain.config.fields import CheckedRecord, at_least
 
 @dataclass(frozen=True)
 class Audit(CheckedRecord):
-    """Checks of the bits in memory, and of arithmetic. See docs/trust/audit.md.
-
-    Examples:
-        >>> dtrain.Audit(every=100).is_due(step=200)
-        True
-    """
+    """Checks of the bits in memory, and of arithmetic. See docs/trust/audit.md."""
 
     every: int = at_least(
         100,

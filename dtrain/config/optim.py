@@ -196,14 +196,7 @@ class Muon(Optimizer):
 class TorchOptimizer(Optimizer):
     """Any optimizer of torch, or of your own, that updates each element by itself; proven when the run starts.
 
-    Args:
-        factory: the class, or its name as ``package.module:Class``.
-        lr: peak learning rate.
-        options: the class's other options, which may also be given by name.
-        groups: other options by name pattern of parameters or modules.
-
-    Raises:
-        ConfigError: no class of that name derives from ``torch.optim.Optimizer``, or an option is no plain value.
+    ``factory`` is the class or its name, whose options may be given by name.
 
     Examples:
         >>> dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-3, betas=(0.9, 0.99)).options

@@ -88,9 +88,8 @@ def initialize(
         optimizer: a record such as ``dtrain.AdamW(lr=3e-4)``, ``SGD``, ``Lion``, ``Muon`` or ``TorchOptimizer``;
             ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
-        engine: a record, such as ``dtrain.Native(zero_stage=3, prefetch=2)``, ``dtrain.FSDP2()``,
-            ``dtrain.DeepSpeed(offload="cpu")`` or ``dtrain.DDP()``; or its name, ``native``, ``fsdp2``, ``deepspeed``
-            or ``ddp``. At stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the
+        engine: a record, such as ``dtrain.Native(zero_stage=3)``, or its name: ``native``, ``fsdp2``, ``deepspeed`` or
+            ``ddp``. At stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the
             same order, in ``Engine.eval`` too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``, a torch dtype, or a policy, which may have
             rules.
@@ -201,10 +200,9 @@ def initialize(
 def _keep_freed_memory() -> None:
     """Lets glibc's malloc keep memory that a step frees for the next step, if it is at the top of the heap.
 
-    malloc would give it back to the system, and taking it again costs page faults. When a mapped block is freed, malloc
-    raises its thresholds: smaller blocks come from the heap, which keeps twice the block's size (mallopt(3),
-    M_MMAP_THRESHOLD); no block above 32 MiB counts. It is called after an engine is built, because what building it
-    frees should go back.
+    Else each step pays page faults. When a mapped block is freed, malloc raises its thresholds: smaller blocks come from
+    the heap, which keeps twice the block's size (mallopt(3), M_MMAP_THRESHOLD); no block above 32 MiB counts. It is
+    called after an engine is built, because what building it frees should go back.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

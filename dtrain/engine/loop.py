@@ -154,21 +154,17 @@ class TrainingLoop(ABC):
         self._batch.stop_requested = True  # a rank that stopped alone would leave the others waiting in a collective
 
     def expect_save(self) -> None:
-        """Declares that the weights after the next ``step`` will be saved; the same on all ranks, for one step.
+        """Declares that the weights after the next ``step`` will be saved; for one step, the same on all ranks.
 
-        Ranks that differ in it end in a ``dtrain.DivergenceError``.
-
-        The update then leaves fingerprints of what it wrote, which the save compares with what reaches the file.
-        Without it a save still audits all but the masters and optimizer states that only one rank holds.
+        The update leaves fingerprints of what it wrote, which the save compares with what reaches the file. Without it
+        a save still audits all but the masters and optimizer states that only one rank holds. In ranks that differ in
+        it ``step`` raises a ``DivergenceError``.
         """
         self._batch.save_expected = True
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own forward under the precision policy; returns what the model returns.
-
-        Floating outputs of a model that returns no loss are FP32.
-        """
+        """Runs the model's own forward under the precision policy; returns its output, in FP32 unless it has a loss."""
 
     @abstractmethod
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0, **options: Any) -> None:

@@ -76,10 +76,6 @@ class StepEngine(EngineHooks):
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
         monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
             builds one.
-
-    Attributes:
-        options: the options of a step.
-        monitor: see above.
     """
 
     def __init__(

@@ -382,5 +382,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Returns the user's module."""
     return model.module if isinstance(model, PreparedModel) else model

@@ -293,7 +293,6 @@ def _no_save(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _accelerator_of_dtrain() -> Iterator[None]:
-    """Context in which Trainer creates dtrain's accelerator."""
     module: Any = import_module("transformers.trainer")
     before = module.Accelerator
     module.Accelerator = Accelerator

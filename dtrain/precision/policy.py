@@ -111,7 +111,7 @@ class PrecisionPolicy:
 
         Args:
             name: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
-            rules: format (``fp32``, ``bf16``, ``fp16``, ``fp8``) by name pattern of modules; the last that matches.
+            rules: format (``fp32``, ``bf16``, ``fp16``, ``fp8``) by name pattern of modules; the last match decides.
             float8: options of FP8 matmuls; None: ``Float8()``.
 
         Raises:

@@ -68,8 +68,11 @@ class Session:
         dataset: of the run; a session without it has no ``loader``, and takes the caller's batches.
         weigh: returns the weight of a micro-batch; None: ``micro_batch_weight``.
 
-    Attributes:
-        engine, config: see above.
+    Examples:
+        >>> keys = ["data=friedman", "model=mlp", "precision=fp32", "train.steps=2", "schedule.total_steps=2"]
+        >>> session = dtrain.Session.open(overrides=keys)
+        >>> session.step().applied, sorted(session.validate())
+        (True, ['loss', 'r2', 'rmse'])
     """
 
     def __init__(
@@ -148,6 +151,9 @@ class Session:
             batch: this rank's micro-batches; None: the next of ``loader``, after which a save resumes.
             around: context of the step.
             watch: contexts of its parts.
+
+        Returns:
+            What ``Engine.step`` returns.
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
