@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class DtrainError(Exception):
-    """Base class of all errors that dtrain raises on purpose."""
+    """Base class of all errors that dtrain raises on purpose; the command line exits with ``exit_code``."""
 
     exit_code = 1
 

@@ -110,12 +110,9 @@ class AsyncSaver:
         return any(on_every_rank(self._comm, "", self._thread.is_alive, CheckpointError))
 
     def start(self, directory: Path, snapshot: Snapshot, retention: Retention | None) -> Path:
-        """Copies ``snapshot`` and starts to save it; collective. No save may be in progress.
+        """Copies ``snapshot`` and starts to save it as ``dtrain.checkpoint.save`` does; collective; none is in progress.
 
         On return the snapshot's tensors may change; on a GPU, through work queued later on the current stream.
-
-        Args:
-            directory, snapshot, retention: as for ``dtrain.checkpoint.save``.
 
         Returns:
             The path that the checkpoint will have.

@@ -83,20 +83,13 @@ class CheckpointReader:
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Returns the row-major elements [start, stop) of a tensor; reads no other bytes.
+        """Returns the row-major elements [start, stop) of ``name``, of a ``kind`` such as ``master``; reads no others.
 
         Returns:
             [stop - start] on the CPU, in the saved dtype; ``stop`` is the tensor's end by default.
 
         Raises:
             CheckpointError: no such tensor or interval, or the file changed since it was verified.
-
-        Examples:
-            >>> engine = dtrain.initialize(torch.nn.Linear(4, 2))
-            >>> with tempfile.TemporaryDirectory() as folder:
-            ...     path = engine.save(folder)
-            ...     dtrain.checkpoint.open_newest(path, engine.comm).read("master", "weight", 0, 4).shape
-            torch.Size([4])
         """
         entry = self._entry(kind, name)
         stop = entry.numel if stop is None else stop

@@ -28,8 +28,7 @@ class Retention:
         CheckpointError: a number is out of range.
 
     Examples:
-        >>> rules = dtrain.checkpoint.Retention(keep_last=1, keep_every=200)
-        >>> rules.expired({100: None, 200: None, 300: None, 350: None})
+        >>> dtrain.checkpoint.Retention(keep_last=1, keep_every=200).expired(dict.fromkeys([100, 200, 300, 350]))
         [100, 300]
     """
 

@@ -56,11 +56,7 @@ class BetweenSteps:
     See ``dtrain.engine.interface.Engine`` for what each method does.
 
     Args:
-        states: of the model.
-        run: its counters.
-        batch: the step under way.
-        parts: of the engine.
-        forward: runs the model.
+        states, run, batch, parts, forward: of the engine.
         finalize: finalizes the last step; all ranks call.
         check_contract: checks the states, and tells all parts that they are complete.
     """

@@ -76,7 +76,7 @@ def initialize(
     frozen_source: FrozenSource | None = None,
     **engine_settings: Any,
 ) -> Engine:
-    """Builds an engine for ``model``; every rank calls it with the same arguments.
+    """Returns an engine that trains ``model``; every rank calls it with the same arguments.
 
     The engine manages the model's trainable parameters from then on, in place: they become its compute weights. Rank
     0's weights and buffers are broadcast. An option that an engine does not support is refused with the reason
@@ -111,9 +111,6 @@ def initialize(
             files: checkpoints name it by its SHA-256 and hold none of them. None: they are saved in each checkpoint.
         **engine_settings: fields of the engine's record, if ``engine`` is a name: ``zero_stage``, ``reproducible``,
             ``sharding_units``, ``reduce_dtype``, ...; docs/reference/keys.md says what each means, as ``engine.*``.
-
-    Returns:
-        The engine; calling it runs the model.
 
     Raises:
         ConfigError: a value that cannot be honored.
@@ -200,9 +197,9 @@ def initialize(
 def _keep_freed_memory() -> None:
     """Lets glibc's malloc keep memory that a step frees for the next step, if it is at the top of the heap.
 
-    Else each step pays page faults. When a mapped block is freed, malloc raises its thresholds: smaller blocks come from
-    the heap, which keeps twice the block's size (mallopt(3), M_MMAP_THRESHOLD); no block above 32 MiB counts. It is
-    called after an engine is built, because what building it frees should go back.
+    Else each step pays page faults. When a mapped block is freed, malloc raises its thresholds: smaller blocks come
+    from the heap, which keeps twice the block's size (mallopt(3), M_MMAP_THRESHOLD); no block above 32 MiB counts. It
+    is called after an engine is built, because what building it frees should go back.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -166,13 +166,10 @@ class Engine(TrainingLoop):
         self._between.leave_save(cancel=cancel)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores the newest checkpoint under ``path`` that verifies, or the one at ``path``; all ranks call.
+        """Restores the newest checkpoint under ``path`` that verifies; returns its ``extra``; all ranks call.
 
         Args:
             path: a run directory, a directory of checkpoints, or one checkpoint, of any engine and number of ranks.
-
-        Returns:
-            The ``extra`` of ``save``.
 
         Raises:
             CheckpointError: none verifies, or it is of another model.
@@ -229,7 +226,7 @@ class Engine(TrainingLoop):
         return self.states.memory()
 
     def memory_formula(self) -> dict[str, int]:
-        """Returns the bytes by ZeRO's formula (Rajbhandari et al., 2020): compute, main_grad, master, moments, frozen."""
+        """Returns bytes by ZeRO's formula (Rajbhandari et al., 2020): compute, main_grad, master, moments, frozen."""
         return self.states.memory_formula()
 
     def master_state(self) -> dict[str, Tensor]:

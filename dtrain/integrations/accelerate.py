@@ -50,7 +50,7 @@ from dtrain.precision.policy import PrecisionPolicy
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """accelerate's, with an engine of dtrain for each model that is prepared with its optimizer.
+    """``accelerate.Accelerator`` with an engine of dtrain for each model that is prepared with its optimizer.
 
     Data loaders, schedulers, ``gather``, ``gather_for_metrics``, trackers and ``register_for_checkpointing`` are
     accelerate's own. Its process group is used; the model is never wrapped in DDP, and no gradient scaler is made.
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """None of accelerate's: FP8 is dtrain's own."""
+        """No backend of accelerate's, because FP8 is dtrain's own."""
         return FP8BackendType("NO")
 
     # -- prepare -----------------------------------------------------------------------------------------------------
@@ -187,13 +187,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             optimizer.driver = build(model, optimizer.optimizer, self.device, self._engine_options)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; the random order of an epoch can be drawn again after a resume."""
+        """Prepares a loader as accelerate does; the random order of an epoch can be drawn again after a resume."""
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
         make_replayable(loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As in accelerate; the rest of the epoch counts as one of ``dataloader``."""
+        """Skips batches as accelerate does; the rest of the epoch counts as one of ``dataloader``."""
         return count_epoch(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     @property
@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As in accelerate, gradients add up until ``gradient_accumulation_steps`` backwards, or the last batch."""
+        """Adds gradients up, as in accelerate, until ``gradient_accumulation_steps`` backwards or the last batch."""
         for driver in self._drivers:
             driver.end_round()
         with super().accumulate(*models):
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context of backwards of ``model`` that are not the last of their step."""
+        """Holds backwards of ``model`` that are not the last of their step."""
         with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
             yield
 
@@ -319,7 +319,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return whole_state_dict(driver.engine)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """As in accelerate; the hook gets the users' modules, and on rank 0 their whole weights."""
+        """Registers a hook, as in accelerate, that gets the users' modules, and on rank 0 their whole weights."""
 
         def call(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             hook([_bare(model) for model in models], weights, folder)
@@ -327,7 +327,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return super().register_save_state_pre_hook(call)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """As in accelerate; the hook gets the users' modules with whole weights, which it may write."""
+        """Registers a hook, as in accelerate, that gets the users' modules with whole weights, which it may write."""
 
         def call(models: list[nn.Module], folder: str) -> None:
             prepared = {id(_bare(model)): model for model in models}

@@ -16,10 +16,8 @@ _traced = False  # whether a compiler traces regions
 def full_precision() -> AbstractContextManager[None]:
     """Computes in FP32 what autocast would compute in reduced precision: matmuls, convolutions and FP8 Linears.
 
-    Use it in a model's own forward.
-
-    BF16 and FP16 inputs and weights are cast on use, and keep the rounding that they already have. The backward of the
-    region is FP32 too. Elementwise operations compute in the dtype of their inputs, as always under autocast. Nothing
+    Use it in a model's own forward. BF16 and FP16 inputs and weights are cast on use, and keep the rounding that they
+    have. The backward of the region is FP32 too. Elementwise operations compute in the dtype of their inputs. Nothing
     changes if autocast is off (``precision=fp32`` or ``tf32``, or outside an engine): TF32 is a mode of the process.
 
     With activation checkpointing, open the region inside the checkpointed function. On CPU, PyTorch does not restore a

@@ -1,12 +1,14 @@
-"""The examples in the docstrings of the public API print what they say."""
+"""The examples in the docstrings that docs/reference/api.md shows print what they say."""
 
 from __future__ import annotations
 
 import doctest
 import inspect
+import re
 import tempfile
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -15,58 +17,61 @@ import torch
 
 import dtrain
 
-LEAST = 25
-"""Examples that must be found, so that a change of the search cannot leave them out silently."""
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "api.md"
+NAMES = re.findall(r"^::: ([\w.]+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+LEAST = 26
+"""Docstrings whose examples must be found, so that a change of the search cannot leave them out silently."""
 
-MODULES = ("dtrain.checkpoint", "dtrain.errors", "dtrain.integrations.accelerate", "dtrain.integrations.trainer")
+
+def resolved(name: str) -> Any:
+    """Returns the module, class or function ``name``."""
+    try:
+        return import_module(name)
+    except ModuleNotFoundError:
+        home, _, last = name.rpartition(".")
+        return getattr(import_module(home), last)
 
 
 def documented() -> Iterator[tuple[str, Any]]:
-    """Yields each public name with what has its docstring; of an engine also the classes that it inherits from."""
-    for name in dtrain.__all__:
-        yield f"dtrain.{name}", getattr(dtrain, name)
-    for base in dtrain.Engine.__mro__[1:-1]:
-        yield base.__qualname__, base
-    for module in map(import_module, MODULES):
-        names = getattr(module, "__all__", [name for name in vars(module) if not name.startswith("_")])
-        for name in names:
-            yield f"{module.__name__}.{name}", getattr(module, name)
+    """Yields each class and function of the page; of a class also what it inherits from in dtrain."""
+    for name in NAMES:
+        value = resolved(name)
+        if isinstance(value, ModuleType):
+            own = [key for key, item in vars(value).items() if getattr(item, "__module__", None) == value.__name__]
+            yield from ((f"{name}.{key}", getattr(value, key)) for key in getattr(value, "__all__", own))
+        elif inspect.isclass(value):
+            bases = [base for base in value.__mro__[1:] if base.__module__.startswith("dtrain.")]
+            yield from ((name, value), *((base.__qualname__, base) for base in bases))
+        else:
+            yield name, value
 
 
 def found() -> dict[str, doctest.DocTest]:
-    """Returns the docstrings with examples, each once, by name; a reader has imported dtrain, tempfile and torch."""
-    finder, globs = doctest.DocTestFinder(), {"dtrain": dtrain, "tempfile": tempfile, "torch": torch}
-    tests: dict[str, doctest.DocTest] = {}
-    seen = set()
-    for name, value in documented():
-        home = inspect.getmodule(value)
-        if isinstance(value, ModuleType) or home is None or not home.__name__.startswith("dtrain."):
-            continue
-        for test in finder.find(value, name, module=home, globs=globs):
-            place = (test.filename, test.lineno)
-            if test.examples and place not in seen:
-                seen.add(place)
-                tests[test.name] = test
+    """Returns the docstrings with examples by name, for a reader who has imported dtrain, tempfile and torch."""
+    finder, tests = doctest.DocTestFinder(), {}
+    for name, value in dict(documented()).items():
+        globs = {"dtrain": dtrain, "tempfile": tempfile, "torch": torch}
+        home = import_module(value.__module__)
+        tests |= {test.name: test for test in finder.find(value, name, module=home, globs=globs) if test.examples}
     return tests
 
 
 TESTS = found()
 
 
-def test_the_examples_are_found() -> None:
+def test_the_page_names_the_public_api_and_its_examples_are_found() -> None:
+    assert {f"dtrain.{name}" for name in dtrain.__all__} <= {*NAMES}
     assert len(TESTS) >= LEAST, sorted(TESTS)
-    assert {"dtrain.initialize", "dtrain.Engine.save", "dtrain.StepOutcome", "TrainingLoop.accumulate"} <= TESTS.keys()
+    assert {"dtrain.initialize", "dtrain.Engine.save", "TrainingLoop.step", "dtrain.checkpoint.verify"} <= TESTS.keys()
 
 
 @pytest.mark.parametrize("name", TESTS)
 def test_an_example_prints_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the examples' inputs are on the CPU
-    report: list[str] = []
-    matmul, deterministic = torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()
+    threads, report = torch.get_num_threads(), []
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         result = doctest.DocTestRunner().run(TESTS[name], out=report.append)
-    torch.set_float32_matmul_precision(matmul)
-    assert deterministic == torch.are_deterministic_algorithms_enabled()
+    torch.set_num_threads(threads)
     assert result.attempted
     assert not result.failed, "".join(report)
