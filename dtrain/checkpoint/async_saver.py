@@ -110,7 +110,7 @@ class AsyncSaver:
         return any(on_every_rank(self._comm, "", self._thread.is_alive, CheckpointError))
 
     def start(self, directory: Path, snapshot: Snapshot, retention: Retention | None) -> Path:
-        """Copies ``snapshot`` and starts to save it as ``dtrain.checkpoint.save`` does; collective; none is in progress.
+        """Copies ``snapshot`` and starts to save it as ``dtrain.checkpoint.save`` does; collective, one at a time.
 
         On return the snapshot's tensors may change; on a GPU, through work queued later on the current stream.
 

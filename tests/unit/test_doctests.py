@@ -67,11 +67,9 @@ def test_the_page_names_the_public_api_and_its_examples_are_found() -> None:
 
 @pytest.mark.parametrize("name", TESTS)
 def test_an_example_prints_what_it_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fixtures of all tests give it its random numbers and one thread, and restore torch's settings."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the examples' inputs are on the CPU
-    threads, report = torch.get_num_threads(), []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        result = doctest.DocTestRunner().run(TESTS[name], out=report.append)
-    torch.set_num_threads(threads)
+    report: list[str] = []
+    result = doctest.DocTestRunner().run(TESTS[name], out=report.append)
     assert result.attempted
     assert not result.failed, "".join(report)
