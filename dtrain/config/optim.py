@@ -196,7 +196,7 @@ class Muon(Optimizer):
 class TorchOptimizer(Optimizer):
     """Any optimizer of torch, or of your own, that updates each element by itself; proven when the run starts.
 
-    ``factory`` is the class or its name, whose options may be given by name.
+    ``factory`` is the class, or its name as ``package.module:Class``; its options may be given by name.
 
     Examples:
         >>> dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-3, betas=(0.9, 0.99)).options

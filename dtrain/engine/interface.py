@@ -97,7 +97,7 @@ class Engine(TrainingLoop):
         thread of each rank writes it. One save is under way at a time. If it fails, every rank raises the same
         ``CheckpointError``, once: from the ``step`` after the one whose vote reports it, the next ``save`` or ``load``,
         or ``wait_for_save``. Training can continue: a step that raises it has done nothing and can be called again. A
-        process that ends without ``wait_for_save`` waits for the thread, which logs a failure; the exit code hides it.
+        process that ends before waits for the thread, which logs a failure; the exit code does not show it.
 
         Args:
             directory: usually ``run/checkpoints``.
@@ -182,8 +182,8 @@ class Engine(TrainingLoop):
 
         Frozen parameters are whole too, in their own dtype. Write in place: ``load_state_dict``, ``copy_``, ``clamp_``.
         Gradients are off inside, and the whole weights take 4 bytes an element on every rank. At the end all ranks
-        compare the new values and take them over. Optimizer states stay, and so does the moving average, except before
-        the first update. After an exception no weight is changed.
+        compare the new values, take them over and free the copies. Optimizer states stay, and so does the moving
+        average, except before the first update. After an exception no weight is changed.
 
         Args:
             *patterns: names (``fnmatch``) of parameters or modules; all by default.
@@ -238,8 +238,8 @@ class Engine(TrainingLoop):
 
         Args:
             shows_masters: for wrappers of other loops: reads of values give whole FP32 masters, and a forward of
-                ``module`` follows the precision policy. The first read between two calls of the engine gathers 4 bytes
-                an element on every rank, so all read together. False: reads of what it does not hold are errors.
+                ``module`` follows the policy. The first read gathers 4 bytes an element on every rank until the
+                engine's next call, so all read together. False: reads of what ``module`` does not hold are errors.
         """
         self._between.guard_reads(shows_masters=shows_masters)
 

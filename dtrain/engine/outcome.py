@@ -128,8 +128,8 @@ class StepOutcome:
 
             - ``nonfinite_loss``: the loss of a micro-batch on any rank is Inf or NaN; the loss scale stays;
             - ``overflow``: a gradient is Inf or NaN, or its norm after clipping is above 9.2e18; a dynamic or
-              calibrated loss scale shrinks;
-            - ``empty``: all weights are 0.
+              calibrated loss scale shrinks (``LossScale.hysteresis``);
+            - ``empty``: the weights of all micro-batches of all ranks are 0.
 
             None: it was applied. A weight that is negative or not finite, and ranks that diverge, are errors instead.
         loss: weighted mean over all micro-batches of all ranks: sum(weight x loss) / sum(weight).
