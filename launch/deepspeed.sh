@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains under DeepSpeed's launcher, on the ranks of one machine: NPROC=4 launch/deepspeed.sh precision=bf16 engine=deepspeed
-# For several machines, or other options of the launcher, call it yourself: docs/run/running.md.
+# For several machines, or other options of the launcher, call it yourself: docs/run/launchers.md.
 set -euo pipefail
 
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

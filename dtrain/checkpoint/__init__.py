@@ -1,7 +1,7 @@
 """Checkpoints: sharded safetensors files, one manifest, and one directory rename as the commit.
 
 The package is below the engines and does not depend on them: a rank saves shards of logical tensors and reads intervals
-of logical tensors back. ``docs/run/checkpoints.md`` describes the format and its guarantees.
+of logical tensors back. ``docs/reference/checkpoint-format.md`` describes the format.
 """
 
 from __future__ import annotations

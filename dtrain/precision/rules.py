@@ -246,7 +246,7 @@ def _assign(
     by_class = next((other for other in (module, *ancestors) if fp32_class(other)), None)
     found: tuple[str, str] | None = None
     for pattern, wanted in rules:  # to the end: the last rule decides
-        # a reduced precision reaches norms, routers, softmax and losses only by an exact name, see decision 0026
+        # a reduced precision reaches norms, routers, softmax and losses only by an exact name, see decision 0027
         if by_class is not None and wanted != "fp32" and pattern not in (*own_names, *modules.names[id(by_class)]):
             continue
         if _covers(pattern, own_names):

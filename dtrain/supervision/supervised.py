@@ -187,6 +187,9 @@ def _link_hosts(comm: Communicator, reports: list[Any], listening: ExitStack) ->
 
 def unsupported_reason() -> str:
     """Returns why this process cannot be watched, or nothing."""
+    kernel = sys.modules.get("ipykernel.kernelapp")  # it imports a debugger, whether that is used or not
+    if kernel is not None and kernel.IPKernelApp.initialized():
+        return "it runs in a notebook"
     if sys.gettrace() is not None or any(name in sys.modules for name in ("pydevd", "debugpy")):
         return "it runs in a debugger"
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12

@@ -14,7 +14,7 @@ from rich.console import Console as RichConsole
 from rich.live import Live
 
 from dtrain.distributed.logging import logger
-from dtrain.telemetry.live_view import LONG_WAIT, LiveView, start_live
+from dtrain.telemetry.live_view import LONG_WAIT, LiveView, can_redraw, start_live
 from dtrain.telemetry.metrics import CHECKPOINTS, METRICS_FILE, StepMetrics, read_metrics
 from dtrain.telemetry.progress import RunProgress, last_checkpoint
 from dtrain.telemetry.texts import clean, rate
@@ -45,7 +45,7 @@ class Console:
         self._advised: set[str] = set()
         self._streams: list[tuple[logging.StreamHandler[TextIO], TextIO]] = []
         terminal = RichConsole(stderr=True)
-        if sys.stderr.isatty() and not terminal.is_dumb_terminal:
+        if can_redraw(terminal):
             self._start_view(terminal)
 
     def step(self, metrics: StepMetrics) -> None:

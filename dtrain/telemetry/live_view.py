@@ -5,6 +5,7 @@ Drawn by rich for ``dtrain train`` on a terminal and for ``dtrain watch``, or as
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ _MIN_CURVE = 8  # characters
 _PLAIN_CURVE = 40
 _MIN_VALUE = 8  # characters, so that columns stay where they are
 _GAP = 3  # blanks between two columns of figures
+# what ipykernel sets for the commands of a notebook, whoever has started it
+_NOTEBOOK = {"TERM": "xterm-color", "CLICOLOR": "1", "PAGER": "cat", "GIT_PAGER": "cat"}
 
 Figure = tuple[str, str]
 """A name and its value."""
@@ -162,6 +165,15 @@ class LiveView:
 
     def _range(self) -> str:
         return f"{_short(self.progress.loss.low)} to {_short(self.progress.loss.high)}"
+
+
+def can_redraw(terminal: Console) -> bool:
+    """Returns whether a text on ``terminal`` can be replaced: not in a file or a pipe, and not in a notebook.
+
+    ``!command`` in a notebook runs on a pseudo-terminal, but its cell keeps what the moves of a cursor should erase.
+    """
+    in_notebook = all(os.environ.get(name) == value for name, value in _NOTEBOOK.items())
+    return terminal.file.isatty() and not terminal.is_dumb_terminal and not in_notebook
 
 
 def start_live(

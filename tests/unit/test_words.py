@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PAGES += sorted(
     page
-    for glob in ("*.md", "examples/*.*", "experiments/*.*", "experiments/failures/*.*", "decisions/*.md")
+    for glob in ("*.md", "*/*.md", "*/*/*.md", "*/*.py", "*/*/*.py")
     for page in ROOT.glob(f"docs/{glob}")
 )
 SOURCES = sorted(ROOT.glob("dtrain/**/*.py"))

@@ -23,7 +23,7 @@ _LINES = {suite.name: suite.measures for suite in SUITES.values()} | {
     "report": "writes the tables of results files into a document, between their markers"
 }
 _USAGE = """usage: dtrain bench SUITE [key=value ...]
-       dtrain bench report FILE.json ... [bench.docs=docs/trust/benchmarks.md]
+       dtrain bench report FILE.json ... [bench.docs=docs/results/benchmarks.md]
 
 {}
 
@@ -76,7 +76,7 @@ def _report(argv: Sequence[str]) -> int:
         raise ConfigError(f"'{other}' is not a .json file of `dtrain bench`")
     if not files:
         raise ConfigError("dtrain bench report needs results files, such as docs/results/*.json")
-    document = Path(documents[-1] if documents else "docs/trust/benchmarks.md")
+    document = Path(documents[-1] if documents else "docs/results/benchmarks.md")
     update_document(document, {path.stem: read_results(path) for path in sorted(files)})
     print(f"{document}: {len(files)} results")
     return 0

@@ -95,7 +95,7 @@ BOUNDS = {
     "bf16": Bounds(loss=5e-3, weights=5e-2),
     "fp8": Bounds(loss=1e-2, weights=5e-2),
 }
-"""Bounds by precision; docs/trust/parity.md has the measurements behind them."""
+"""Bounds by precision; docs/results/parity.md has the measurements behind them."""
 
 
 @dataclass(frozen=True)

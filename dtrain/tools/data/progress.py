@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from dtrain.telemetry.live_view import can_redraw
+
 _LINE_S = 10.0
 
 
@@ -27,14 +29,14 @@ class WorkProgress:
         self._name, self._total, self._done, self._tokens = name, total, done, 0
         self._start = self._printed = time.monotonic()
         self._bar: Bar | None = None
-        if sys.stderr.isatty():
+        if can_redraw(terminal := Console(stderr=True)):
             self._bar = Bar(
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
                 TaskProgressColumn(),
                 TextColumn("{task.fields[rate]}"),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=terminal,
                 transient=True,
                 expand=True,
             )

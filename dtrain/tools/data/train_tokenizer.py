@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from dtrain.data.tokenizer import NEEDS_TOKENIZERS
 from dtrain.errors import ConfigError, DataError, directory_error, disk_fault, is_disk_fault
+from dtrain.telemetry.live_view import can_redraw
 from dtrain.tools.data.documents import documents
 from dtrain.tools.data.inputs import find_files, plan_units
 from dtrain.tools.data.writer import write_whole
@@ -65,7 +67,7 @@ def train(pattern: str, vocab_size: int, text_key: str = "text") -> tuple[str, i
         vocab_size=vocab_size,
         special_tokens=[END_OF_TEXT],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=sys.stderr.isatty(),
+        show_progress=can_redraw(Console(stderr=True)),
     )
     tokenizer.train_from_iterator(texts(), trainer)
     found = tokenizer.get_vocab_size()

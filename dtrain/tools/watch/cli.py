@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.console import Console
 from dtrain.errors import ConfigError
 from dtrain.redaction.printable import printable
 from dtrain.redaction.redact import redact_text
-from dtrain.telemetry.live_view import LiveView, start_live
+from dtrain.telemetry.live_view import LiveView, can_redraw, start_live
 from dtrain.telemetry.texts import clean
 from dtrain.tools.tables import Column, Table, plural, show
 from dtrain.tools.watch.files import is_run
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     run = WatchedRun(path)
     terminal = Console()
-    if arguments.once or not sys.stdout.isatty() or terminal.is_dumb_terminal:
+    if arguments.once or not can_redraw(terminal):
         _print(run.view(), terminal.encoding)
         return 0
     _follow(run, terminal)

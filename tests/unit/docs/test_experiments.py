@@ -1,4 +1,4 @@
-"""The experiments of docs/experiments: short runs show what they are about, and the page has the stored results."""
+"""The experiments of docs/experiments: short runs show what they are about, and the pages have the stored results."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from tests.helpers.op_dtypes import OpDtypes
 exhaustive = pytest.mark.exhaustive
 DOCS = Path(__file__).parents[3] / "docs"
 PAGE = (DOCS / "experiments/README.md").read_text(encoding="utf-8")
+RESULTS_PAGE = (DOCS / "results/experiments/README.md").read_text(encoding="utf-8")
 FINDINGS = {  # of the stored results
     "master_weights": "at a learning rate of 1e-05 the regression loses 74% in FP16 and 98% in BF16 of its progress",
     "gradient_histogram": "FP16 flushes 100.0% of the nonzero activation gradients; a loss scale of 32,768 leaves 4.5%",
@@ -50,12 +51,12 @@ def run_script(name: str, monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
 
 
 @pytest.mark.parametrize("name", FINDINGS)
-def test_the_page_has_what_a_script_shows_of_the_stored_result(
+def test_the_pages_have_what_a_script_shows_of_the_stored_result(
     name: str, tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
     run_script(name, monkeypatch, "--from", str(STORED[name]), "--out", str(tmp_path))
     _, table, finding = capsys.readouterr().out.split("\n\n")
-    assert table in PAGE
+    assert table in RESULTS_PAGE
     assert FINDINGS[name] in finding
     (picture,) = tmp_path.iterdir()
     assert (picture.stem, picture.stat().st_size > 20_000) == (STORED[name].stem, True)

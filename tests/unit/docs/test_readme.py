@@ -109,9 +109,9 @@ def test_every_wish_has_a_test() -> None:
 
 
 def test_each_promise_has_its_line() -> None:
-    lines = re.findall(r"^- (P\d+) (.+?):", README, re.MULTILINE)
-    titles = {number: promise.split("**")[1] for number, (promise, _, _) in rows().items()}
-    assert {number: f"{number} {title}." for number, title in lines} == titles
+    lines = re.findall(r"^- (P\d+) \[(.+?)\]\(docs/trust/reliability\.md(#.+?)\)", README, re.MULTILINE)
+    cells = [(number, promise.strip("*").removeprefix(f"{number} ")) for number, (promise, _, _) in rows().items()]
+    assert [(number, f"[{title}]({anchor})") for number, title, anchor in lines] == cells
 
 
 def test_figures_of_faults_are_the_recorded_ones() -> None:

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,12 +269,16 @@ def test_hangs_are_numbered(tmp_path: Path) -> None:
     assert (report.folder, report.problem) == (None, "File exists")
 
 
-def test_off_in_a_debugger(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_off_in_a_debugger_and_in_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process_start("self") == process_start(str(os.getpid()))
     assert process_start("999999999") is None
     assert unsupported_reason() == ""
     monkeypatch.setitem(sys.modules, "pydevd", sys)
     assert unsupported_reason() == "it runs in a debugger"
+    kernel = SimpleNamespace(IPKernelApp=SimpleNamespace(initialized=lambda: True))
+    monkeypatch.setitem(sys.modules, "ipykernel.kernelapp", kernel)  # which imports a debugger, too
+    assert unsupported_reason() == "it runs in a notebook"
+    monkeypatch.delitem(sys.modules, "ipykernel.kernelapp")
     monkeypatch.delitem(sys.modules, "pydevd")
     monkeypatch.setattr(sys, "gettrace", lambda: print)
     assert unsupported_reason() == "it runs in a debugger"

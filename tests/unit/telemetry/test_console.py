@@ -50,6 +50,23 @@ def test_the_progress_line_gives_the_stream_back(monkeypatch: pytest.MonkeyPatch
     assert not [text for text in ("loss 3.2140", "val_loss 2.5000", "skipped: overflow") if text not in shown]
 
 
+NOTEBOOK = {"TERM": "xterm-color", "CLICOLOR": "1", "PAGER": "cat", "GIT_PAGER": "cat"}  # what ipykernel sets
+
+
+def test_a_command_of_a_notebook_prints_plain_lines(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """``!dtrain train`` runs on a pseudo-terminal, but a cell shows the codes that move its cursor."""
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    for name, value in NOTEBOOK.items():
+        monkeypatch.setenv(name, value)
+    configure_logging(0)
+    console = Console(200, 0, tmp_path)
+    console.step(STEP)
+    console.close(0)
+    assert stream.getvalue() == format_step(STEP, 200) + "\n"
+
+
 def test_without_a_terminal_there_are_plain_lines_that_control_none(monkeypatch: Any, tmp_path: Path) -> None:
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)

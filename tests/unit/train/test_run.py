@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import sys
 import threading
 import time
+from collections.abc import Collection
+from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,13 +22,24 @@ import torch
 
 from dtrain.__main__ import main
 from dtrain.cli.resolve import compose
+from dtrain.distributed.progress import Phase, ProgressRecord
 from dtrain.distributed.transport.single_rank import SingleRank
+from dtrain.engine.outcome import Culprit
 from dtrain.errors import CheckpointError, ConfigError, DtrainError
 from dtrain.planning.plans import RunPlanner
 from dtrain.precision.forward import REDUCED_SUMS
+from dtrain.precision.report import Float8ProductPrecision, OperandPrecision, PrecisionReport
+from dtrain.supervision.hang import Hang, PhaseLimits, RankState
+from dtrain.supervision.watcher import HANG_FILE, HangReport
 from dtrain.tasks import language
-from dtrain.telemetry.metrics import TIMES, read_metrics
+from dtrain.tasks.classification import Classification
+from dtrain.tasks.regression import Regression
+from dtrain.telemetry.metrics import FAILURES, RESTARTS_FILE, TIMES, StepMetrics, read_metrics
+from dtrain.telemetry.precision import PrecisionFindings
+from dtrain.telemetry.trackers import TRACKER_FILE
 from dtrain.train import run
+from dtrain.train.receipt import Receipt
+from dtrain.train.restarts import Attempts
 from dtrain.train.run import run_training
 from dtrain.train.run_dir import RunDir
 from dtrain.train.setup import make_engine
@@ -36,6 +50,7 @@ from tests.helpers.ranks import run_ranks
 
 pytestmark = pytest.mark.processes
 
+_REFERENCE = Path(__file__).parents[3] / "docs/reference"
 _SMALL = [
     *("experiment=smoke", "precision=fp32", "model.hidden_dim=16", "engine.reproducible=true"),
     "schedule=constant",  # the rate does not depend on train.steps
@@ -86,6 +101,70 @@ def test_files_of_a_run(whole: Path) -> None:
     assert found["val_loss"] == curve[-1]["val_loss"]
     assert found["train_loss"] == curve[-2]["loss"]
     assert found["memory"]["master"] >= found["memory_formula"]["master"] > 0
+
+
+def _documented(page: str, before: str) -> dict[str, list[str]]:
+    """Returns the other cells by the name in the first, of the first table after the line ``before``."""
+    text = (_REFERENCE / page).read_text(encoding="utf-8").split(f"\n{before}\n")[1]
+    rows = text.partition("\n| --- ")[2].partition("\n\n")[0].splitlines()[1:]
+    cells = [[cell.strip() for cell in row.split("|")[1:-1]] for row in rows]
+    return {name.strip("`"): others for name, *others in cells}
+
+
+def test_the_reference_names_the_fields_of_a_run(whole: Path) -> None:
+    """Each that a run writes, and no other."""
+    lines = read_metrics(whole / "metrics.jsonl")
+    steps = _documented("metrics.md", "## A training step")
+    assert [*steps] == [item.name for item in fields(StepMetrics) if item.name != "evidence"]
+    here = {name for name, (_, written, _) in steps.items() if written in ("always", "for tokens", "on a CPU")}
+    assert [line.keys() for line in lines if "loss" in line] == [here] * 4
+    assert [line.keys() for line in lines if "val_loss" in line] == [{"step", "val_loss"}] * 2
+    (sampled,) = [line["precision"] for line in lines if "precision" in line]
+    assert [*_documented("metrics.md", "## A sampled step")] == [*sampled]
+    assert [*_documented("metrics.md", "Each entry of `worst`:")] == [*sampled["worst"][0]]
+    assert _documented("metrics.md", "## summary.json").keys() == summary(whole).keys()
+
+
+def test_the_reference_names_the_fields_of_other_runs() -> None:
+    """Metrics of the tasks, and those of FP8."""
+    found = Classification(("cat", "dog"), (2,)).metrics([1.0], 2.0)
+    found = {**found, **Regression((1,), (0.0,), (1.0,)).metrics([1.0, 0.0, 4.0], 2.0)}
+    names = ["val_loss", "val_loss_ema", *(f"val_{name}" for name in found)]
+    assert [*_documented("metrics.md", "## A validation")] == names
+    operands = [OperandPrecision(name, "e4m3", 20.0, 0.0, 0.0) for name in ("input", "weight", "gradient")]
+    products = (Float8ProductPrecision.of("head", "fprop", tuple(operands)),)
+    (entry,) = PrecisionFindings(PrecisionReport(3, True, 1.0, None, (), products)).summary()["worst_float8"]
+    assert [*_documented("metrics.md", "Each entry of `worst_float8`:")] == [*entry]
+
+
+def test_the_reference_names_the_files_of_a_run(whole: Path) -> None:
+    """Each that a run writes, and no other."""
+    written = {re.sub(r"\d+", "N", str(path.relative_to(whole))) for path in whole.rglob("*") if path.is_file()}
+    other_runs = {
+        *("config-until-step-N.yaml", "deepspeed.json", "tokenizer/", TRACKER_FILE, "wandb/", "tensorboard/"),
+        *(RESTARTS_FILE, "checkpoints/lease-N.json", "sample.txt", "sample.png"),
+        *(f"{FAILURES}/{name}" for name in ("step-N.json", f"hang-N/{HANG_FILE}", "hang-N/rank-N.txt")),
+    }
+    assert not written & other_runs
+    assert {*_documented("run-directory.md", "## Which file holds what")} == written | other_runs
+
+
+def test_the_reference_names_the_fields_of_failures(tmp_path: Path) -> None:
+    rank = RankState(0, 7, ProgressRecord(2, Phase.BACKWARD, 0, 3, 2, "all_gather", num_steps=1), 4.0)
+    HangReport(Hang((0,), "rank 0 is late"), [rank], {0: b"stack"}, PhaseLimits(3, 3, 3)).write(tmp_path)
+    hang = json.loads((tmp_path / "hang-1" / HANG_FILE).read_text())
+    titles: dict[str, Collection[str]] = {
+        "Fields of `evidence`:": [item.name for item in fields(Culprit)],
+        "## Fields of failures/hang-N/hang.json": hang,
+        "Fields of an object in `ranks`:": hang["ranks"][0],
+        "## Fields of restarts.json": [item.name for item in fields(Attempts)],
+        "## Fields of memory.json": [item.name for item in fields(Receipt)],
+    }
+    for title, names in titles.items():
+        assert [*_documented("run-directory.md", title)] == [*names], title
+    assert {path.name for path in (tmp_path / "hang-1").iterdir()} == {HANG_FILE, "rank-0.txt"}
+    phases = _documented("run-directory.md", "Fields of an object in `ranks`:")["phase"][0]
+    assert re.findall(r"`(\w+)`", phases) == [phase.name.lower() for phase in Phase]
 
 
 def test_a_finished_run_does_nothing_and_can_be_extended(whole: Path, tmp_path: Path) -> None:

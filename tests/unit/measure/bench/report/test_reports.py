@@ -18,6 +18,7 @@ from dtrain.measure.bench.report.document import describe, update_document
 from dtrain.measure.bench.report.overhead import median_interval, meets_target
 from dtrain.measure.bench.report.training import has_wrong_loss
 from dtrain.measure.record import write_record
+from tests.helpers.speed_ups import PAGE, TABLE, speed_ups
 from tests.unit.measure.bench.made import HOST, case_result, result, results_of, row
 
 ROOT = Path(__file__).parents[5]
@@ -41,7 +42,8 @@ def test_report_writes_between_the_markers_only(
     assert document.read_text() == text
     assert main(["bench", "report", "one.json"]) == 1  # docs/ does not exist here
     assert (
-        capsys.readouterr().err == "dtrain: docs/trust is not a folder; set bench.docs=PATH to the document to write\n"
+        capsys.readouterr().err
+        == "dtrain: docs/results is not a folder; set bench.docs=PATH to the document to write\n"
     )
     document.write_text("<!-- end one --><!-- results one -->")
     assert main(["bench", "report", "one.json", "bench.docs=doc.md"]) == 1
@@ -49,7 +51,7 @@ def test_report_writes_between_the_markers_only(
 
 
 def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
-    text = (ROOT / "docs/trust/benchmarks.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs/results/benchmarks.md").read_text(encoding="utf-8")
     assert set(re.findall("<!-- results (.*?) -->", text)) == {path.stem for path in RESULTS}
     copy = tmp_path / "benchmarks.md"
     copy.write_text(text, encoding="utf-8")
@@ -64,10 +66,18 @@ def test_document_shows_what_its_results_files_hold(tmp_path: Path) -> None:
 
 
 def test_document_lists_the_suites() -> None:
-    text = (ROOT / "docs/trust/benchmarks.md").read_text(encoding="utf-8")
-    rows = [f"| [`{name}`](#{name}) | {suite.measures} |" for name, suite in SUITES.items()]
-    assert "\n".join(["| suite | tables |", "| --- | --- |", *rows, ""]) in text
-    assert [name for name in SUITES if f"\n## {name}\n" not in text] == []
+    text, results = ((ROOT / f"docs/{folder}/benchmarks.md").read_text("utf-8") for folder in ("trust", "results"))
+    rows = re.findall(r"^(\| \[`.*`\]\(../results/.*\) \| .* \|) .* \|$", text, re.MULTILINE)
+    assert rows == [
+        f"| [`{name}`](../results/benchmarks.md#{name}) | {suite.measures} |" for name, suite in SUITES.items()
+    ]
+    assert [name for name in SUITES if f"\n## {name}\n" not in results] == []
+
+
+def test_the_table_of_speed_ups_is_that_of_the_stored_results() -> None:
+    found = TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert found is not None
+    assert found[0] == speed_ups(), "run `python -m tests.helpers.speed_ups`"
 
 
 def test_the_example_of_a_suite_is_its_code() -> None:
