@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class DtrainError(Exception):
-    """Base class of all errors that dtrain raises on purpose."""
+    """Base class of all errors that dtrain raises on purpose; the command line exits with ``exit_code``."""
 
     exit_code = 1
 
@@ -66,7 +66,7 @@ class CorruptionError(DtrainError):
     """Memory or arithmetic of a rank gave wrong bits; every rank raises the same one. Nothing was updated or saved.
 
     Attributes:
-        corruptions: each :class:`Corruption` that was found.
+        corruptions: each ``Corruption`` that was found.
     """
 
     def __init__(self, message: str, corruptions: Sequence[Corruption] = ()) -> None:
@@ -102,7 +102,7 @@ class NonFiniteError(DtrainError):
     """Too many consecutive steps were skipped; the message contains the diagnosis.
 
     Attributes:
-        outcome: the :class:`dtrain.StepOutcome` of the last skipped step.
+        outcome: the ``dtrain.StepOutcome`` of the last skipped step.
     """
 
     def __init__(self, message: str, outcome: object = None) -> None:

@@ -75,7 +75,7 @@ class AsyncSaver:
     """Saves snapshots while training changes their tensors. All ranks make the same calls.
 
     Each snapshot is copied to host memory, which is reused for the next one. A thread of each rank then saves the copy
-    as :func:`dtrain.checkpoint.save` does, over its own communicator, so its collectives cannot interleave with those
+    as ``dtrain.checkpoint.save`` does, over its own communicator, so its collectives cannot interleave with those
     of training.
 
     Args:
@@ -110,7 +110,7 @@ class AsyncSaver:
         return any(on_every_rank(self._comm, "", self._thread.is_alive, CheckpointError))
 
     def start(self, directory: Path, snapshot: Snapshot, retention: Retention | None) -> Path:
-        """Copies ``snapshot`` and starts to save it; collective. No save may be in progress.
+        """Copies ``snapshot`` and starts to save it as ``dtrain.checkpoint.save`` does; collective, one at a time.
 
         On return the snapshot's tensors may change; on a GPU, through work queued later on the current stream.
 
@@ -135,11 +135,11 @@ class AsyncSaver:
     def save(self, directory: Path, snapshot: Snapshot, retention: Retention | None) -> Path:
         """Saves ``snapshot`` and returns its path once it is committed; collective. No save may be in progress.
 
-        GPU tensors are copied to the host once, as in :meth:`start`, then written, hashed and fingerprinted there; what
+        GPU tensors are copied to the host once, as in ``start``, then written, hashed and fingerprinted there; what
         lies on the host is written as it is, because nothing changes it meanwhile.
 
         Raises:
-            CheckpointError: as :func:`dtrain.checkpoint.save`.
+            CheckpointError: as ``dtrain.checkpoint.save``.
         """
         if self._comm.device.type == "cuda":
             on_host = [shard for shard in snapshot.shards if shard.data.device.type == "cpu"]
@@ -185,7 +185,7 @@ class AsyncSaver:
         """Cancels the current save, which a rank reported as failed, and raises its failure; collective.
 
         Raises:
-            CheckpointError, CorruptionError: as :meth:`wait`.
+            CheckpointError, CorruptionError: as ``wait``.
         """
         self._cancel()
         self.wait()

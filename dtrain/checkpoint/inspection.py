@@ -27,7 +27,9 @@ class CheckpointStatus:
         step: number of attempted steps at the save.
         saved_at: wall time of the save, ISO 8601 in UTC.
         num_bytes: total size of the data files.
+        num_files: number of the data files.
         world_size: number of ranks that saved it.
+        engine: name of the engine that saved it.
         train_loss: loss of the last applied step before the save.
         val_loss: loss of an evaluation at that step, if there was one.
     """
@@ -51,7 +53,7 @@ class CheckpointStatus:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of :func:`verify`: the checkpoints under a path, oldest step first."""
+    """Result of ``verify``: ``checkpoints`` has the state of each one under a path, oldest step first."""
 
     checkpoints: tuple[CheckpointStatus, ...]
 
@@ -62,7 +64,7 @@ class VerificationReport:
 
 
 def verify(path: Path | str, *, fast: bool = False) -> VerificationReport:
-    """Checks the checkpoints under a path; renames nothing.
+    """Checks the checkpoints under a path and returns the state of each; renames nothing.
 
     Args:
         path: a run directory, its directory of checkpoints, or one checkpoint.
@@ -71,6 +73,13 @@ def verify(path: Path | str, *, fast: bool = False) -> VerificationReport:
     Raises:
         NoCheckpointError: there is no checkpoint.
         CheckpointError: the path does not exist or cannot be listed.
+
+    Examples:
+        >>> engine = dtrain.initialize(torch.nn.Linear(4, 1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = engine.save(folder)
+        ...     [(status.path.name, status.ok) for status in dtrain.checkpoint.verify(folder).checkpoints]
+        [('step-00000000', True)]
     """
     statuses = _statuses(path, fast)
     if not statuses:

@@ -20,6 +20,8 @@ class ReadTarget:
     """A tensor to fill with consecutive row-major elements of a saved tensor.
 
     Attributes:
+        kind: of the saved tensor, such as ``master``.
+        name: of the saved tensor.
         start: first row-major element to read; ``data.numel()`` elements are read.
         data: any shape, strides and device; values are cast to its dtype.
     """

@@ -43,7 +43,7 @@ from dtrain.local_paths import local_path
 
 
 class CheckpointReader:
-    """A verified checkpoint. Call :meth:`check_fingerprints` on the loaded tensors after reading.
+    """Reads a verified checkpoint; call ``check_fingerprints`` on the loaded tensors after reading.
 
     Attributes:
         path: its directory.
@@ -83,7 +83,7 @@ class CheckpointReader:
                 )
 
     def read(self, kind: str, name: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Returns the row-major elements [start, stop) of a tensor; reads no other bytes.
+        """Returns the row-major elements [start, stop) of ``name``, of a ``kind`` such as ``master``; reads no others.
 
         Returns:
             [stop - start] on the CPU, in the saved dtype; ``stop`` is the tensor's end by default.

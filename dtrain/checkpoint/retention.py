@@ -26,6 +26,10 @@ class Retention:
 
     Raises:
         CheckpointError: a number is out of range.
+
+    Examples:
+        >>> dtrain.checkpoint.Retention(keep_last=1, keep_every=200).expired(dict.fromkeys([100, 200, 300, 350]))
+        [100, 300]
     """
 
     keep_last: int = 2

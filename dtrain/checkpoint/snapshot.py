@@ -152,7 +152,7 @@ class HostCopy:
         return self._blocks[0].numel() if self._blocks else 0
 
     def take(self, snapshot: Snapshot) -> Snapshot:
-        """Returns ``snapshot`` with its shards on the host; call :meth:`reserve` first. Valid until the next call.
+        """Returns ``snapshot`` with its shards on the host; call ``reserve`` first. Valid until the next call.
 
         On a GPU the copies are queued on the current stream, and ``ready`` of the result waits for them.
         """

@@ -13,7 +13,18 @@ _PATTERNS = "auto or a list of name patterns of modules, such as [layers.*]"
 
 @dataclass(frozen=True)
 class Blocks(CheckedRecord):
-    """Recomputation and compilation of the blocks of a model. See docs/scale/engine.md."""
+    """Recomputation and compilation of the blocks of a model. See docs/scale/engine.md.
+
+    Examples:
+        >>> class Block(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         print("forward")
+        ...         return super().forward(x)
+        >>> engine = dtrain.initialize(torch.nn.Sequential(Block(4, 4)), blocks=dtrain.Blocks(recompute="full"))
+        >>> engine.backward(engine(torch.ones(1, 4)).mean())
+        forward
+        forward
+    """
 
     blocks: Any = setting(
         "auto",

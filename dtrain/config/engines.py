@@ -244,7 +244,7 @@ class FSDP2(EngineConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeed(EngineConfig):
-    """DeepSpeed's ZeRO with dtrain's vote."""
+    """DeepSpeed's ZeRO (Rajbhandari et al., 2020) with dtrain's vote."""
 
     name: str = option("deepspeed")
     offload: str = one_of("none", "cpu", doc=_OFFLOAD)

@@ -1,6 +1,6 @@
 """Fields of the records of settings: default, meaning and permitted values of each in one place, its metadata.
 
-A :class:`CheckedRecord` checks itself when it is made, from a command line or in a script; ``config.keys`` reads the
+A ``CheckedRecord`` checks itself when it is made, from a command line or in a script; ``config.keys`` reads the
 meaning for ``--help`` and the documents.
 """
 
@@ -68,15 +68,16 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def group(kind: type[Any], doc: str = "") -> Any:
-    """A record of keys inside another; its docstring documents it unless ``doc`` does."""
-    return field(default_factory=kind, metadata={"doc": doc or inspect.getdoc(kind)})
+    """A record of keys inside another; its docstring up to the examples documents it unless ``doc`` does."""
+    own = (inspect.getdoc(kind) or "").partition("\n\nExamples:")[0]
+    return field(default_factory=kind, metadata={"doc": doc or own})
 
 
 @dataclass(frozen=True)
 class CheckedRecord:
     """Settings that check themselves: the type of each field, its permitted values, then rules between fields.
 
-    Messages name a field ``Class.field``; :func:`in_keys` replaces that by a key of the command line.
+    Messages name a field ``Class.field``; ``in_keys`` replaces that by a key of the command line.
     """
 
     def __post_init__(self) -> None:
@@ -224,7 +225,7 @@ def written(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value of any type in a message: what :func:`written` gives, or the type of an object."""
+    """A value of any type in a message: what ``written`` gives, or the type of an object."""
     if isinstance(value, type):
         return f"the class {value.__module__}.{value.__qualname__}"
     if not isinstance(value, (str, int, float, list, tuple, dict, types.NoneType)):

@@ -116,7 +116,7 @@ class Adam(AdamW):
 
 @dataclass(frozen=True)
 class SGD(Optimizer):
-    """Stochastic gradient descent with momentum (as ``torch.optim.SGD``)."""
+    """Stochastic gradient descent with momentum, by the formula of ``torch.optim.SGD``."""
 
     group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "momentum")
 
@@ -148,7 +148,17 @@ class Lion(Optimizer):
 
 @dataclass(frozen=True)
 class Muon(Optimizer):
-    """Muon (Jordan et al., 2024) for matrices of hidden layers; AdamW for embeddings, output layers and vectors."""
+    """Muon (Jordan et al., 2024) for matrices of hidden layers; AdamW for embeddings, output layers and vectors.
+
+    An output layer is known by having as many rows as an embedding; name others, such as a classifier's, in ``adamw``.
+    ``match_rms_adamw`` is the rule of Liu et al., Muon is Scalable for LLM Training (2025).
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False), torch.nn.Linear(8, 4, bias=False))
+        >>> engine = dtrain.initialize(model, optimizer=dtrain.Muon(lr=1e-3, adamw=["1"]))
+        >>> engine.memory_formula()["moments"]  # 64 elements x 4 bytes of momentum, 32 x 8 of AdamW's moments
+        512
+    """
 
     group_keys: ClassVar[tuple[str, ...]] = ("weight_decay", "momentum", "betas", "eps")
 
@@ -184,7 +194,14 @@ class Muon(Optimizer):
 
 @dataclass(frozen=True, init=False)
 class TorchOptimizer(Optimizer):
-    """Any optimizer of torch, or of your own, that updates each element by itself; proven when the run starts."""
+    """Any optimizer of torch, or of your own, that updates each element by itself; proven when the run starts.
+
+    ``factory`` is the class, or its name as ``package.module:Class``; its options may be given by name.
+
+    Examples:
+        >>> dtrain.TorchOptimizer(torch.optim.RAdam, lr=1e-3, betas=(0.9, 0.99)).options
+        {'betas': (0.9, 0.99)}
+    """
 
     name: str = option("torch")
     factory: str = setting("torch.optim:RAdam", "Class of the optimizer, as package.module:Class.")
@@ -202,7 +219,6 @@ class TorchOptimizer(Optimizer):
         name: str = "torch",
         **more: Any,
     ) -> None:
-        """Takes the class, or its name as ``package.module:Class``, and its options by name."""
         values = {"factory": NamedClass(factory) if isinstance(factory, type) else factory, "lr": lr, "name": name}
         values |= {"options": {**(options or {}), **more}, "groups": dict(groups or {})}
         for key, value in values.items():

@@ -48,7 +48,15 @@ MODES = ("auto", "none", "static", "dynamic", "calibrated")
 
 @dataclass(frozen=True)
 class LossScale(CheckedRecord):
-    """The loss scale of FP16."""
+    """The loss scale of FP16 (Micikevicius et al., Mixed Precision Training, 2018, section 3.2).
+
+    Examples:
+        >>> scale = dtrain.LossScale("dynamic", init=1024, growth_interval=1)  # grows after each step
+        >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), precision="fp16", loss_scale=scale)
+        >>> engine.backward(engine(torch.ones(1, 2)).mean())
+        >>> engine.step().loss_scale, engine.loss_scale.scale
+        (1024.0, 2048.0)
+    """
 
     mode: str = one_of(
         *MODES,
@@ -100,7 +108,15 @@ CALIBRATION = {"calibration_steps", "margin"}
 
 @dataclass(frozen=True)
 class Float8(CheckedRecord):
-    """FP8 matrix products; used if the precision or a rule is fp8. See docs/precision/precision.md."""
+    """FP8 matrix products; used if the precision or a rule is fp8. See docs/precision/precision.md.
+
+    Examples:
+        >>> model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
+        >>> policy = dtrain.PrecisionPolicy.named("fp8", float8=dtrain.Float8(recipe="rowwise", emulate=True))
+        >>> engine = dtrain.initialize(model, precision=policy)
+        >>> engine.contract.float8_modules  # the first and the last product stay in BF16
+        ('1',)
+    """
 
     recipe: str = one_of("tensorwise", "rowwise", doc="One scale per tensor, or one per row and column.")
     grad_format: str = one_of(

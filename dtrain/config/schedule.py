@@ -144,7 +144,12 @@ class ScheduleConfig(CheckedRecord):
 
 @dataclass(frozen=True)
 class Cosine(ScheduleConfig):
-    """Linear warm-up, then half a cosine to ``min_ratio`` of the peak (Loshchilov and Hutter, SGDR, 2017)."""
+    """Linear warm-up, then half a cosine to ``min_ratio`` of the peak (Loshchilov and Hutter, SGDR, 2017).
+
+    Examples:
+        >>> [round(1e-3 * dtrain.Cosine(warmup_steps=2, total_steps=10).factor(n), 6) for n in (0, 1, 2, 6, 10)]
+        [0.0005, 0.001, 0.001, 0.00055, 0.0001]
+    """
 
     name: str = option("cosine")
     min_ratio: float = between(0.1, 0.0, 1.0, _MIN_RATIO)
@@ -156,7 +161,12 @@ class Cosine(ScheduleConfig):
 
 @dataclass(frozen=True)
 class Linear(ScheduleConfig):
-    """Linear warm-up, then a straight line to ``min_ratio`` of the peak."""
+    """Linear warm-up, then a straight line to ``min_ratio`` of the peak.
+
+    Examples:
+        >>> [round(1e-3 * dtrain.Linear(warmup_steps=2, total_steps=10).factor(n), 6) for n in (0, 1, 2, 6, 10)]
+        [0.0005, 0.001, 0.001, 0.00055, 0.0001]
+    """
 
     name: str = option("linear")
     min_ratio: float = between(0.1, 0.0, 1.0, _MIN_RATIO)
@@ -181,7 +191,13 @@ class Constant(ScheduleConfig):
 
 @dataclass(frozen=True)
 class WSD(ScheduleConfig):
-    """Warm-up, stable, decay (Hu et al., 2024): the last ``decay_steps`` fall linearly to ``min_ratio`` of the peak."""
+    """Warm-up, stable, decay (Hu et al., 2024): the last ``decay_steps`` fall linearly to ``min_ratio`` of the peak.
+
+    Examples:
+        >>> schedule = dtrain.WSD(warmup_steps=2, total_steps=10, decay_steps=4)
+        >>> [round(1e-3 * schedule.factor(n), 6) for n in (0, 1, 6, 8, 10)]
+        [0.0005, 0.001, 0.001, 0.0005, 0.0]
+    """
 
     name: str = option("wsd")
     decay_steps: int = at_least(40, 0, "Steps of the decay at the end.")

@@ -95,7 +95,7 @@ def load_arrays(
         on_progress: called now and then.
 
     Raises:
-        ConfigError: a file is missing or has other tensors than :class:`dtrain.config.data.ArraysDataConfig` states, or
+        ConfigError: a file is missing or has other tensors than ``dtrain.config.data.ArraysDataConfig`` states, or
             a value is NaN or infinite in FP32.
     """
     standardize = True
@@ -287,6 +287,12 @@ def standardize(inputs: Tensor, task: Task) -> Tensor:
 
     Raises:
         ConfigError: the rows have another shape than those of the data, or the task is one of images or text.
+
+    Examples:
+        >>> from dtrain.tasks import Regression  # an exported model has its own, as ``model.task``
+        >>> task = Regression((2,), mean=(0.0,), std=(1.0,), input_mean=(10.0, 0.0), input_std=(2.0, 1.0))
+        >>> dtrain.standardize(torch.tensor([[12.0, 3.0]]), task)
+        tensor([[1., 3.]])
     """
     if task.is_image or not task.input_shape:
         instead = "; read_image prepares images" if task.is_image else ""

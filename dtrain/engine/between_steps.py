@@ -53,14 +53,10 @@ def names_collectives(name: str) -> Callable[[F], F]:
 class BetweenSteps:
     """The methods of an engine on its whole states; every call finalizes the last step first.
 
-    See :class:`dtrain.engine.interface.Engine` for what each method does.
+    See ``dtrain.engine.interface.Engine`` for what each method does.
 
     Args:
-        states: of the model.
-        run: its counters.
-        batch: the step under way.
-        parts: of the engine.
-        forward: runs the model.
+        states, run, batch, parts, forward: of the engine.
         finalize: finalizes the last step; all ranks call.
         check_contract: checks the states, and tells all parts that they are complete.
     """

@@ -22,8 +22,7 @@ class ModelForward:
 
     Args:
         module: the model.
-        comm: the ranks.
-        contract: the precision contract in force.
+        comm, contract: of the engine.
         call: calls the model with ``args`` and ``kwargs``, as the engine's library wants it.
         discard: releases what the engine holds of a forward that gets no backward.
         engine: its name.

@@ -76,11 +76,11 @@ def initialize(
     frozen_source: FrozenSource | None = None,
     **engine_settings: Any,
 ) -> Engine:
-    """Builds an engine for ``model``; every rank calls it with the same arguments.
+    """Returns an engine that trains ``model``; every rank calls it with the same arguments.
 
     The engine manages the model's trainable parameters from then on, in place: they become its compute weights. Rank
-    0's weights and buffers are broadcast. Options that an engine does not support are refused with the reason
-    (:mod:`dtrain.config.capabilities`). An existing process group is used; else one is created from the launcher's
+    0's weights and buffers are broadcast. An option that an engine does not support is refused with the reason
+    (docs/reference/engines.md). An existing process group is used; else one is created from the launcher's
     environment. A single rank needs none.
 
     Args:
@@ -88,16 +88,15 @@ def initialize(
         optimizer: a record such as ``dtrain.AdamW(lr=3e-4)``, ``SGD``, ``Lion``, ``Muon`` or ``TorchOptimizer``;
             ``AdamW()`` by default.
         schedule: learning rate by applied steps; constant by default.
-        engine: a record, such as ``dtrain.Native(zero_stage=3, prefetch=2)``, ``dtrain.FSDP2()``,
-            ``dtrain.DeepSpeed(offload="cpu")`` or ``dtrain.DDP()``; or its name, ``native``, ``fsdp2``, ``deepspeed``
-            or ``ddp``. At stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the
-            same order, in :meth:`Engine.eval` too.
+        engine: a record, such as ``dtrain.Native(zero_stage=3)``, or its name: ``native``, ``fsdp2``, ``deepspeed`` or
+            ``ddp``. At stage 3, and with ``fsdp2``, a forward is a collective: all ranks run the same modules in the
+            same order, in ``Engine.eval`` too.
         precision: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16``, ``fp8``, a torch dtype, or a policy, which may have
             rules.
         loss_scale: ``auto`` (dynamic if anything is FP16, else none), ``none``, ``dynamic``, ``calibrated``, a
             number, or a record.
         max_grad_norm: clipping threshold of the global norm; None clips nothing.
-        ema_decay: decay of an exponential moving average of the weights, such as 0.999 (:meth:`Engine.ema`); None keeps
+        ema_decay: decay of an exponential moving average of the weights, such as 0.999 (``Engine.ema``); None keeps
             none.
         missing_grad: what happens to a parameter that no micro-batch of any rank gives a gradient in a step: ``skip``
             leaves its weights, optimizer states and average alone, as torch's optimizers do; ``zero`` updates it with
@@ -117,6 +116,12 @@ def initialize(
         ConfigError: a value that cannot be honored.
         ModelError: a parameter that cannot be trained.
         DivergenceError: the ranks were given different arguments or models.
+
+    Examples:
+        >>> engine = dtrain.initialize(torch.nn.Linear(4, 1), optimizer=dtrain.AdamW(lr=3e-4), precision="bf16")
+        >>> engine.backward(engine(torch.ones(2, 4)).square().mean())
+        >>> engine.step().applied, engine.module.weight.dtype
+        (True, torch.bfloat16)
     """
     # first what needs no other rank: a mistake is reported before a process group is created
     record, policy = engine_record(engine, engine_settings), PrecisionPolicy.of(precision)
@@ -192,10 +197,9 @@ def initialize(
 def _keep_freed_memory() -> None:
     """Lets glibc's malloc keep memory that a step frees for the next step, if it is at the top of the heap.
 
-    malloc would give it back to the system, and taking it again costs page faults. When a mapped block is freed, malloc
-    raises its thresholds: smaller blocks come from the heap, which keeps twice the block's size (mallopt(3),
-    M_MMAP_THRESHOLD); no block above 32 MiB counts. It is called after an engine is built, because what building it
-    frees should go back.
+    Else each step pays page faults. When a mapped block is freed, malloc raises its thresholds: smaller blocks come
+    from the heap, which keeps twice the block's size (mallopt(3), M_MMAP_THRESHOLD); no block above 32 MiB counts. It
+    is called after an engine is built, because what building it frees should go back.
     """
     torch.empty(31 * 2**20, dtype=torch.uint8)
 

@@ -17,10 +17,21 @@ from dtrain.precision.report import PrecisionMeasurement
 
 
 class Engine(TrainingLoop):
-    """One training step on all ranks - forward, backward, reduction, vote, update - and the states between two steps.
+    """Trains a model on all ranks; ``dtrain.initialize`` builds it.
 
     Attributes:
+        module: the user's model, whose parameters the engine manages.
+        comm: the ranks that train together.
+        policy: the precision policy in force.
+        contract: that policy resolved on the model.
         states: the model states on this rank.
+        ema_decay: decay of the moving average of the weights; None: none is kept.
+        num_parameters: elements of all trained parameters.
+        library_config: configuration of the library below, as plain values; None if it takes none.
+        busy: compares how long the ranks are busy; set ``busy.every``, the same on all ranks, for other windows.
+        explain_skips: whether the culprit of a skipped step names the module where it went wrong
+            (``dtrain.engine.outcome.Origin``), which runs the micro-batch at fault again. Set it before a step,
+            the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
     """
 
     _between: BetweenSteps
@@ -31,15 +42,21 @@ class Engine(TrainingLoop):
         self.states, self.num_parameters = states, states.num_parameters
 
     def eval(self) -> AbstractContextManager[None]:
-        """Context of forwards that consume no micro-batch number and build no graph; the module is in eval mode."""
+        """Returns a context of forwards in eval mode that build no graph and belong to no micro-batch.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1))
+            >>> with engine.eval():
+            ...     engine(torch.ones(1, 2)).requires_grad
+            False
+        """
         return self._between.eval()
 
     def copy_buffers(self) -> None:
         """Copies rank 0's persistent buffers, such as running statistics of BatchNorm, to all ranks, which all call.
 
-        Ranks differ in them, because each updates them from its own samples. A checkpoint has rank 0's, so call this
-        before an evaluation that all ranks share. Buffers that were never written are left out. A single rank does
-        nothing.
+        Each rank updates them from its own samples, and a checkpoint has rank 0's, so call this before an evaluation
+        that all ranks share. Buffers that were never written are left out.
 
         Raises:
             UsageError: inside ``modify_weights``, or after a backward or a load that failed half-way.
@@ -47,13 +64,19 @@ class Engine(TrainingLoop):
         self._between.copy_buffers()
 
     def ema(self) -> AbstractContextManager[None]:
-        """Context in which the weights are their exponential moving averages; all ranks call.
+        """Returns a context in which the weights are their exponential moving averages; all ranks call.
 
         For evaluation: no backward, step, save or load. Afterwards the weights have their own bits again. The averages
         follow applied steps: ``average += (1 - ema_decay) * (master - average)``, in FP32.
 
         Raises:
             UsageError: the engine keeps no average; between backward and step; or a parameter was written to inside.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), ema_decay=0.999)
+            >>> with engine.ema(), engine.eval():
+            ...     engine(torch.ones(1, 2)).dtype
+            torch.float32
         """
         return self._between.ema()
 
@@ -68,14 +91,13 @@ class Engine(TrainingLoop):
         asynchronous: bool = False,
         when_busy: str = "wait",
     ) -> Path | None:
-        """Writes a checkpoint under ``directory``; all ranks call. Returns its path.
+        """Writes a checkpoint under ``directory``; all ranks call.
 
         An asynchronous save returns once this rank's part is copied to host memory, which is reused by the next one; a
         thread of each rank writes it. One save is under way at a time. If it fails, every rank raises the same
-        ``CheckpointError``, once: from the :meth:`step` after the one whose vote reports it, from the next
-        :meth:`save` or :meth:`load`, or from :meth:`wait_for_save`. Training can continue: the step that raises it has
-        done nothing and can be called again. A process that ends without :meth:`wait_for_save` waits for the thread,
-        which logs a failure; the exit code does not show it.
+        ``CheckpointError``, once: from the ``step`` after the one whose vote reports it, the next ``save`` or ``load``,
+        or ``wait_for_save``. Training can continue: a step that raises it has done nothing and can be called again. A
+        process that ends before waits for the thread, which logs a failure; the exit code does not show it.
 
         Args:
             directory: usually ``run/checkpoints``.
@@ -93,6 +115,15 @@ class Engine(TrainingLoop):
         Raises:
             CheckpointError: any rank failed; no checkpoint became visible.
             CorruptionError: the audit found wrong bits; no checkpoint became visible.
+            UsageError: between backward and step, or inside ``ema`` or ``modify_weights``.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(4, 1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     engine.save(folder, extra={"epoch": 3}).name
+            ...     engine.load(folder)
+            'step-00000000'
+            {'epoch': 3}
         """
         return self._between.save(
             directory,
@@ -135,21 +166,24 @@ class Engine(TrainingLoop):
         self._between.leave_save(cancel=cancel)
 
     def load(self, path: str | Path) -> dict[str, Any]:
-        """Restores the newest checkpoint under ``path`` that verifies, or the one at ``path``; returns its ``extra``.
+        """Restores the newest checkpoint under ``path`` that verifies; returns its ``extra``; all ranks call.
+
+        Args:
+            path: a run directory, a directory of checkpoints, or one checkpoint, of any engine and number of ranks.
 
         Raises:
             CheckpointError: none verifies, or it is of another model.
+            UsageError: between backward and step, or inside ``ema`` or ``modify_weights``.
         """
         return self._between.load(path)
 
     def modify_weights(self, *patterns: str) -> AbstractContextManager[None]:
-        """Context in which the model's parameters are whole FP32 masters on every rank, for writing; all ranks call.
+        """Returns a context in which parameters are whole FP32 masters on every rank, for writing; all ranks call.
 
-        Frozen parameters are whole too, in their own dtype. Gradients are off inside. At the end all ranks compare the
-        new values, take them over into masters, frozen shards and compute weights, and free the copies. Optimizer
-        states stay, and so does the moving average, except before the first update. After an exception no weight is
-        changed. Parameters are written in place: ``load_state_dict``, ``copy_``, ``clamp_``. The whole weights
-        take 4 bytes an element on every rank.
+        Frozen parameters are whole too, in their own dtype. Write in place: ``load_state_dict``, ``copy_``, ``clamp_``.
+        Gradients are off inside, and the whole weights take 4 bytes an element on every rank. At the end all ranks
+        compare the new values, take them over and free the copies. Optimizer states stay, and so does the moving
+        average, except before the first update. After an exception no weight is changed.
 
         Args:
             *patterns: names (``fnmatch``) of parameters or modules; all by default.
@@ -158,21 +192,22 @@ class Engine(TrainingLoop):
             DivergenceError: the ranks have written different values; no weight was changed.
             UsageError: between backward and step, inside itself or ``eval``; a pattern matches nothing; a parameter was
                 replaced; or another rank failed inside.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 2), precision="bf16")
+            >>> with engine.modify_weights("bias"):
+            ...     engine.module.bias.fill_(0.1).dtype  # of the master; afterwards it is BF16 again
+            torch.float32
         """
         return self._between.modify_weights(*patterns)
 
     def full_model(self) -> AbstractContextManager[nn.Module]:
-        """Context of a copy of the model that has its whole weights on every rank; all ranks enter.
-
-        ::
-
-            with engine.full_model() as model:
-                tokens = model.hf.generate(prompt, max_new_tokens=50)  # of model=hf
+        """Returns a context of a copy of the model that has its whole weights on every rank; all ranks enter.
 
         The copy is in eval mode, records no graph and runs under the precision policy, with weights in their compute
-        dtypes: 2 bytes an element under ``bf16``; of FP8 weights, which each forward casts, 4 if they are trained,
-        else 2. Inside, its forward needs no other rank: each may call it as often as it likes. Writes to it are lost.
-        Drop all references to it at the end, which frees it.
+        dtypes: 2 bytes an element under ``bf16``; of FP8 weights, which each forward casts, 4 if trained, else 2. No
+        call of it needs another rank, such as ``model.hf.generate`` of model=hf. Writes to it are lost. Drop all
+        references to it at the end, which frees it.
 
         Raises:
             UsageError: between backward and step, or inside ``eval``, ``ema`` or ``modify_weights``.
@@ -180,7 +215,7 @@ class Engine(TrainingLoop):
         return self._between.full_model()
 
     def memory(self) -> dict[str, int]:
-        """Bytes on this rank by kind.
+        """Returns the bytes on this rank by kind.
 
         ``compute``, ``main_grad``, ``master``, ``moments`` (all states of the optimizer) and ``frozen`` (frozen
         parameters) are in the formula. ``buffers`` are the model's own. ``unsharded`` are the full replicas that stage
@@ -191,7 +226,7 @@ class Engine(TrainingLoop):
         return self.states.memory()
 
     def memory_formula(self) -> dict[str, int]:
-        """Bytes on this rank by the ZeRO formula: compute, main_grad, master, moments, frozen."""
+        """Returns bytes by ZeRO's formula (Rajbhandari et al., 2020): compute, main_grad, master, moments, frozen."""
         return self.states.memory_formula()
 
     def master_state(self) -> dict[str, Tensor]:
@@ -202,16 +237,15 @@ class Engine(TrainingLoop):
         """Guards weights that ``module`` does not hold between calls of the engine; called once it is complete.
 
         Args:
-            shows_masters: for wrappers of other loops: reads of values then give whole FP32 masters. The first one
-                between two calls of the engine gathers them, 4 bytes an element on every rank until the next call, so
-                all ranks read together. A forward of ``module`` itself follows the precision policy. Otherwise reads of
-                values that ``module`` does not hold are errors.
+            shows_masters: for wrappers of other loops: reads of values give whole FP32 masters, and a forward of
+                ``module`` follows the policy. The first read gathers 4 bytes an element on every rank until the
+                engine's next call, so all read together. False: reads of what ``module`` does not hold are errors.
         """
         self._between.guard_reads(shows_masters=shows_masters)
 
     @property
     def host_kinds(self) -> Collection[str]:
-        """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``)."""
+        """The kinds of ``memory`` that lie in the host's memory beside a GPU (``offload=cpu``)."""
         return self.states.host_kinds
 
     @property
@@ -220,15 +254,7 @@ class Engine(TrainingLoop):
         return self._between.compiled_graphs
 
     def measure_precision(self, activations: Sequence[str] = ()) -> AbstractContextManager[PrecisionMeasurement]:
-        """Context around one whole step, from its first forward to ``step``, that measures what precision costs it.
-
-        ::
-
-            with engine.measure_precision() as measurement:
-                for micro in engine.accumulate(batch):
-                    engine.backward(loss_of(engine(micro)))
-                engine.step()
-            report = measurement.report()
+        """Returns a context around one whole step, first forward to ``step``, that measures what precision costs it.
 
         All ranks enter it. It counts the magnitudes of every gradient, compares the masters before and after the
         update, and casts the operands of FP8 products once more. The weights get the same bits as without it. It takes
@@ -241,5 +267,13 @@ class Engine(TrainingLoop):
             ConfigError: a pattern matches no module, or only compiled ones.
             UsageError: between backward and step, inside itself, at a second step inside, or at its end if that is
                 between backward and step.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), precision="bf16")
+            >>> with engine.measure_precision() as measurement:
+            ...     engine.backward(engine(torch.ones(1, 2)).mean())
+            ...     outcome = engine.step()
+            >>> [(own.name, own.format, own.largest) for own in measurement.report().parameters]  # of gradients
+            [('bias', 'bf16', 1.0), ('weight', 'bf16', 1.0)]
         """
         return self._between.measure_precision(activations)

@@ -1,4 +1,4 @@
-"""Declares what a training loop calls in each step; see :class:`dtrain.engine.interface.Engine` for the rest."""
+"""Declares what a training loop calls in each step; see ``dtrain.engine.interface.Engine`` for the rest."""
 
 from __future__ import annotations
 
@@ -24,21 +24,7 @@ Batch = TypeVar("Batch")
 
 
 class TrainingLoop(ABC):
-    """One training step on all ranks: forward, backward, reduction, vote, update.
-
-    Attributes:
-        module: the user's model, whose parameters the engine manages.
-        comm: the ranks that train together.
-        policy: the precision policy in force.
-        contract: that policy resolved on the model.
-        ema_decay: decay of the moving average of the weights; None: none is kept.
-        num_parameters: elements of all trained parameters.
-        library_config: configuration of the library below, as plain values; None if it takes none.
-        busy: compares how long the ranks are busy; set ``busy.every``, the same on all ranks, for other windows.
-        explain_skips: whether the culprit of a skipped step names the module where it went wrong
-            (:class:`dtrain.engine.outcome.Origin`), which runs the micro-batch at fault again. Set it before a step,
-            the same on all ranks. The arguments of a step's forwards are kept until the next; do not overwrite them.
-    """
+    """Runs a training step on all ranks; ``dtrain.engine.interface.Engine`` documents the attributes."""
 
     name: str
     module: nn.Module
@@ -106,7 +92,7 @@ class TrainingLoop(ABC):
 
     @property
     def loss_scale(self) -> LossScaleState:
-        """The loss scale after the last step; on a GPU reading it waits like reading :attr:`applied_steps`."""
+        """The loss scale after the last step; on a GPU reading it waits like reading ``applied_steps``."""
         self._finalizer.finalize_step()
         return self._finalizer.scale
 
@@ -122,34 +108,44 @@ class TrainingLoop(ABC):
     def micro_batch(self, *, last: bool) -> AbstractContextManager[None]:
         """Holds the forward and the backward of the next micro-batch of this step.
 
-        ::
-
-            for index, (x, y) in enumerate(batch):
-                with engine.micro_batch(last=index == len(batch) - 1):
-                    engine.backward(loss_of(engine(x), y))
-            engine.step()
-
         Every rank runs the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``. If
-        none was marked as the last, :meth:`step` reduces. An exception ends the batch: if no backward came before it,
+        none was marked as the last, ``step`` reduces. An exception ends the batch: if no backward came before it,
         the next micro-batch is the first again.
 
         Args:
-            last: whether it is this rank's last one before :meth:`step`; its backward starts the reductions that need
+            last: whether it is this rank's last one before ``step``; its backward starts the reductions that need
                 all micro-batches.
 
         Raises:
             UsageError: inside another micro-batch, after the last one, or after a backward outside of any.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), precision="fp32")
+            >>> for index in range(3):
+            ...     with engine.micro_batch(last=index == 2):
+            ...         engine.backward(engine(torch.ones(4, 2)).mean())
+            >>> engine.step().weight
+            3.0
         """
         return self._batch.micro_batch(last=last)
 
     def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields the micro-batches of ``batch``, each inside :meth:`micro_batch`.
+        """Yields the micro-batches of ``batch``, each inside ``micro_batch``.
 
-        Every rank gives the same number of micro-batches; a rank with fewer adds finite dummies with ``weight=0``.
+        Args:
+            batch: this rank's micro-batches, of any type. Every rank gives as many; a rank with fewer adds finite
+                dummies with ``weight=0``.
 
         Raises:
             UsageError: ``batch`` is empty or no iterable; called again before ``step``, unless the last loop ended
                 before any backward; or ``step`` was called inside the loop.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), precision="fp32")
+            >>> for x in engine.accumulate([torch.ones(3, 2), torch.ones(5, 2)]):
+            ...     engine.backward(engine(x).mean(), weight=len(x))  # a mean over samples, not micro-batches
+            >>> engine.step().weight
+            8.0
         """
         return self._batch.accumulate(batch)
 
@@ -158,18 +154,17 @@ class TrainingLoop(ABC):
         self._batch.stop_requested = True  # a rank that stopped alone would leave the others waiting in a collective
 
     def expect_save(self) -> None:
-        """Declares that the weights after the next :meth:`step` will be saved; the same on all ranks, for one step.
+        """Declares that the weights after the next ``step`` will be saved; for one step, the same on all ranks.
 
-        Ranks that differ in it end in a :class:`dtrain.DivergenceError`.
-
-        The update then leaves fingerprints of what it wrote, which the save compares with what reaches the file.
-        Without it a save still audits all but the masters and optimizer states that only one rank holds.
+        The update leaves fingerprints of what it wrote, which the save compares with what reaches the file. Without it
+        a save still audits all but the masters and optimizer states that only one rank holds. In ranks that differ in
+        it ``step`` raises a ``DivergenceError``.
         """
         self._batch.save_expected = True
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the model's own forward under the precision policy; returns what the model returns."""
+        """Runs the model's own forward under the precision policy; returns its output, in FP32 unless it has a loss."""
 
     @abstractmethod
     def backward(self, loss: Any, *, weight: float | Tensor = 1.0, **options: Any) -> None:
@@ -193,18 +188,27 @@ class TrainingLoop(ABC):
     ) -> StepOutcome:
         """Reduces, votes, and updates on all ranks or on none.
 
-        All arguments must be the same on all ranks.
+        All arguments must be the same on all ranks. On a GPU the host does not wait for the decision; what is wrong
+        with this step is then raised by the next call of the engine, or when the outcome is read.
 
         Args:
             lr: overrides the schedule for this step, except of groups with a schedule of their own.
-            max_grad_norm: overrides the clipping threshold of :func:`dtrain.initialize` for this step; ``math.inf``
+            max_grad_norm: overrides the clipping threshold of ``dtrain.initialize`` for this step; ``math.inf``
                 clips nothing, None keeps that threshold.
             grad_factor: factor of this step's gradient, before its norm is taken. For loops that add the gradients of
                 their micro-batches instead of averaging them: the number of micro-batches.
 
         Raises:
+            CheckpointError: an asynchronous save has failed; call it again.
             CorruptionError: the audit found wrong bits; nothing was updated. Load a checkpoint.
             DivergenceError: the ranks no longer do the same thing; nothing was updated.
-            NonFiniteError: too many consecutive steps were skipped.
+            NonFiniteError: ``max_consecutive_skips`` consecutive steps were skipped.
             UsageError: without a backward before it.
+
+        Examples:
+            >>> engine = dtrain.initialize(torch.nn.Linear(2, 1, bias=False), precision="fp32")
+            >>> engine.backward(engine(torch.tensor([[3.0, 4.0]])).sum())
+            >>> outcome = engine.step(lr=0.01)
+            >>> outcome.applied, outcome.grad_norm, outcome.lr
+            (True, 5.0, 0.01)
         """

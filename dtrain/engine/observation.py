@@ -179,11 +179,7 @@ def _check_output(name: str, want: torch.dtype, is_region: bool, module: nn.Modu
 
 
 class ForwardObserver(StepPart):
-    """Observes the first forward with a graph since the states were loaded.
-
-    Args:
-        model, contract: of the engine.
-    """
+    """Observes the first forward with a graph since the states were loaded."""
 
     def __init__(self, model: nn.Module, contract: Contract) -> None:
         self._model = model

@@ -124,15 +124,30 @@ class StepOutcome:
 
     Attributes:
         applied: whether the optimizer updated the masters.
-        reason: None if applied, else ``overflow``, ``nonfinite_loss`` or ``empty``.
-        loss: weighted mean over all micro-batches of all ranks.
+        reason: why it was not applied; if several hold, the first of
+
+            - ``nonfinite_loss``: the loss of a micro-batch on any rank is Inf or NaN; the loss scale stays;
+            - ``overflow``: a gradient is Inf or NaN, or its norm after clipping is above 9.2e18; a dynamic or
+              calibrated loss scale shrinks (``LossScale.hysteresis``);
+            - ``empty``: the weights of all micro-batches of all ranks are 0.
+
+            None: it was applied. A weight that is negative or not finite, and ranks that diverge, are errors instead.
+        loss: weighted mean over all micro-batches of all ranks: sum(weight x loss) / sum(weight).
         weight: sum of the weights of all micro-batches of all ranks.
         grad_norm: global L2 norm of the unscaled gradient, before clipping.
         loss_scale: the factor in the gradients of this step.
         lr: learning rate of this step.
         culprit: the cause, if the step was skipped for a non-finite number. The ranks search for it together: on a
             GPU, if one rank reads it before its next forward, every other rank must read it too or take its next step.
-        stop_requested: whether any rank asked to stop (:meth:`Engine.request_stop`).
+        stop_requested: whether any rank asked to stop (``Engine.request_stop``).
+
+    Examples:
+        >>> engine = dtrain.initialize(torch.nn.Linear(2, 1), precision="fp32")
+        >>> for micro in engine.accumulate([torch.ones(1, 2), torch.full((1, 2), torch.inf)]):
+        ...     engine.backward(engine(micro).square().mean())
+        >>> outcome = engine.step()
+        >>> outcome.applied, outcome.reason, outcome.culprit.phase, outcome.culprit.micro_batch
+        (False, 'nonfinite_loss', 'forward loss', 1)
     """
 
     applied: bool

@@ -1,8 +1,8 @@
 """The step that all engines share: forward, backward, one vote of all ranks, and an update on all ranks or on none.
 
-An adapter (:mod:`dtrain.engine.adapters`) defines how gradients are reduced and how masters are sharded and updated. So
+An adapter (``dtrain.engine.adapters``) defines how gradients are reduced and how masters are sharded and updated. So
 a skipped step, a culprit, a loss scale and a checkpoint mean the same with every library below. What watches or guards
-a step is a part (:class:`dtrain.engine.parts.part.StepPart`), which the step calls at fixed places:
+a step is a part (``dtrain.engine.parts.part.StepPart``), which the step calls at fixed places:
 
     forward    before_forward . the model
     backward   before_backward . the model's backward, which starts the reductions . after_backward
@@ -10,7 +10,7 @@ a step is a part (:class:`dtrain.engine.parts.part.StepPart`), which the step ca
 
 Besides, ``loaded`` is called when the states are complete, and ``finalized`` when the decision on a step is known. A
 new guard is a new part: a class with some of these methods, and its field and value in
-:mod:`dtrain.engine.parts.order`.
+``dtrain.engine.parts.order``.
 
 [Note: finalize before the next collective] On a GPU the host reads the decision on a step late, so that it never waits
 for the device. To finalize a step is to read its decision and to act on it: loss scale, applied steps, skips. If the
@@ -66,9 +66,9 @@ from dtrain.parameters.running_backward import backward_of
 
 
 class StepEngine(EngineHooks):
-    """Implements the step of :class:`dtrain.engine.interface.Engine` over :class:`EngineHooks`.
+    """Implements the step of ``dtrain.engine.interface.Engine`` over ``EngineHooks``.
 
-    A subclass calls :meth:`check_contract` at the end of its constructor, when all states exist.
+    A subclass calls ``check_contract`` at the end of its constructor, when all states exist.
 
     Args:
         request: the validated arguments of ``initialize``.
@@ -76,10 +76,6 @@ class StepEngine(EngineHooks):
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
         monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
             builds one.
-
-    Attributes:
-        options: the options of a step.
-        monitor: see above.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ from dtrain.precision.policy import PrecisionPolicy
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate has no types
-    """accelerate's, with an engine of dtrain for each model that is prepared with its optimizer.
+    """``accelerate.Accelerator`` with an engine of dtrain for each model that is prepared with its optimizer.
 
     Data loaders, schedulers, ``gather``, ``gather_for_metrics``, trackers and ``register_for_checkpointing`` are
     accelerate's own. Its process group is used; the model is never wrapped in DDP, and no gradient scaler is made.
@@ -60,12 +60,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     Args:
         engine: an engine's record, or its name, whose fields may then be given too, such as ``zero_stage=2``; see
-            :func:`dtrain.initialize`.
-        precision: as for :func:`dtrain.initialize`; None: that of ``mixed_precision`` (``no`` is ``fp32``).
+            ``dtrain.initialize``.
+        precision: as for ``dtrain.initialize``; None: that of ``mixed_precision`` (``no`` is ``fp32``).
         mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: that of the variable
             ``ACCELERATE_MIXED_PRECISION``, else of ``precision``.
         **options: other arguments of accelerate's Accelerator, and those in
-            :data:`dtrain.integrations.settings.ENGINE_OPTIONS`: of :func:`dtrain.initialize`. ``max_grad_norm`` is None
+            ``dtrain.integrations.settings.ENGINE_OPTIONS``: of ``dtrain.initialize``. ``max_grad_norm`` is None
             by default: ``clip_grad_norm_`` sets the threshold of a step. ``optimizer`` is a record such as
             ``dtrain.Muon()`` that updates in the place of the prepared optimizer, which then gives the learning rate.
 
@@ -117,7 +117,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @property
     def fp8_backend(self) -> FP8BackendType:
-        """None of accelerate's: FP8 is dtrain's own."""
+        """No backend of accelerate's, because FP8 is dtrain's own."""
         return FP8BackendType("NO")
 
     # -- prepare -----------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         A model and the optimizer of its parameters, given in one call or two, get one engine.
 
         Raises:
-            ConfigError: an optimizer of several models, or what :func:`dtrain.initialize` refuses.
+            ConfigError: an optimizer of several models, or what ``dtrain.initialize`` refuses.
         """
         found: dict[int, Any] = {}
         for index, one in enumerate(args):
@@ -187,13 +187,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             optimizer.driver = build(model, optimizer.optimizer, self.device, self._engine_options)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in accelerate; the random order of an epoch can be drawn again after a resume."""
+        """Prepares a loader as accelerate does; the random order of an epoch can be drawn again after a resume."""
         loader = super().prepare_data_loader(data_loader, *args, **kwargs)
         make_replayable(loader)
         return loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """As in accelerate; the rest of the epoch counts as one of ``dataloader``."""
+        """Skips batches as accelerate does; the rest of the epoch counts as one of ``dataloader``."""
         return count_epoch(super().skip_first_batches(dataloader, num_batches), dataloader)
 
     @property
@@ -204,7 +204,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """As in accelerate, gradients add up until ``gradient_accumulation_steps`` backwards, or the last batch."""
+        """Adds gradients up, as in accelerate, until ``gradient_accumulation_steps`` backwards or the last batch."""
         for driver in self._drivers:
             driver.end_round()
         with super().accumulate(*models):
@@ -212,7 +212,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
     @contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
-        """Context of backwards of ``model`` that are not the last of their step."""
+        """Holds backwards of ``model`` that are not the last of their step."""
         with model.no_sync() if isinstance(model, PreparedModel) else nullcontext():
             yield
 
@@ -231,7 +231,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             **kwargs: other arguments of ``Tensor.backward``, which are refused unless they are off.
 
         Raises:
-            UsageError: no engine, or several, could be meant; or as :meth:`dtrain.Engine.backward`.
+            UsageError: no engine, or several, could be meant; or as ``dtrain.Engine.backward``.
         """
         refuse_options(kwargs, "accelerator.backward")
         driver_of(loss, model, self._drivers).backward(loss, weight)
@@ -300,7 +300,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
         If its weights are not the masters themselves (they are sharded, in 16 bits or in FP8), a read of values gathers
         all masters on every rank, once between two calls of the model or optimizer, so all ranks read together; see
-        :meth:`dtrain.Engine.guard_reads`. Shapes and dtypes gather nothing. A forward of the module computes in the
+        ``dtrain.Engine.guard_reads``. Shapes and dtypes gather nothing. A forward of the module computes in the
         model's precision.
         """
         unwrapped: nn.Module = super().unwrap_model(_bare(model), *args, **kwargs)
@@ -319,7 +319,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return whole_state_dict(driver.engine)
 
     def register_save_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """As in accelerate; the hook gets the users' modules, and on rank 0 their whole weights."""
+        """Registers a hook, as in accelerate, that gets the users' modules, and on rank 0 their whole weights."""
 
         def call(models: list[nn.Module], weights: list[Any], folder: str) -> None:
             hook([_bare(model) for model in models], weights, folder)
@@ -327,7 +327,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
         return super().register_save_state_pre_hook(call)
 
     def register_load_state_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """As in accelerate; the hook gets the users' modules with whole weights, which it may write."""
+        """Registers a hook, as in accelerate, that gets the users' modules with whole weights, which it may write."""
 
         def call(models: list[nn.Module], folder: str) -> None:
             prepared = {id(_bare(model)): model for model in models}
@@ -364,7 +364,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
             handle.remove()
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **options: Any) -> None:
-        """Restores what :meth:`save_state` wrote; all ranks call, also on another number of ranks."""
+        """Restores what ``save_state`` wrote; all ranks call, also on another number of ranks."""
         extras: list[dict[str, Any]] = []
 
         def load(models: list[nn.Module], folder: str) -> None:
@@ -382,5 +382,4 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]  # accelerate h
 
 
 def _bare(model: nn.Module) -> nn.Module:
-    """Returns the user's module."""
     return model.module if isinstance(model, PreparedModel) else model

@@ -8,10 +8,10 @@
 
     MyTrainer(model, args, train_dataset=data, dtrain={"engine": dtrain.Native(zero_stage=2)}).train()
 
-``Trainer`` of this module is such a class of :class:`transformers.Trainer` itself. Data, learning rates, logs,
+``Trainer`` of this module is such a class of ``transformers.Trainer`` itself. Data, learning rates, logs,
 callbacks and metrics stay those of transformers; forward, backward, clipping, update and checkpoints are the engine's.
-The gradient is that of plain Trainer under DDP, however it weights its losses: :mod:`dtrain.integrations.driver` says
-why, and :mod:`dtrain.integrations.item_counts` where the two differ.
+The gradient is that of plain Trainer under DDP, however it weights its losses: ``dtrain.integrations.driver`` says
+why, and ``dtrain.integrations.item_counts`` where the two differ.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
     """Makes the subclass of ``transformers.Trainer`` that follows it in a class's bases train on an engine.
 
     Attributes:
-        dtrain: arguments of :class:`dtrain.integrations.accelerate.Accelerator`, such as ``engine``, ``precision``,
+        dtrain: arguments of ``dtrain.integrations.accelerate.Accelerator``, such as ``engine``, ``precision``,
             ``blocks`` and ``optimizer``; set it in a subclass, or pass ``dtrain=`` to the constructor. By default the
             engine is ``native``, with the precision and the optimizer of ``TrainingArguments``. The learning rate is
             always that of ``TrainingArguments``.
@@ -130,7 +130,7 @@ class TrainerMixin(_Base):  # type: ignore[misc]
 
     @property
     def engine(self) -> Any:
-        """The :class:`dtrain.Engine`; None before training."""
+        """The ``dtrain.Engine``; None before training."""
         driver = getattr(self.model_wrapped, "driver", None)
         return None if driver is None else driver.engine
 
@@ -293,7 +293,6 @@ def _no_save(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _accelerator_of_dtrain() -> Iterator[None]:
-    """Context in which Trainer creates dtrain's accelerator."""
     module: Any = import_module("transformers.trainer")
     before = module.Accelerator
     module.Accelerator = Accelerator
@@ -310,7 +309,7 @@ def _trainer() -> Any:
     return type("Trainer", (TrainerMixin, transformers.Trainer), {"__module__": __name__, "__doc__": _DOC})
 
 
-_DOC = "``transformers.Trainer`` on an engine; see :class:`TrainerMixin`."
+_DOC = "``transformers.Trainer`` on an engine; see ``TrainerMixin``."
 
 
 def __getattr__(name: str) -> Any:

@@ -76,9 +76,9 @@ def linear_cross_entropy(
         bias: [V].
         vocab_size: number of classes; the rows of ``weight`` from there on are padding, and get zero gradients. None:
             all rows.
-        chunk_rows: rows at a time; ``auto``: see :func:`auto_chunk_rows`.
+        chunk_rows: rows at a time; ``auto``: see ``auto_chunk_rows``.
         label_smoothing: as in ``F.cross_entropy``, 0 to 1.
-        z_loss: coefficient of the mean squared logarithm of the softmax's denominator (Chowdhery et al., 2022).
+        z_loss: coefficient of the mean squared logarithm of the softmax's denominator (Chowdhery et al., PaLM, 2022).
         dtype: of the products; None: that of autocast, or without autocast of ``hidden`` and ``weight``.
 
     Returns:
@@ -88,6 +88,12 @@ def linear_cross_entropy(
         ModelError: shapes or dtypes do not fit each other.
         UsageError: ``chunk_rows``, ``label_smoothing`` or ``z_loss`` is not permitted; in backward, ``create_graph``
             asks for the graph of the gradients.
+
+    Examples:
+        >>> hidden, weight, targets = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
+        >>> loss = dtrain.linear_cross_entropy(hidden, weight, targets, chunk_rows=2)
+        >>> torch.allclose(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, targets))
+        True
     """
     if chunk_rows != "auto" and (type(chunk_rows) is not int or chunk_rows < 1):
         raise UsageError(f"chunk_rows={shown(chunk_rows)} is neither auto nor a whole number of rows from 1")
@@ -134,7 +140,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 @dataclass(frozen=True)
 class _Options:
-    """Arguments of :func:`linear_cross_entropy`; ``dtype`` is that of the products."""
+    """Arguments of ``linear_cross_entropy``; ``dtype`` is that of the products."""
 
     dtype: torch.dtype
     vocab_size: int

@@ -41,10 +41,15 @@ class TorchSchedule(Schedule, _HoldsScheduler):
         **options: the class's options, such as ``max_lr=1e-3, total_steps=1000``.
 
     Attributes:
-        base_lr: learning rate of the optimizer that the scheduler works on; :func:`dtrain.initialize` sets the run's.
+        base_lr: learning rate of the optimizer that the scheduler works on; ``dtrain.initialize`` sets the run's.
 
     Raises:
         ConfigError: the scheduler refuses its options, needs metrics, or changes more than the learning rate.
+
+    Examples:
+        >>> schedule = dtrain.TorchSchedule(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
+        >>> [round(1e-3 * schedule.factor(n), 6) for n in (0, 1, 2, 4)]
+        [0.001, 0.001, 0.0001, 1e-05]
     """
 
     base_lr: float

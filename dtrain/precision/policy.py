@@ -1,8 +1,7 @@
 """The precision policy: the dtypes that the user asks for.
 
-Resolved on a model, a :class:`PrecisionPolicy` becomes a :class:`~dtrain.precision.contract.Contract`, which states the
-format of every module and the dtype of every compute replica. The contract is printed at the start, stored in each
-checkpoint, and checked on the live tensors.
+Resolved on a model, a ``PrecisionPolicy`` becomes a ``Contract``, which states the format of every module and the dtype
+of every compute replica. The contract is printed at the start, stored in each checkpoint, and checked on live tensors.
 """
 
 from __future__ import annotations
@@ -40,15 +39,15 @@ class PrecisionPolicy:
     """The formats that a model computes in.
 
     Attributes:
-        name: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``; ``auto`` until :meth:`on` has seen the device.
+        name: ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``; ``auto`` until ``on`` has seen the device.
         compute_dtype: dtype of compute replicas, matmuls, and gradients as backward produces them.
         master_dtype: dtype of master weights, optimizer state and reduced gradients.
         reduce_dtype: dtype in which ranks send gradients whose replica has the compute dtype. Sums are always FP32.
-            None until :meth:`reducing` decides.
+            None until ``reducing`` decides.
         output_dtype: floating outputs of a model that returns no loss are cast to it, so that a loss or metric
             computed outside the model is not in reduced precision.
         rules: pairs of a name pattern and a format (``fp32``, ``bf16``, ``fp16``, ``fp8``). The last rule that covers a
-            module decides (:mod:`dtrain.precision.rules`).
+            module decides (``dtrain.precision.rules``).
         tf32: whether FP32 matmuls may run on TF32 Tensor Cores (10 mantissa bits).
         reason: why ``auto`` chose this format.
         float8: options of FP8 matmuls.
@@ -90,7 +89,7 @@ class PrecisionPolicy:
         """Returns what ``initialize(precision=...)`` accepts as a policy: its name, or the dtype that it computes in.
 
         Raises:
-            ConfigError: as :meth:`named`; or a dtype that no policy computes in.
+            ConfigError: as ``named``; or a dtype that no policy computes in.
         """
         if isinstance(value, PrecisionPolicy):
             return value
@@ -108,10 +107,22 @@ class PrecisionPolicy:
 
     @staticmethod
     def named(name: str, *, rules: Mapping[str, str] | None = None, float8: Float8 | None = None) -> PrecisionPolicy:
-        """Returns the policy ``name``; ``rules`` is format by name pattern.
+        """Returns a policy by its name.
+
+        Args:
+            name: ``auto``, ``fp32``, ``tf32``, ``bf16``, ``fp16`` or ``fp8``.
+            rules: format (``fp32``, ``bf16``, ``fp16``, ``fp8``) by name pattern of modules; the last match decides.
+            float8: options of FP8 matmuls; None: ``Float8()``.
 
         Raises:
             ConfigError: the name or a format is unknown, or a rule says ``fp8`` but the compute dtype is not BF16.
+
+        Examples:
+            >>> model = torch.nn.ModuleDict({"body": torch.nn.Linear(4, 4), "head": torch.nn.Linear(4, 2)})
+            >>> policy = dtrain.PrecisionPolicy.named("bf16", rules={"head": "fp32"})
+            >>> engine = dtrain.initialize(model, precision=policy)
+            >>> model["body"].weight.dtype, model["head"].weight.dtype
+            (torch.bfloat16, torch.float32)
         """
         try:
             check_field(PrecisionConfig, "name", name, "precision")

@@ -16,13 +16,8 @@ _traced = False  # whether a compiler traces regions
 def full_precision() -> AbstractContextManager[None]:
     """Computes in FP32 what autocast would compute in reduced precision: matmuls, convolutions and FP8 Linears.
 
-    Use it in a model's own forward::
-
-        with dtrain.full_precision():
-            energy = torch.einsum("bi,ij,bj->b", x, self.coupling, x)
-
-    BF16 and FP16 inputs and weights are cast on use, and keep the rounding that they already have. The backward of the
-    region is FP32 too. Elementwise operations compute in the dtype of their inputs, as always under autocast. Nothing
+    Use it in a model's own forward. BF16 and FP16 inputs and weights are cast on use, and keep the rounding that they
+    have. The backward of the region is FP32 too. Elementwise operations compute in the dtype of their inputs. Nothing
     changes if autocast is off (``precision=fp32`` or ``tf32``, or outside an engine): TF32 is a mode of the process.
 
     With activation checkpointing, open the region inside the checkpointed function. On CPU, PyTorch does not restore a
@@ -30,6 +25,16 @@ def full_precision() -> AbstractContextManager[None]:
 
     A block that the engine compiles (``dtrain.Blocks(compile="blocks")``) contains its regions. Your own
     ``torch.compile`` breaks its graph at a region: the rest of the function that opens it runs uncompiled.
+
+    Examples:
+        >>> class Model(torch.nn.Linear):
+        ...     def forward(self, x):
+        ...         print((x @ self.weight.T).dtype)
+        ...         with dtrain.full_precision():
+        ...             print((x @ self.weight.T).dtype)
+        >>> dtrain.initialize(Model(4, 1), precision="bf16")(torch.ones(1, 4))
+        torch.bfloat16
+        torch.float32
     """
     if _traced and torch.compiler.is_compiling():
         return _in_graph()
@@ -92,5 +97,5 @@ def traces_regions() -> bool:
 
 
 def in_full_precision_region(device_type: str) -> bool:
-    """Whether a :func:`full_precision` region is open for that device type."""
+    """Whether a ``full_precision`` region is open for that device type."""
     return torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type) == torch.float32

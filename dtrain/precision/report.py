@@ -20,8 +20,8 @@ from dtrain.precision.rounding import Loss
 class GradientShares:
     """Shares of a gradient, at the present loss scale, that formats would lose.
 
-    If the gradient was computed in FP16, the elements that FP16 flushes are zeros already: then :attr:`flushed_fp16` is
-    0, and :attr:`zeros` and :attr:`subnormal_fp16` tell what happened.
+    If the gradient was computed in FP16, the elements that FP16 flushes are zeros already: then ``flushed_fp16`` is
+    0, and ``zeros`` and ``subnormal_fp16`` tell what happened.
 
     Attributes:
         zeros: share of zeros among all elements.
@@ -253,7 +253,7 @@ class PrecisionReport:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> PrecisionReport:
-        """Returns the report that :meth:`to_dict` describes."""
+        """Returns the report that ``to_dict`` describes."""
         return PrecisionReport(
             **{key: values[key] for key in ("step", "applied", "loss_scale", "better_scale")},
             parameters=tuple(_parameter(name, own) for name, own in values["parameters"].items()),
@@ -303,7 +303,7 @@ def _parameter(name: str, values: Mapping[str, Any]) -> ParameterPrecision:
 def own_scale(largest: float, floats: FloatFormat) -> float:
     """Returns the power of two by which an FP8 tensor of magnitudes up to ``largest`` is multiplied before its cast.
 
-    It is the reciprocal of :func:`dtrain.precision.float8.cast.scale_of`, and 1 if ``largest`` is not finite.
+    It is the reciprocal of ``dtrain.precision.float8.cast.scale_of``, and 1 if ``largest`` is not finite.
     """
     if not largest or not math.isfinite(largest):
         return 1.0

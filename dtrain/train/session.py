@@ -66,10 +66,13 @@ class Session:
         engine: trains the model of ``config``.
         config: of the run.
         dataset: of the run; a session without it has no ``loader``, and takes the caller's batches.
-        weigh: returns the weight of a micro-batch; None: :func:`micro_batch_weight`.
+        weigh: returns the weight of a micro-batch; None: ``micro_batch_weight``.
 
-    Attributes:
-        engine, config: see above.
+    Examples:
+        >>> keys = ["data=friedman", "model=mlp", "precision=fp32", "train.steps=2", "schedule.total_steps=2"]
+        >>> session = dtrain.Session.open(overrides=keys)
+        >>> session.step().applied, sorted(session.validate())
+        (True, ['loss', 'r2', 'rmse'])
     """
 
     def __init__(
@@ -149,6 +152,9 @@ class Session:
             around: context of the step.
             watch: contexts of its parts.
 
+        Returns:
+            What ``Engine.step`` returns.
+
         Raises:
             NonFiniteError: too many steps in a row were skipped.
             CheckpointError: an earlier asynchronous save failed; ``engine.step()`` then completes the step.
@@ -175,7 +181,7 @@ class Session:
         return micro_batch_weight(micro, self._num_targets)
 
     def validate(self) -> dict[str, float]:
-        """Returns loss and metrics of the validation data; see :func:`dtrain.train.validation.validate`."""
+        """Returns loss and metrics of the validation data; see ``dtrain.train.validation.validate``."""
         return validate(self.engine, self.dataset.task, self.validation_batches())
 
     def validation_batches(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
@@ -199,7 +205,7 @@ def open_data(config: RunConfig, comm: Communicator) -> Dataset:
     """Loads the data, and checks that all ranks have the same one, which fits the tokenizer of the model.
 
     Raises:
-        ConfigError: see :meth:`Session.open`.
+        ConfigError: see ``Session.open``.
     """
     # each mark says that this rank is at work, and no hang
     dataset = load_dataset(config.data, config.model.max_seq_len, comm.schedule.progress.advance)
@@ -218,7 +224,7 @@ def with_model_facts(config: RunConfig, dataset: Dataset) -> RunConfig:
 
 
 def make_model(config: RunConfig, dataset: Dataset) -> nn.Module:
-    """Builds the model, on the CPU; raises as :func:`check_model_fits`."""
+    """Builds the model, on the CPU; raises as ``check_model_fits``."""
     model = build_model(config.model, dataset.task, config.seed)
     check_model_fits(config, model, dataset)
     return model

@@ -69,19 +69,18 @@ def export(
     base: Path | str | None = None,
     merge: bool = False,
 ) -> Path:
-    """Writes the weights of a checkpoint as a folder (``config.json``, safetensors), ``out``.
+    """Writes the weights of a checkpoint as a folder (``config.json``, safetensors), and returns its path, ``out``.
 
-    It is for `transformers`, or, of a model of images or numbers, for ``dtrain.load_exported``.
-
-    Verifies every byte of the checkpoint first. Then reads, converts and writes block by block, so host memory stays at
-    a few MiB, or one matrix of a GPT-2. The folder gets its name once it is complete on disk.
+    It is for `transformers`, or, of a model of images or numbers, for ``dtrain.load_exported``. Verifies every byte of
+    the checkpoint first. Then reads, converts and writes block by block, so host memory stays at a few MiB, or one
+    matrix of a GPT-2. The folder gets its name once it is complete on disk.
 
     Args:
         path: one checkpoint, or a run directory or directory of checkpoints (the newest one is used).
         out: the folder to create.
         format: only ``hf``.
         dtype: ``fp32`` for exact masters; ``bf16`` and ``fp16`` round to nearest.
-        max_shard_size: largest number of tensor bytes in one file; a single tensor is never split.
+        max_shard_size: largest number of tensor bytes in one file, 5e9 by default; a single tensor is never split.
         weights: ``master``, or ``ema``: their exponential moving average.
         base: of model=hf, the folder with the configuration, tokenizer and frozen weights; None: that of the run.
         merge: of a run with adapters, write the whole model, with the adapters merged in FP32; else they alone are

@@ -35,7 +35,7 @@ _BASE = re.compile(r"(model|transformer)\.")
 
 @dataclass(frozen=True)
 class ImportedModel:
-    """Result of :func:`import_hf`: the new checkpoint and its model's configuration."""
+    """Result of ``import_hf``: the new checkpoint and its model's configuration."""
 
     checkpoint: Path
     model: ModelConfig
@@ -54,8 +54,9 @@ class ImportedModel:
 def import_hf(folder: Path | str, run_dir: Path | str) -> ImportedModel:
     """Writes ``run_dir/checkpoints/step-00000000`` from a Hugging Face folder of a Llama or GPT-2.
 
-    It holds masters alone, the weights in FP32; ``dtrain train run_dir=... model....`` resumes from it.
-    Host memory holds the whole model (4 bytes a parameter) and up to twice its largest tensor. Runs no code.
+    It holds masters alone, the weights in FP32; ``dtrain train run_dir=...`` with the ``overrides`` of what is returned
+    resumes from it. Host memory holds the whole model (4 bytes a parameter) and up to twice its largest tensor. Runs no
+    code.
 
     Args:
         folder: a folder with ``config.json`` and safetensors, one file or several with an index.
