@@ -16,7 +16,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:[:/]")
 
 
 def local_path(path: str | os.PathLike[str], what: str) -> Path:
-    """Returns ``path`` with ``~`` replaced by the home folder, see :func:`require_local`."""
+    """Returns ``path`` with ``~`` replaced by the home folder, see ``require_local``."""
     require_local(path, what)
     return Path(os.path.expanduser(path))
 

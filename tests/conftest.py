@@ -128,7 +128,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The override that names a text; see :func:`tests.helpers.launch.write_samples`."""
+    """The override that names a text; see ``tests.helpers.launch.write_samples``."""
     from tests.helpers.launch import write_samples
 
     return write_samples(tmp_path_factory.mktemp("data"))

@@ -33,7 +33,7 @@ _PAUSES_S = (0.02, 1.0)  # the first one, and the longest
 
 
 def folder_names(path: Path) -> tuple[str, str]:
-    """Returns the absolute path of a folder, and the one without links; :func:`require_one_folder` compares them."""
+    """Returns the absolute path of a folder, and the one without links; ``require_one_folder`` compares them."""
     return os.path.abspath(path), os.path.realpath(path)
 
 
@@ -42,7 +42,7 @@ def require_one_folder(what: str, names: Sequence[Sequence[str]]) -> None:
 
     Args:
         what: the work, for the message.
-        names: :func:`folder_names` of every rank, in rank order.
+        names: ``folder_names`` of every rank, in rank order.
 
     Raises:
         CheckpointError: names the ranks and their folders.
@@ -78,7 +78,7 @@ def until_seen(
     """Returns the result of ``work``, called again as long as it does not find a file at or below ``path``.
 
     Args:
-        work: raises an error for which :func:`is_unseen` is true if it finds no file.
+        work: raises an error for which ``is_unseen`` is true if it finds no file.
         path: what another rank has created.
         who: this rank, for the message.
         claim: why it should exist, for the message, such as ``rank 0 has created``.

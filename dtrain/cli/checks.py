@@ -65,7 +65,7 @@ def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
     """Checks the training run of ``dtrain parity`` with one engine.
 
     Raises:
-        ConfigError: as :func:`check_config`, in the keys of ``dtrain parity``.
+        ConfigError: as ``check_config``, in the keys of ``dtrain parity``.
     """
     try:
         check_config(config.training(engine), config.parity.ranks)

@@ -30,7 +30,7 @@ FREE_GROUPS = ("experiment", "debug")
 
 
 def explain(error: Exception, primary: Primary[Any]) -> ConfigError:
-    """The one-line :class:`ConfigError` for what Hydra or OmegaConf raised while composing ``primary``."""
+    """The one-line ``ConfigError`` for what Hydra or OmegaConf raised while composing ``primary``."""
     if isinstance(error, OverrideParseException):
         return ConfigError(_syntax(error))
     if isinstance(error, MissingConfigException):

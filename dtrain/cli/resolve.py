@@ -72,7 +72,7 @@ def read_jobs(argv: Sequence[str], command: str = "", num_planned: int | None = 
     job that is only planned.
 
     Raises:
-        ConfigError: as :func:`compose`; also for an unknown option of the command line.
+        ConfigError: as ``compose``; also for an unknown option of the command line.
     """
     request = _read(argv, TRAIN, command)
     if request is None:
@@ -82,10 +82,10 @@ def read_jobs(argv: Sequence[str], command: str = "", num_planned: int | None = 
 
 
 def read_suite(argv: Sequence[str], primary: Primary[Root]) -> Root | None:
-    """Reads the configuration of ``dtrain parity`` or a suite of ``dtrain bench``; None as :func:`read_jobs` is empty.
+    """Reads the configuration of ``dtrain parity`` or a suite of ``dtrain bench``; None as ``read_jobs`` is empty.
 
     Raises:
-        ConfigError: as :func:`read_jobs`; also for ``--multirun``.
+        ConfigError: as ``read_jobs``; also for ``--multirun``.
     """
     request = _read(argv, primary)
     if request is None:

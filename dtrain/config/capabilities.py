@@ -1,6 +1,6 @@
 """The table of what each engine can do, which is tested to be true.
 
-What only one engine has is a field of its record (:mod:`dtrain.config.engines`), which has what the field excludes.
+What only one engine has is a field of its record (``dtrain.config.engines``), which has what the field excludes.
 
 Nothing here imports torch, so that an unsupported configuration is refused at once, before any process group.
 """
@@ -53,12 +53,12 @@ class Capabilities:
     Attributes:
         summary: a description in a few words.
         weights: dtype of the weights that a forward reads, for people.
-        held: the same for :func:`dtrain.precision.contract.resolve`.
+        held: the same for ``dtrain.precision.contract.resolve``.
         accumulation: where the gradients of micro-batches are summed; the sums are FP32 in every engine.
         weighting: what a micro-batch's weight multiplies, in FP32.
         torch: the oldest PyTorch that it runs on.
         package: a package that it needs besides PyTorch.
-        supported: supported values by key; a key that is absent takes every value of :data:`SETTINGS`.
+        supported: supported values by key; a key that is absent takes every value of ``SETTINGS``.
     """
 
     summary: str
@@ -201,7 +201,7 @@ def check(engine: str, *, format_key: Callable[[str], str] = str, **settings: Se
     """Checks that an engine supports some settings, and that this machine has what it needs.
 
     Raises:
-        ConfigError: as :func:`check_support`; or a requirement of the engine is not installed.
+        ConfigError: as ``check_support``; or a requirement of the engine is not installed.
     """
     check_support(engine, format_key=format_key, **settings)
     if missing_requirement := CAPABILITIES[engine].missing_requirement:
@@ -212,9 +212,9 @@ def check_support(engine: str, *, format_key: Callable[[str], str] = str, **sett
     """Checks that an engine supports some settings.
 
     Args:
-        engine: a key of :data:`CAPABILITIES`.
+        engine: a key of ``CAPABILITIES``.
         format_key: writes a key as the caller's user knows it, for messages.
-        **settings: values by keys of :data:`SETTINGS`; one that is not known yet, such as ``device_type`` before a
+        **settings: values by keys of ``SETTINGS``; one that is not known yet, such as ``device_type`` before a
             device is chosen, is omitted.
 
     Raises:

@@ -79,7 +79,7 @@ class Suite:
         run: ``module:function`` below ``dtrain.measure.bench``. The module brings torch, so it is imported only when it
             runs. The function takes the configuration and the command line; it yields the results, or first parts of
             them that grow, each of which replaces the one before in the file.
-        defaults: as in :class:`Primary`.
+        defaults: as in ``Primary``.
     """
 
     name: str

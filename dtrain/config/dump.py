@@ -17,7 +17,7 @@ from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 Record = TypeVar("Record")
 
 HASH_EXCLUDES = ("run_dir", "resume", "report", "tracker", "launch", "supervise")
-"""Keys outside :func:`config_hash`: where a run is stored, started, tracked and shown, not what it computes."""
+"""Keys outside ``config_hash``: where a run is stored, started, tracked and shown, not what it computes."""
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def config_to_dict(config: Any) -> dict[str, Any]:
 
 
 def defaults(kind: Any) -> dict[str, Any]:
-    """The defaults of the record ``kind`` as :func:`config_to_dict`, also if some must be given to make one."""
+    """The defaults of the record ``kind`` as ``config_to_dict``, also if some must be given to make one."""
     return {item.name: _plain(default_of(item)) for item in fields(kind)}
 
 
@@ -41,7 +41,7 @@ def _plain(value: Any) -> Any:
 
 
 def config_from_dict(values: Mapping[str, Any]) -> RunConfig:
-    """Inverse of :func:`config_to_dict`."""
+    """Inverse of ``config_to_dict``."""
     chosen = {name: from_plain(kinds[values[name]["name"]], values[name]) for name, kinds in GROUP_OPTIONS.items()}
     return replace(from_plain(RunConfig, {key: values[key] for key in values if key not in chosen}), **chosen)
 
@@ -77,7 +77,7 @@ def _convert(hint: Any, value: Any) -> Any:
 
 
 def to_yaml(values: dict[str, Any]) -> str:
-    """Returns the result of :func:`config_to_dict` as YAML, every key written out, in the order of the schema."""
+    """Returns the result of ``config_to_dict`` as YAML, every key written out, in the order of the schema."""
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -87,7 +87,7 @@ def agreed(config: RunConfig) -> dict[str, Any]:
 
 
 def config_hash(config: RunConfig) -> str:
-    """SHA-256 (hex) of the canonical JSON of :func:`agreed`.
+    """SHA-256 (hex) of the canonical JSON of ``agreed``.
 
     A run that moves to another folder or machine, or is resumed, keeps its hash.
     """

@@ -34,7 +34,7 @@ def load_named(text: str, key: str) -> Any:
     It runs code, so the text may only come from the user's own command line or configuration, never from a checkpoint.
 
     Args:
-        text: of the form :data:`NAMED`.
+        text: of the form ``NAMED``.
         key: the setting that holds the text, for messages.
 
     Raises:

@@ -83,7 +83,7 @@ class Lora(CheckedRecord):
 
 @dataclass(frozen=True)
 class ModelKeys(CheckedRecord):
-    """The keys of :class:`ModelConfig` that say which model is built."""
+    """The keys of ``ModelConfig`` that say which model is built."""
 
     name: str = "tiny"
     factory: str = setting(

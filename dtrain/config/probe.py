@@ -92,7 +92,7 @@ class ProbeConfig(CheckedRecord):
         """Returns the training run of a trial in the format ``name``; its blocks are not compiled.
 
         Args:
-            name: one of :data:`PROBED_FORMATS`.
+            name: one of ``PROBED_FORMATS``.
             rules: instead of ``precision.rules``.
 
         Raises:

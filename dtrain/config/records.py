@@ -25,7 +25,7 @@ def check_records(
     The name of a user's own policy is not known here. ``format_key`` writes a key as the caller's user knows it.
 
     Raises:
-        ConfigError: as :func:`dtrain.config.capabilities.check` and :meth:`EngineConfig.check_exclusions`.
+        ConfigError: as ``dtrain.config.capabilities.check`` and ``EngineConfig.check_exclusions``.
     """
     may_have_bf16 = precision not in ("fp32", "tf32", "fp16") or "bf16" in rules
     facts = {"has_bf16_weights": may_have_bf16, "has_bf16_gradients": may_have_bf16}

@@ -37,8 +37,8 @@ def check_size(text: str, file: object) -> None:
     lines can describe more values than fit into any memory.
 
     Raises:
-        ConfigError: aliases stand for more than :data:`MAX_NODES` values, one stands for what contains it, or there are
-            more than :data:`MAX_DEPTH` levels.
+        ConfigError: aliases stand for more than ``MAX_NODES`` values, one stands for what contains it, or there are
+            more than ``MAX_DEPTH`` levels.
         yaml.YAMLError: it is not YAML.
     """
     sizes: dict[str | None, int] = {}

@@ -182,7 +182,7 @@ class ChatTemplate:
         return np.where(counts, ids, ~ids)
 
     def check_vocabulary(self, tokens: Int64, vocab_size: int, where: str) -> None:
-        """Raises ``ConfigError`` if one of these, from :meth:`encode`, is none of the ``vocab_size`` of the file."""
+        """Raises ``ConfigError`` if one of these, from ``encode``, is none of the ``vocab_size`` of the file."""
         ids = np.where(tokens < 0, ~tokens, tokens)
         if len(ids) and (largest := int(ids.max())) >= vocab_size:
             raise ConfigError(

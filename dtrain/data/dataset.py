@@ -24,7 +24,7 @@ class SampleSource(ABC):
     def batch(self, sample_ids: Indices) -> dict[str, Tensor]:
         """Returns the model's keyword arguments for these samples: CPU tensors with the samples along dimension 0.
 
-        Among them ``targets``: :data:`dtrain.tasks.IGNORE_INDEX` does not count in the loss. ``positions``, if
+        Among them ``targets``: ``dtrain.tasks.IGNORE_INDEX`` does not count in the loss. ``positions``, if
         documents share a sample, restart with each of them.
         """
 

@@ -18,7 +18,7 @@ _LARGEST_ID = 2**62
 
 
 def drawn_ids(seed: int, indices: Indices, num_samples: int) -> Indices:
-    """Returns :func:`dtrain.data.sampling.sample_ids` with the draw of their epoch."""
+    """Returns ``dtrain.data.sampling.sample_ids`` with the draw of their epoch."""
     epochs = (indices // num_samples).astype(np.uint64)
     seeds = mix(np.array([seed % 2**64], np.uint64) + _INCREMENT)
     num_draws = _LARGEST_ID // num_samples - 1
@@ -30,7 +30,7 @@ def generator(sample_id: int, stream: int) -> np.random.Generator:
     """Returns a generator of its own for this id (Philox: Salmon et al., "Parallel Random Numbers", SC 2011).
 
     Args:
-        stream: :data:`CONTENT` or :data:`NOISE`, which draw different numbers.
+        stream: ``CONTENT`` or ``NOISE``, which draw different numbers.
     """
     return np.random.Generator(np.random.Philox(key=np.array([sample_id, stream], np.uint64)))
 

@@ -14,7 +14,7 @@ POSITIONS = "positions"
 
 
 class GrowingBatches:
-    """Endless iterator over steps, as :class:`BatchLoader`, with the batch that ``growth`` gives each attempted step.
+    """Endless iterator over steps, as ``BatchLoader``, with the batch that ``growth`` gives each attempted step.
 
     A micro-batch has the same samples and tokens in all phases, so that the order of samples and the weights of
     micro-batches do not depend on the growth, and no row length occurs that no phase has.

@@ -43,7 +43,7 @@ class HeldOut(SampleSource):
 
 @dataclass(frozen=True)
 class NotHeldOut(SampleSource):
-    """The samples of ``source`` of which none is in a :class:`HeldOut` of as many; at most half are held out."""
+    """The samples of ``source`` of which none is in a ``HeldOut`` of as many; at most half are held out."""
 
     source: SampleSource
     num_held_out: int
@@ -89,7 +89,7 @@ class Concatenation(SampleSource):
 class Mixture(Concatenation):
     """Several sources in the proportion of ``weights``, each in its own order and with its own epochs.
 
-    Among the indices of each block of :data:`BLOCK`, every source has the same share. A permutation of the block,
+    Among the indices of each block of ``BLOCK``, every source has the same share. A permutation of the block,
     keyed by the seed, decides which; so the sample at an index needs no state.
 
     Attributes:
@@ -114,7 +114,7 @@ class Mixture(Concatenation):
 
 
 def shares(weights: Sequence[float]) -> list[int]:
-    """Divides :data:`BLOCK` in the proportion of ``weights``, by largest remainders; of equals, the first gets more."""
+    """Divides ``BLOCK`` in the proportion of ``weights``, by largest remainders; of equals, the first gets more."""
     exact = np.array(weights) / sum(weights) * BLOCK
     floors = np.floor(exact).astype(np.int64)
     most = np.argsort(floors - exact, kind="stable")[: BLOCK - int(floors.sum())]

@@ -24,7 +24,7 @@ def sample_id(seed: int, index: int, num_samples: int) -> int:
 
 
 def sample_ids(seed: int, indices: Indices, num_samples: int) -> Indices:
-    """Returns the :func:`sample_id` of every element of ``indices``, in the same shape."""
+    """Returns the ``sample_id`` of every element of ``indices``, in the same shape."""
     epochs, positions = np.divmod(indices, num_samples)
     out = np.empty_like(indices)
     for epoch in np.unique(epochs):

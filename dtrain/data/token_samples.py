@@ -25,7 +25,7 @@ Int64 = NDArray[np.int64]
 
 
 class TokenStream(Protocol):
-    """Tokens that are read by their position, such as :class:`dtrain.data.shards.reader.TokenShards`."""
+    """Tokens that are read by their position, such as ``dtrain.data.shards.reader.TokenShards``."""
 
     def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
         """Returns the tokens of ranges of different lengths, one after another."""

@@ -1,16 +1,16 @@
 """The interface of the collectives; a transport implements it, and nothing else in dtrain communicates.
 
-Every collective goes through a :class:`Communicator`, which is passed as an argument. Each call is folded into a
-rolling hash of the order of collectives, in the :class:`CollectiveSchedule`. The vote compares that hash across ranks,
+Every collective goes through a ``Communicator``, which is passed as an argument. Each call is folded into a
+rolling hash of the order of collectives, in the ``CollectiveSchedule``. The vote compares that hash across ranks,
 because gloo returns wrong sums silently if two ranks issue equally shaped collectives in a different order. Sums are
 FP32 always.
 
-There are four transports, and :func:`dtrain.distributed.transport.choose.make_communicator` chooses: ``SingleRank``,
+There are four transports, and ``dtrain.distributed.transport.choose.make_communicator`` chooses: ``SingleRank``,
 ``ProcessGroup`` (NCCL), ``GlooGroup`` (CPU ranks, through sockets) and ``HostMemory`` (CPU ranks of one host, which
 read each other's buffers). What a transport needs - rings, messages, alignment, a process group - stays inside it. A
 collective returns a handle; what follows it is written where the handle is waited for.
 
-[Note: buffer reuse] A buffer that other ranks may read, one from :meth:`Communicator.allocate`, may be written again
+[Note: buffer reuse] A buffer that other ranks may read, one from ``Communicator.allocate``, may be written again
 only after all of them have read it. No rank waits for that explicitly; it follows from the order of events:
 
 - Compute replicas, masters that serve as replicas, and unsharded main grads are read during the ``wait`` of a
@@ -22,10 +22,10 @@ only after all of them have read it. No rank waits for that explicitly; it follo
 - In ``reduce_scatter_sum(gathers=True)`` the owner writes its sum into the same range of every rank's buffer. No other
   rank reads or writes that range until the all-gather that follows has been waited for.
 - A load writes masters, and the replicas after them. It agrees on a checkpoint first, which has the same effect.
-- Unreduced gradients are written several times between two votes. A :class:`GradientExchange` hands out their buffers
+- Unreduced gradients are written several times between two votes. A ``GradientExchange`` hands out their buffers
   and follows [Note: ring buffer reuse] in ``distributed.transport.ring``.
 
-[Note: streams] On a GPU a collective that returns a :class:`Handle` runs on NCCL's own stream, any other (a broadcast,
+[Note: streams] On a GPU a collective that returns a ``Handle`` runs on NCCL's own stream, any other (a broadcast,
 ``gather_rows``) on the current stream. The host waits for neither; an engine does all its work on the current stream.
 
 - NCCL's stream begins a collective after all that was queued on the current stream when it was issued. So its output
@@ -96,7 +96,7 @@ class GradientHandle(Protocol):
     def wait(self) -> tuple[Sequence[Tensor], Tensor]:
         """Returns this rank's shard of every rank's gradient, in rank order, and the ranks' weights [world_size] FP32.
 
-        The shards are valid until :meth:`release`.
+        The shards are valid until ``release``.
 
         Raises:
             CommunicationError: the collective failed.
@@ -185,7 +185,7 @@ class Communicator(Protocol):
         """
 
     def publish(self, shards: Sequence[Tensor]) -> None:
-        """Declares that ``shards``, from :meth:`allocate`, keep their bytes until the next vote; all ranks call.
+        """Declares that ``shards``, from ``allocate``, keep their bytes until the next vote; all ranks call.
 
         Until then other ranks may read them at any time, so their all-gathers need not announce them again. Each call
         replaces the shards of the last one.
@@ -221,7 +221,7 @@ class Communicator(Protocol):
     ) -> Handle:
         """Starts sending consecutive parts of ``input`` to the ranks; ``output`` gets a part of each, in rank order.
 
-        Both are 1-D, of one dtype, and share no memory. If ``input`` is from :meth:`allocate` on every rank, the others
+        Both are 1-D, of one dtype, and share no memory. If ``input`` is from ``allocate`` on every rank, the others
         read it in place: [Note: buffer reuse].
 
         Args:
@@ -255,7 +255,7 @@ class Communicator(Protocol):
         """Returns the text of every rank, in rank order. The host waits for the device, except on a single rank."""
 
     def agree(self, op: str, label: str, tensor: Tensor) -> None:
-        """Records a collective that a library issues next over :attr:`process_group`; all ranks call.
+        """Records a collective that a library issues next over ``process_group``; all ranks call.
 
         gloo returns when every rank has called it, so that the library's never meets another one; NCCL at once.
         """
@@ -289,7 +289,7 @@ class Communicator(Protocol):
 
     @abstractmethod
     def split(self, shard_size: int) -> tuple[Communicator, Communicator]:
-        """Returns communicators over the axes of :class:`dtrain.distributed.mesh.Mesh`; all ranks call.
+        """Returns communicators over the axes of ``dtrain.distributed.mesh.Mesh``; all ranks call.
 
         The first is over the ``shard_size`` consecutive ranks that include this one, the second over the ranks at the
         same place of each such block. ``shard_size`` divides the number of ranks, and is neither 1 nor all of them.

@@ -61,7 +61,7 @@ def on_rank_0(
     *,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> Any:
-    """Runs ``work`` on rank 0 and returns its result (plain JSON) on every rank; see :func:`on_every_rank`."""
+    """Runs ``work`` on rank 0 and returns its result (plain JSON) on every rank; see ``on_every_rank``."""
 
     def on_this_rank() -> Any:
         return work() if comm.rank == 0 else None
@@ -77,7 +77,7 @@ def on_rank_0_for_long(
     *,
     expected: tuple[type[Exception], ...] = (Exception,),
 ) -> Any:
-    """Runs ``work`` as :func:`on_rank_0` does, if it may take longer than the time-out of a collective.
+    """Runs ``work`` as ``on_rank_0`` does, if it may take longer than the time-out of a collective.
 
     Args:
         comm: communicator of the ranks.

@@ -46,7 +46,7 @@ class Progress:
     """Writes the record of this rank; one thread does.
 
     Attributes:
-        busy_s: seconds in each phase without the waits for other ranks, indexed by :class:`Phase`, since the start.
+        busy_s: seconds in each phase without the waits for other ranks, indexed by ``Phase``, since the start.
         waited_s: seconds of these waits, likewise.
         on_mark: called with the phase, and whether this rank waits, whenever one of the two changes.
     """

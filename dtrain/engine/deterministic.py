@@ -66,7 +66,7 @@ def deterministic_kernels() -> Iterator[None]:
 
 
 def allow_deterministic_kernels(device: torch.device) -> None:
-    """Prepares the process for :func:`deterministic_kernels`.
+    """Prepares the process for ``deterministic_kernels``.
 
     Raises:
         ConfigError: cuBLAS has chosen other kernels before.

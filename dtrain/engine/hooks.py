@@ -62,14 +62,14 @@ class EngineHooks(Engine):
 
     @abstractmethod
     def _finish_gradients(self) -> None:
-        """Implements :meth:`finish_gradients`."""
+        """Implements ``finish_gradients``."""
 
     def _squares(self) -> Tensor:
         """Returns FP64 [n], n >= 1, whose sum is that of the squares of this rank's own main grads."""
         return self.states.squares()
 
     def _canonical_sums(self, squares: Tensor) -> dict[str, Tensor]:
-        """Returns the ``sum_squares`` and ``sum_weights`` of :func:`decide` formed in canonical order, if any are."""
+        """Returns the ``sum_squares`` and ``sum_weights`` of ``decide`` formed in canonical order, if any are."""
         return {}
 
     @abstractmethod

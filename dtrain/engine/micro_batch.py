@@ -90,7 +90,7 @@ class MicroBatches:
 
     Attributes:
         current: the micro-batch under way.
-        is_evaluating: inside :meth:`evaluation`.
+        is_evaluating: inside ``evaluation``.
         backward_failed: a backward has begun and not ended.
         stop_requested, save_expected: by the caller, for this step.
         has_old_gradients: whether the gradients of the last step are there still.
@@ -123,7 +123,7 @@ class MicroBatches:
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
-        """Holds a micro-batch; see :meth:`dtrain.engine.interface.Engine.micro_batch`."""
+        """Holds a micro-batch; see ``dtrain.engine.interface.Engine.micro_batch``."""
         if not isinstance(last, bool):
             raise UsageError(f"engine.micro_batch(last={last!r}): expected True or False")
         self.current = current = self.current.following(is_last=last, has_backward=self.has_backward)
@@ -135,7 +135,7 @@ class MicroBatches:
             self._close(current, is_over=last or not ended)
 
     def accumulate(self, batch: Iterable[Batch]) -> Iterator[Batch]:
-        """Yields micro-batches; see :meth:`dtrain.engine.interface.Engine.accumulate`."""
+        """Yields micro-batches; see ``dtrain.engine.interface.Engine.accumulate``."""
         return self._accumulate(iterated(batch))
 
     def _accumulate(self, items: Iterator[Batch]) -> Iterator[Batch]:

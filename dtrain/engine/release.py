@@ -90,7 +90,7 @@ def release(engine: Engine, installation: Installation) -> None:
 
     Raises:
         ModelError: the library below cannot be taken off.
-        UsageError: as :meth:`dtrain.Engine.modify_weights`.
+        UsageError: as ``dtrain.Engine.modify_weights``.
     """
     model = engine.module
     if engine.name == "deepspeed":

@@ -1,4 +1,4 @@
-"""The validated arguments of :func:`dtrain.initialize`, passed to the module of the chosen engine."""
+"""The validated arguments of ``dtrain.initialize``, passed to the module of the chosen engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arguments of :func:`dtrain.initialize`, each checked like a key of the configuration, with one clear error."""
+"""The arguments of ``dtrain.initialize``, each checked like a key of the configuration, with one clear error."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ def build(
         model: has no engine yet.
         optimizer: of all its trained parameters.
         device: of this rank, as accelerate names it.
-        options: further arguments of :func:`dtrain.initialize`; an ``optimizer`` among them replaces the given one's
+        options: further arguments of ``dtrain.initialize``; an ``optimizer`` among them replaces the given one's
             update.
 
     Raises:

@@ -36,7 +36,7 @@ class CountedLoss:
 
     @contextmanager
     def count(self, total: Tensor) -> Iterator[Tensor]:
-        """Gives the number of items for a loss that is computed and passed to :meth:`share` inside."""
+        """Gives the number of items for a loss that is computed and passed to ``share`` inside."""
         if self.kind in ("divided", "mean"):
             yield total
             return

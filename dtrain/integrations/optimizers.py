@@ -37,7 +37,7 @@ def record_of(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optimizer:
     """Returns the record with which dtrain updates the parameters of ``model`` as ``optimizer`` does.
 
     ``AdamW``, ``Adam`` and ``SGD`` of torch become dtrain's own records where these have every hyper-parameter, and
-    :class:`dtrain.TorchOptimizer` otherwise, as any other class does. The learning rate is the largest initial one of
+    ``dtrain.TorchOptimizer`` otherwise, as any other class does. The learning rate is the largest initial one of
     the parameter groups. Parameters whose learning rate or other hyper-parameters are not those that the record gives
     them by itself are in its ``groups``, by name.
 

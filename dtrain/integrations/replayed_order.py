@@ -97,7 +97,7 @@ def orders(loaders: Sequence[Any]) -> list[State]:
 
 
 def restore_orders(loaders: Sequence[Any], states: Sequence[State]) -> None:
-    """Lets the loaders continue with what :func:`orders` returned; call it when random states are restored."""
+    """Lets the loaders continue with what ``orders`` returned; call it when random states are restored."""
     for loader, state in zip(loaders, states, strict=False):
         sampler = _sampler(loader)
         loader.iteration = state["epoch"]

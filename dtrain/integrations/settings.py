@@ -1,4 +1,4 @@
-"""Checks the arguments of :class:`dtrain.integrations.accelerate.Accelerator`, before a process group exists."""
+"""Checks the arguments of ``dtrain.integrations.accelerate.Accelerator``, before a process group exists."""
 
 from __future__ import annotations
 

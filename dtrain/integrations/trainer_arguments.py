@@ -30,7 +30,7 @@ OLDEST = (5, 23)
 
 
 def check_version(version: str) -> None:
-    """Raises ``ConfigError`` if ``version`` of transformers is older than :data:`OLDEST`."""
+    """Raises ``ConfigError`` if ``version`` of transformers is older than ``OLDEST``."""
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST:
         raise ConfigError(
             f"Trainer with dtrain needs transformers {'.'.join(map(str, OLDEST))} or newer, and {version} is "

@@ -1,8 +1,8 @@
 """AdamW over tiles of the arena: unscale, moments, master, and the cast into the compute replica, in one launch.
 
-The arithmetic is that of :mod:`dtrain.optim.compiled`. An element costs 30 bytes of memory traffic with a BF16 replica,
+The arithmetic is that of ``dtrain.optim.compiled``. An element costs 30 bytes of memory traffic with a BF16 replica,
 28 if its master is a pair
-(:mod:`dtrain.precision.remainder`), and 2 less if the main grad is BF16.
+(``dtrain.precision.remainder``), and 2 less if the main grad is BF16.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def adamw(
     PAIR: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Updates one tile; see :class:`dtrain.optim.tiled.TiledAdamW`."""
+    """Updates one tile; see ``dtrain.optim.tiled.TiledAdamW``."""
     tile = tiles + (first + tl.program_id(0)) * 2
     row = rows + tl.load(tile) * FIELDS
     start = tl.load(tile + 1).to(tl.int64) * TILE

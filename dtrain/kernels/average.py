@@ -1,6 +1,6 @@
 """The moving average of the weights over tiles of the arena, in one launch and one pass over memory.
 
-The arithmetic is that of :class:`dtrain.optim.average.MovingAverage`, with its bits if products and sums are not fused.
+The arithmetic is that of ``dtrain.optim.average.MovingAverage``, with its bits if products and sums are not fused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FIELDS = 3
 
 @triton.jit(do_not_specialize=["first", "count"])
 def average(rows, tiles, first, count, code, weight, FIELDS: tl.constexpr, TILE: tl.constexpr):
-    """Advances one tile; see :class:`dtrain.optim.tiled_average.TiledAverage`."""
+    """Advances one tile; see ``dtrain.optim.tiled_average.TiledAverage``."""
     tile = tiles + (first + tl.program_id(0)) * 2
     row = rows + tl.load(tile) * FIELDS
     start = tl.load(tile + 1).to(tl.int64) * TILE

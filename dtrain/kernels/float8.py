@@ -1,6 +1,6 @@
 """FP8 weights on a GPU: their scales, casts and transposes, each in one launch for all weights.
 
-The bits are those of :mod:`dtrain.precision.float8.cast`. Largest magnitudes are maxima of the bits of non-negative
+The bits are those of ``dtrain.precision.float8.cast``. Largest magnitudes are maxima of the bits of non-negative
 FP32 numbers as integers, which order as the numbers do. So atomic operations give the same bits in any order.
 """
 

@@ -1,6 +1,6 @@
 """FP8 quantization of a matrix on a GPU: one kernel for the largest magnitudes, one that casts in both orders.
 
-The bits are those of :mod:`dtrain.precision.float8.cast`. The second kernel writes the values and their transpose from
+The bits are those of ``dtrain.precision.float8.cast``. The second kernel writes the values and their transpose from
 one tile, which it turns in shared memory, so that both are written in whole lines.
 """
 

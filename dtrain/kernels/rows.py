@@ -14,7 +14,7 @@ _NUM_WARPS = 8
 
 @triton.jit
 def _random_bits(index, start, first_word, second_word):
-    """The bits of :func:`dtrain.optim.stochastic.random_bits` for elements ``index``."""
+    """The bits of ``dtrain.optim.stochastic.random_bits`` for elements ``index``."""
     bits = (index.to(tl.int32) + start).to(tl.uint32, bitcast=True)
     bits = bits ^ first_word.to(tl.uint32, bitcast=True)
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
@@ -73,7 +73,7 @@ def add_rows(
         rows: [k, n] of any floating dtype, each contiguous.
         weights: FP32 [k].
         overwrites: whether the old values of ``target`` are dropped.
-        noise: ``Noise`` of :mod:`dtrain.optim.stochastic` for the first element; it rounds the FP32 sum to BF16.
+        noise: ``Noise`` of ``dtrain.optim.stochastic`` for the first element; it rounds the FP32 sum to BF16.
     """
     numel, num_rows = target.numel(), rows.shape[0]
     launch(

@@ -64,7 +64,7 @@ def _squares(
 class SquareSums:
     """Sums of squares of ``tensors``.
 
-    A sum is not finite only if an element is not ([Note: squares beyond FP32] in :mod:`dtrain.parameters.squares`):
+    A sum is not finite only if an element is not ([Note: squares beyond FP32] in ``dtrain.parameters.squares``):
     each chunk is scaled while it is in registers, so one pass does.
 
     Args:

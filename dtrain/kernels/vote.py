@@ -1,7 +1,7 @@
 """The vote's row and its decision, in one launch each.
 
-The arithmetic is that of :mod:`dtrain.engine.vote.tensors` and :mod:`dtrain.engine.vote.decide`;
-:mod:`dtrain.engine.vote.record` says what each field means.
+The arithmetic is that of ``dtrain.engine.vote.tensors`` and ``dtrain.engine.vote.decide``;
+``dtrain.engine.vote.record`` says what each field means.
 """
 
 from __future__ import annotations

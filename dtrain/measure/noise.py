@@ -26,7 +26,7 @@ class Noise:
 
     @classmethod
     def of(cls, reference: float, perturbed: Sequence[float], seeds: Sequence[float]) -> Noise:
-        """Returns the noise of losses: ``reference`` with those of :func:`perturb_by_an_ulp`, and of other seeds."""
+        """Returns the noise of losses: ``reference`` with those of ``perturb_by_an_ulp``, and of other seeds."""
         return cls(stdev([reference, *perturbed]), stdev([reference, *seeds]))
 
     @property

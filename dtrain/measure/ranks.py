@@ -1,4 +1,4 @@
-"""Starts the ranks of a measurement on this host, each a process of :mod:`dtrain.measure.worker`. No torch."""
+"""Starts the ranks of a measurement on this host, each a process of ``dtrain.measure.worker``. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def run_ranks(function: str, rank: Rank, *, folder: Path, limit_s: float | None 
     """Runs ``function`` of ``module:function`` once on each rank; returns the results by rank.
 
     Args:
-        function: see :mod:`dtrain.measure.worker`.
+        function: see ``dtrain.measure.worker``.
         rank: what the first rank is told; the others get their numbers.
         folder: for the ranks' standard error, ``<rank>.log``, from which secrets are removed at the end.
         limit_s: after which they are ended; None: never.
@@ -79,7 +79,7 @@ class Ranks:
         return self.results(limit_s)
 
     def results(self, limit_s: float | None = None) -> list[Any]:
-        """Waits for the next result of each rank; raises as :meth:`request`."""
+        """Waits for the next result of each rank; raises as ``request``."""
         end = float("inf") if limit_s is None else time.monotonic() + limit_s
         waiting = {_pipe(process.stdout): number for number, process in enumerate(self._processes)}
         results: dict[int, Any] = {}

@@ -37,7 +37,7 @@ Found = TypeVar("Found")
 
 
 def head(command: str, config: Any) -> dict[str, Any]:
-    """Returns the fields of :class:`RecordHead` for a measurement of this process, by name."""
+    """Returns the fields of ``RecordHead`` for a measurement of this process, by name."""
     return {
         "command": command,
         "date": time.strftime("%Y-%m-%dT%H:%M:%S"),
@@ -53,7 +53,7 @@ def write_record(path: Path, record: Any, **more: Any) -> None:
 
 
 def read_record(path: Path, kind: type[Found] | Callable[[Any], type[Found]], verb: str) -> Found:
-    """Reads what :func:`write_record` wrote; keys that ``kind`` does not have are its ``more``.
+    """Reads what ``write_record`` wrote; keys that ``kind`` does not have are its ``more``.
 
     Args:
         path: the file.

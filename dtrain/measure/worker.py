@@ -1,6 +1,6 @@
 """One rank of a measurement: ``python -m dtrain.measure.worker module:function``. torch is imported when it is needed.
 
-The first line of its input is a :class:`Rank` as JSON. ``function(rank)`` returns the result, or is a generator: the
+The first line of its input is a ``Rank`` as JSON. ``function(rank)`` returns the result, or is a generator: the
 first value that it yields is the first result, and each further line of input is a request, which it receives, and
 whose result it yields next. A result is a line of JSON on standard output, ``{"result": ...}`` or
 ``{"failure": reason}``.

@@ -33,7 +33,7 @@ def causal_attention(
     Args:
         queries: [B, T, heads, head_dim]; ``keys`` and ``values`` may have fewer heads, each for as many queries.
         dropout: dropout probability of the attention weights.
-        borders: of :func:`document_borders`; None: each row is one document.
+        borders: of ``document_borders``; None: each row is one document.
     """
     if borders is None:
         mixed = _attend(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), dropout)

@@ -67,12 +67,12 @@ def padded_vocab_size(vocab_size: int) -> int:
 
 
 def draw_init_seed() -> int:
-    """Draws the seed for :func:`init_weights`; call it before a layer draws from torch's generator."""
+    """Draws the seed for ``init_weights``; call it before a layer draws from torch's generator."""
     return int(torch.randint(2**62, (), device="cpu"))
 
 
 class SkipDraws(TorchFunctionMode):
-    """Context in which new layers keep their memory as it is: :func:`init_weights` would draw every weight again."""
+    """Context in which new layers keep their memory as it is: ``init_weights`` would draw every weight again."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (nn.init.kaiming_uniform_, nn.init.normal_):

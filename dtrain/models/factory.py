@@ -76,19 +76,19 @@ def build_model(config: ModelConfig, task: Task | int, seed: int) -> nn.Module:
     """Calls the factory of ``config`` with torch's generators seeded by ``seed``.
 
     A factory of a language model is called with ``(config, vocab_size)``, and its model computes its own loss; all
-    others are called with ``(config, task)``, and their model becomes that of a :class:`TaskModel`.
+    others are called with ``(config, task)``, and their model becomes that of a ``TaskModel``.
 
     The CPU generator is restored afterwards. The factory is code, so it may only come from the user's own command line
     or configuration, never from a checkpoint. Its module may be in the working directory.
 
     Args:
         task: of the data. A number is the vocabulary of a language model, of which the factory gets the result of
-            :func:`vocabulary`.
+            ``vocabulary``.
 
     Raises:
         ConfigError: the factory cannot be imported, does not exist, or
             does not return an ``nn.Module``; the model ignores keys of the loss that are set; or as
-            :func:`vocabulary`. Exceptions of the factory itself propagate.
+            ``vocabulary``. Exceptions of the factory itself propagate.
     """
     factory = _load(config.factory)
     argument = vocabulary(config, task) if isinstance(task, (Language, int)) else task

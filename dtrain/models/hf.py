@@ -64,7 +64,7 @@ class HFCausalLM(nn.Module):
             positions: int64 [B, T], from 0 in each document, which then sees no other; None: one document a row.
 
         Raises:
-            ConfigError: as :meth:`check_positions`, or as :meth:`LossHead.is_chunked`.
+            ConfigError: as ``check_positions``, or as ``LossHead.is_chunked``.
         """
         inputs = {"input_ids": tokens}
         if positions is not None:
@@ -96,7 +96,7 @@ def build(config: ModelConfig, vocab_size: int) -> HFCausalLM:
     The auxiliary loss of a mixture of experts is off: the loss is the cross entropy alone.
 
     Args:
-        vocab_size: as :func:`vocabulary_size` returns it.
+        vocab_size: as ``vocabulary_size`` returns it.
 
     Raises:
         ConfigError: transformers is missing, or the folder holds no model that can be trained.
@@ -148,7 +148,7 @@ def load_weights(
     Args:
         model_class: of transformers.
         hf_config: configuration of the model.
-        path: a folder that :func:`check_folder` has accepted.
+        path: a folder that ``check_folder`` has accepted.
         options: further arguments of ``from_pretrained``.
         draws_head: whether weights outside of the base model may be drawn at random, if the folder has none that fit.
 
@@ -282,7 +282,7 @@ def check_installed(config: ModelConfig) -> None:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Builds the model on ``meta``, with its adapters; raises as :func:`build`."""
+    """Builds the model on ``meta``, with its adapters; raises as ``build``."""
     with torch.device("meta"):
         build(config, 0)
 
@@ -294,7 +294,7 @@ def vocabulary_size(config: ModelConfig) -> int:
 
 
 def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
-    """Returns the FLOPs as :func:`dtrain.models.factory.train_flops_per_token`.
+    """Returns the FLOPs as ``dtrain.models.factory.train_flops_per_token``.
 
     None: a mixture of experts, or a model without attention heads.
     """

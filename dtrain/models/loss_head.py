@@ -52,7 +52,7 @@ class LossHead:
         """Returns the output for ``hidden`` [B, T, H] and int64 ``targets`` [B, T]; ``training``: the model's mode.
 
         Raises:
-            ConfigError: as :meth:`is_chunked`.
+            ConfigError: as ``is_chunked``.
         """
         if targets is not None and training and self.is_chunked(head, targets):
             return self.chunked(head, hidden, targets)

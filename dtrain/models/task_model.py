@@ -43,7 +43,7 @@ class TaskModel(nn.Module):
         return TaskModel(model, task)
 
     def forward(self, targets: Tensor | None = None, **inputs: Tensor) -> TaskOutput:
-        """Returns prediction and loss for a batch (:mod:`dtrain.tasks.task`).
+        """Returns prediction and loss for a batch (``dtrain.tasks.task``).
 
         Raises:
             ModelError: the model returns something else, or a prediction of another shape than the task needs.

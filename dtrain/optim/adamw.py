@@ -1,4 +1,4 @@
-"""AdamW's and Adam's rules; their hyper-parameters are records of :mod:`dtrain.config.optim`."""
+"""AdamW's and Adam's rules; their hyper-parameters are records of ``dtrain.config.optim``."""
 
 from __future__ import annotations
 

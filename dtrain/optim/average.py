@@ -19,7 +19,7 @@ _PAIRS = 1 << 24  # of masters that are pairs, on a GPU: their FP32 values take 
 
 
 class MovingAverage:
-    """Advances the averages of some tensors after the update of their masters; a :class:`SegmentKernel`.
+    """Advances the averages of some tensors after the update of their masters; a ``SegmentKernel``.
 
     ``average += (1 - decay) * (master - average)``, each operation rounded by itself, so that any cut and any sharding
     give the same bits.

@@ -57,7 +57,7 @@ def _update(
 
 @cache  # engines of one process share the graphs
 def _compiled(formula: Formula) -> tuple[Callable[..., Tensor], Callable[..., None]]:
-    """Returns :meth:`Formula.shared` and :func:`_update` for one formula."""
+    """Returns ``Formula.shared`` and ``_update`` for one formula."""
 
     def compiled(function: Any) -> Any:
         # code of its own, because torch refuses many graphs of one code object

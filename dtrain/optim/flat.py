@@ -2,7 +2,7 @@
 
 The arena is all that this rank holds of the flat buffers' masters, states and main grads; a segment is one buffer's
 part of it. Segments are updated in several calls, so that the first groups are gathered while others are updated. A
-rule may have a kernel of its own for that (:meth:`dtrain.optim.rule.Rule.segment_kernel`); else it is applied block by
+rule may have a kernel of its own for that (``dtrain.optim.rule.Rule.segment_kernel``); else it is applied block by
 block. Which one runs is chosen at the start of a run, because their bits differ in the last places. Each gives the same
 bits for every cut of the arena at chunks and for any sharding. None waits for the device, which decides itself whether
 an update is skipped.
@@ -48,7 +48,7 @@ class FlatUpdate:
     """Applies rules to the segments of an arena, each to its own slices.
 
     [Note: parameters apart] A parameter that has missed updates has a bias correction of its own, and one that misses
-    this update is left alone (:attr:`UpdateScalars.others`). The first time, the slices are cut around it, and stay so.
+    this update is left alone (``UpdateScalars.others``). The first time, the slices are cut around it, and stay so.
     A rule that is applied block by block is called once for all blocks with the same scalars; a kernel of a rule's own
     is built once more for each such parameter. Without such parameters there is nothing of this.
 
@@ -113,7 +113,7 @@ class FlatUpdate:
         return True
 
     def begin(self, scalars: UpdateScalars) -> None:
-        """Transforms what rules need whole, before the first call of :meth:`update`; all ranks call."""
+        """Transforms what rules need whole, before the first call of ``update``; all ranks call."""
         for number, matrices in self._matrices.items():
             matrices.begin(scalars.of_rule(number))
 
@@ -168,8 +168,8 @@ class BlockedUpdate:
 def batches(blocks: Sequence[Block], part_of: Callable[[Block], UpdateSlice]) -> list[list[Block]]:
     """Returns the blocks of each call, which are of one update class.
 
-    On a CPU a call has about :data:`BLOCK` elements, so that masters are in the cache when they are cast. On a GPU it
-    has all; if FP32 copies are made, about :data:`COPIED`, because a call needs memory for all of its copies.
+    On a CPU a call has about ``BLOCK`` elements, so that masters are in the cache when they are cast. On a GPU it
+    has all; if FP32 copies are made, about ``COPIED``, because a call needs memory for all of its copies.
     """
     calls: dict[tuple[UpdateClass, int], list[Block]] = {}
     total = 0.0
@@ -188,7 +188,7 @@ def _limit(part: UpdateSlice) -> float:
 
 
 def update_group(slices: Sequence[UpdateSlice]) -> UpdateGroup:
-    """Returns slices of one update class as an argument of :meth:`ElementwiseRule.apply`; call :func:`store` after it.
+    """Returns slices of one update class as an argument of ``ElementwiseRule.apply``; call ``store`` after it.
 
     The masters of a pair are formed in new memory.
     """

@@ -2,7 +2,7 @@
 
 A formula is given FP32 tensors of any shape and 0-dim FP32 tensors, and returns the new values. What all formulas share
 is here: the division of the gradient, the skip, and states in BF16, which are read as FP32 and rounded stochastically
-(:mod:`dtrain.optim.stochastic`). Formulas use additions, products, quotients, roots and selections only: these are
+(``dtrain.optim.stochastic``). Formulas use additions, products, quotients, roots and selections only: these are
 rounded in the same way wherever an element lies, so any cut and any sharding gives the same bits.
 """
 
@@ -52,7 +52,7 @@ class Formula:
         Args:
             tensors: master, main grad and states.
             weight_decay: 0-dim.
-            shared: what :meth:`shared` returned.
+            shared: what ``shared`` returned.
             noise: of the first element, if a state is BF16; at most two are.
         """
         master, main_grad, *states = tensors

@@ -22,14 +22,14 @@ class FormulaRule(ElementwiseRule):
     """An optimizer by a formula; a subclass may have a faster eager update.
 
     Args:
-        record: hyper-parameters, with ``compile`` decided (see :func:`dtrain.optim.rules.on_device`).
+        record: hyper-parameters, with ``compile`` decided (see ``dtrain.optim.rules.on_device``).
         formula: the update.
         constants: what the formula is given, computed in double precision, rounded to FP32 once.
         states: its states.
     """
 
     eager = "tensor code"
-    """Name of the code that :meth:`apply` runs."""
+    """Name of the code that ``apply`` runs."""
 
     def __init__(
         self, record: Any, formula: Formula, constants: Sequence[float], states: tuple[StateSpec, ...]

@@ -1,4 +1,4 @@
-"""Lion's rule; its hyper-parameters are :class:`dtrain.config.optim.Lion`."""
+"""Lion's rule; its hyper-parameters are ``dtrain.config.optim.Lion``."""
 
 from __future__ import annotations
 

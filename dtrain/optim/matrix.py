@@ -67,7 +67,7 @@ class _Block:
 
 
 class MatrixUpdate:
-    """Applies a rule to the shards of matrices; all ranks construct it, and call :meth:`begin`.
+    """Applies a rule to the shards of matrices; all ranks construct it, and call ``begin``.
 
     Each buffer serves both directions: the shards that this rank sends, the matrices that it owns, and, if ranks hold
     whole matrices, those of all owners.
@@ -165,7 +165,7 @@ class MatrixUpdate:
 
     @torch.no_grad()
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
-        """Updates the masters of some segments, and casts them into their replicas; after :meth:`begin`.
+        """Updates the masters of some segments, and casts them into their replicas; after ``begin``.
 
         Args:
             numbers: ascending indices into ``segments``.
@@ -181,7 +181,7 @@ class MatrixUpdate:
 
 
 def storages(updates: Mapping[int, MatrixUpdate]) -> dict[str, list[Tensor]]:
-    """Returns the buffers of ``updates`` as ``matrices``, a kind of :meth:`Engine.memory`; nothing without updates."""
+    """Returns the buffers of ``updates`` as ``matrices``, a kind of ``Engine.memory``; nothing without updates."""
     return {"matrices": [tensor for update in updates.values() for tensor in update.buffers]} if updates else {}
 
 

@@ -1,4 +1,4 @@
-"""Muon's rule; its hyper-parameters are :class:`dtrain.config.optim.Muon`."""
+"""Muon's rule; its hyper-parameters are ``dtrain.config.optim.Muon``."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The interface between an optimizer and the engines: states as data, and an update over slices of tensors.
 
-A :class:`Rule` names the states that it keeps beside each master. An :class:`ElementwiseRule` updates lists of tensors
-in place; a :class:`MatrixRule` needs whole matrices for a part of its update. Engines allocate the states, shard them
+A ``Rule`` names the states that it keeps beside each master. An ``ElementwiseRule`` updates lists of tensors
+in place; a ``MatrixRule`` needs whole matrices for a part of its update. Engines allocate the states, shard them
 as the masters, save them under their names and count their bytes; none knows an optimizer.
-:mod:`dtrain.optim.rules` lists the rules, :mod:`dtrain.parameters.optimizer_plan` chooses one for each parameter.
+``dtrain.optim.rules`` lists the rules, ``dtrain.parameters.optimizer_plan`` chooses one for each parameter.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class UpdateScalars:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1.
 
-        The divisor is that of main grads times :attr:`grad_factor`.
+        The divisor is that of main grads times ``grad_factor``.
         """
         fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
         _, divisor = self._factor_and_divisor
@@ -110,7 +110,7 @@ class UpdateScalars:
         return self.found_inf.detach() != 0
 
     def rescale(self, grads: Sequence[Tensor]) -> None:
-        """Multiplies ``grads`` by :attr:`grad_factor`, for an update that takes a divisor only."""
+        """Multiplies ``grads`` by ``grad_factor``, for an update that takes a divisor only."""
         # only a CPU knows without waiting that there is nothing to do
         if grads and (self.grad_divisor.device.type != "cpu" or self._has_factor):
             torch._foreach_mul_(list(grads), self.grad_factor)
@@ -257,7 +257,7 @@ class UpdateGroup:
 
     Attributes:
         states: a list for each of the rule's ``states``, in their order.
-        origins: see :class:`UpdateSlice`.
+        origins: see ``UpdateSlice``.
     """
 
     weight_decay: float
@@ -303,7 +303,7 @@ class Rule(ABC):
         return {}
 
     def load_state_dict(self, values: dict[str, float]) -> None:  # noqa: B027 - most rules have none
-        """Restores what :meth:`state_dict` returned; ``{}`` before the first update."""
+        """Restores what ``state_dict`` returned; ``{}`` before the first update."""
 
 
 class ElementwiseRule(Rule):
@@ -322,7 +322,7 @@ class ElementwiseRule(Rule):
         """
 
     def segment_kernel(self, segments: Sequence[Sequence[UpdateSlice]]) -> SegmentKernel | None:
-        """Returns a kernel of the rule's own for an arena; None: :meth:`apply` is called block by block.
+        """Returns a kernel of the rule's own for an arena; None: ``apply`` is called block by block.
 
         Args:
             segments: the rule's slices in each segment; a segment may have none.
@@ -336,8 +336,8 @@ class ElementwiseRule(Rule):
 class MatrixRule(Rule):
     """An optimizer that needs whole matrices once a step; its states are sharded as those of any other.
 
-    An update has three phases. :meth:`begin` works element by element on the shards, and gives a matrix shard by
-    shard; :meth:`transform` works on one whole matrix, at the rank that owns it in this phase; :meth:`finish` works on
+    An update has three phases. ``begin`` works element by element on the shards, and gives a matrix shard by
+    shard; ``transform`` works on one whole matrix, at the rank that owns it in this phase; ``finish`` works on
     the shards again.
 
     Attributes:
@@ -350,7 +350,7 @@ class MatrixRule(Rule):
 
     @abstractmethod
     def begin(self, group: UpdateGroup, grads: list[Tensor], outputs: list[Tensor], scalars: UpdateScalars) -> None:
-        """Updates the states and writes the elements of the matrices to ``outputs``; see :meth:`ElementwiseRule.apply`.
+        """Updates the states and writes the elements of the matrices to ``outputs``; see ``ElementwiseRule.apply``.
 
         If ``found_inf`` is set, the states keep their bits; ``outputs`` may be anything.
         """
@@ -374,4 +374,4 @@ class MatrixRule(Rule):
 
     @abstractmethod
     def cost(self, shape: tuple[int, int]) -> float:
-        """Returns the time of :meth:`transform`, in any unit."""
+        """Returns the time of ``transform``, in any unit."""

@@ -1,4 +1,4 @@
-"""The rule of stochastic gradient descent; its hyper-parameters are :class:`dtrain.config.optim.SGD`."""
+"""The rule of stochastic gradient descent; its hyper-parameters are ``dtrain.config.optim.SGD``."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _FACTORS = (0x7FEB352D, 0x846CA68B)
 _WORD = 0xFFFFFFFF
 
 Noise = tuple[Tensor, Tensor, Tensor]
-"""The results of :func:`stream_start` and :func:`step_words` in one tuple."""
+"""The results of ``stream_start`` and ``step_words`` in one tuple."""
 
 
 def step_words(step: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ from dtrain.optim.tiled import build_error, runs
 
 
 class TiledAverage:
-    """:class:`dtrain.optim.average.MovingAverage` in one launch, with its bits; compiled before the first step.
+    """``dtrain.optim.average.MovingAverage`` in one launch, with its bits; compiled before the first step.
 
     Args:
         decay: of the average in one applied step.

@@ -1,6 +1,6 @@
-"""The rule of :class:`dtrain.TorchOptimizer`: a class of torch's optimizers on parameters that are the masters.
+"""The rule of ``dtrain.TorchOptimizer``: a class of torch's optimizers on parameters that are the masters.
 
-:mod:`dtrain.optim.torch_probe` finds the states that the class keeps, and proves that it updates each element by
+``dtrain.optim.torch_probe`` finds the states that the class keeps, and proves that it updates each element by
 itself. Tensors of the masters' shape become states of the engine. Numbers that a class keeps for each parameter, such
 as ``step``, depend on the number of the update only, so all elements with as many updates share them: the rule keeps
 them on the host.
@@ -49,7 +49,7 @@ class TorchRule(ElementwiseRule):
         return {_NUMBER: number, **self._numbers[number]} if self._kept.numbers else {}
 
     def load_state_dict(self, values: dict[str, float]) -> None:
-        """Restores the shared numbers; any earlier ones will do, because :meth:`apply` computes what is missing."""
+        """Restores the shared numbers; any earlier ones will do, because ``apply`` computes what is missing."""
         first, number = dict(self._kept.numbers), int(values.get(_NUMBER, 0))
         self._numbers = {0: first}  # by the number of updates before
         if number:

@@ -223,7 +223,7 @@ class _Proof:
         together: bool = True,
         rebuilds: bool = False,
     ) -> dict[str, Tensor]:
-        """Returns masters and states after three updates by :class:`BoundOptimizer`, the masters cut into ``sizes``."""
+        """Returns masters and states after three updates by ``BoundOptimizer``, the masters cut into ``sizes``."""
         masters = self._masters.clone()
         states = {key: spec.like(masters) for key, spec in kept.tensors.items()}
         cuts = [tensor.split(list(sizes)) for tensor in (masters, *states.values())]

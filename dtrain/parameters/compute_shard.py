@@ -22,7 +22,7 @@ class ComputeShard:
         start: the first element, row-major.
         data: [length], the live values.
         owner: the rank from whose master the values come; this rank if it holds that master itself; or
-            :data:`ALL_OWNERS`.
+            ``ALL_OWNERS``.
         source: what ``data`` equals bit for bit once it is cast to the dtype of ``data``; None if another rank holds
             the master, or if the owner's ``data`` is the master.
         is_gathered: whether all ranks hold the same interval, in the same order of intervals.

@@ -26,14 +26,14 @@ class GradientMonitor:
 
     Args:
         num_parameters: trainable parameters of the model, numbered in the order in which backward reaches them.
-        found: int64, 0-dim, on a GPU: :meth:`search` lowers it to the number of the first gradient that is not finite,
-            with one launch for the gradients of a flat buffer; its reader resets it. None: :meth:`record_finiteness`
+        found: int64, 0-dim, on a GPU: ``search`` lowers it to the number of the first gradient that is not finite,
+            with one launch for the gradients of a flat buffer; its reader resets it. None: ``record_finiteness``
             keeps sums.
 
     Attributes:
         is_enabled: whether finiteness is recorded. With a single micro-batch on a single rank there is nothing to tell
             apart.
-        records_magnitude: whether :meth:`record_magnitude` records the largest one.
+        records_magnitude: whether ``record_magnitude`` records the largest one.
         magnitudes: counts all magnitudes of this step; None: they are not counted.
         is_dummy: whether the micro-batch is a dummy, which is not counted: how many there are depends on the ranks.
         received: numbers of the parameters that have been given a gradient in this step, dummies aside.
@@ -72,7 +72,7 @@ class GradientMonitor:
 
     @property
     def keeps_sums(self) -> bool:
-        """Whether :meth:`record_finiteness` records anything."""
+        """Whether ``record_finiteness`` records anything."""
         return self.is_enabled and self.found is None
 
     def are_finite(self, buffers: Sequence[Tensor]) -> bool:

@@ -100,7 +100,7 @@ def matching_parameters(model: nn.Module, patterns: Sequence[str], setting: str)
 def matching_names(
     modules: Iterable[str], parameters: Mapping[str, str], patterns: Sequence[str], setting: str
 ) -> set[str]:
-    """Does what :func:`matching_parameters` does, for modules of these names and parameters {any name: its first}."""
+    """Does what ``matching_parameters`` does, for modules of these names and parameters {any name: its first}."""
     modules = [name for name in modules if name]
     found: set[str] = set()
     for pattern in patterns:
@@ -147,7 +147,7 @@ def _auto_units(model: nn.Module) -> list[str]:
 
 
 def find_units(model: nn.Module, patterns: str | Sequence[str], setting: str = "sharding_units") -> list[str]:
-    """Returns the names of the modules that are sharded as units, see :func:`find_groups`.
+    """Returns the names of the modules that are sharded as units, see ``find_groups``.
 
     Args:
         setting: name of the setting of ``patterns`` in messages.

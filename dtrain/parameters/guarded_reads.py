@@ -8,7 +8,7 @@ engine or a forward of its model runs, they have their own class, so that operat
 backward, whoever runs it, operations take a parameter as it is.
 
 Shape, dtype, device, gradient and hooks are no values, and may always be asked. A value is an error by name, or, if
-the engine shows its masters (:meth:`ParameterReads.show_masters`), read from them.
+the engine shows its masters (``ParameterReads.show_masters``), read from them.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ _Gather = Callable[[Collection[str]], Mapping[str, Tensor] | None]
 
 
 class States(Protocol):
-    """What the guard needs of :class:`dtrain.parameters.model_states.ModelStates`."""
+    """What the guard needs of ``dtrain.parameters.model_states.ModelStates``."""
 
     module: nn.Module
     engine: str

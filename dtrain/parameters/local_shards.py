@@ -181,7 +181,7 @@ class LocalShards:
 
     @property
     def storages(self) -> dict[str, list[Tensor]]:
-        """Memory of the update beside the states, by the kinds of :meth:`Engine.memory`."""
+        """Memory of the update beside the states, by the kinds of ``Engine.memory``."""
         return storages(self._matrices)
 
     def tensors(self, kind: str) -> list[Tensor]:

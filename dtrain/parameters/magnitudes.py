@@ -14,7 +14,7 @@ class MagnitudeCounts:
     The host waits for nothing.
 
     Attributes:
-        counts: int64 [size, 512]; see :func:`dtrain.precision.histogram.count_magnitudes`.
+        counts: int64 [size, 512]; see ``dtrain.precision.histogram.count_magnitudes``.
         largest: FP32 [size]; NaN if an element is.
     """
 

@@ -29,7 +29,7 @@ from dtrain.precision.fake import is_plain
 
 MASTER, MAIN_GRAD = "master", "main_grad"
 MOMENTS = "moments"
-"""Key of all optimizer states in :meth:`ModelStates.memory`, whatever the optimizer calls them."""
+"""Key of all optimizer states in ``ModelStates.memory``, whatever the optimizer calls them."""
 _KINDS = ("compute", "unsharded", MAIN_GRAD, MASTER, MOMENTS, "unreduced_grad", "frozen", "buffers")
 
 
@@ -56,7 +56,7 @@ class ManagedModel:
 
 
 class FrozenQuantized(Protocol):
-    """Frozen weights that are held in FP8 only, such as :class:`dtrain.sharding.frozen_float8.FrozenFloat8`."""
+    """Frozen weights that are held in FP8 only, such as ``dtrain.sharding.frozen_float8.FrozenFloat8``."""
 
     @property
     def name(self) -> str: ...
@@ -134,11 +134,11 @@ class ModelStates(ABC):
     # -- memory ------------------------------------------------------------------------------------------------------
 
     def memory(self) -> dict[str, int]:
-        """Returns the bytes on this rank by kind; see :meth:`dtrain.engine.interface.Engine.memory`."""
+        """Returns the bytes on this rank by kind; see ``dtrain.engine.interface.Engine.memory``."""
         return {kind: sum(tensor.nbytes for tensor in tensors) for kind, tensors in self.storages().items()}
 
     def storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that this rank holds between steps, by the kinds of :meth:`memory`."""
+        """Returns the tensors that this rank holds between steps, by the kinds of ``memory``."""
         with self.reads:
             storages = {
                 MASTER: self.held(MASTER),
@@ -152,7 +152,7 @@ class ModelStates(ABC):
 
     @property
     def host_kinds(self) -> Collection[str]:
-        """The kinds of :meth:`memory` that lie in the host's memory beside a GPU (``offload=cpu``)."""
+        """The kinds of ``memory`` that lie in the host's memory beside a GPU (``offload=cpu``)."""
         if self.comm.device.type == "cpu":
             return ()
         held = {kind: {t.device.type for t in tensors if t.numel()} for kind, tensors in self.storages().items()}
@@ -173,7 +173,7 @@ class ModelStates(ABC):
 
     @abstractmethod
     def _storages(self) -> dict[str, list[Tensor]]:
-        """Returns the tensors that hold the rest, by the kinds of :meth:`memory`: all except states and buffers.
+        """Returns the tensors that hold the rest, by the kinds of ``memory``: all except states and buffers.
 
         Masters too, if they are not held in FP32.
         """
@@ -216,7 +216,7 @@ class ModelStates(ABC):
         """Casts the masters into the compute weights; all ranks call."""
 
     def release(self) -> None:  # noqa: B027 - only DeepSpeed keeps any
-        """Frees weights that forwards left unsharded; called before :meth:`refresh`, or forwards would use old ones."""
+        """Frees weights that forwards left unsharded; called before ``refresh``, or forwards would use old ones."""
 
     def compute_shards(self) -> Iterator[ComputeShard]:
         """Yields what this rank keeps of the compute weights beside the masters, as it is now; none by default."""
@@ -314,7 +314,7 @@ class ModelStates(ABC):
 
 
 class LocalStates(ModelStates):
-    """Model states whose masters are :class:`dtrain.parameters.local_shards.LocalShards`, set by the subclass."""
+    """Model states whose masters are ``dtrain.parameters.local_shards.LocalShards``, set by the subclass."""
 
     local: LocalShards
 

@@ -35,7 +35,7 @@ def chunk_squares(chunks: Sequence[Tensor], norms: Sequence[Tensor] | None = Non
 
     Args:
         chunks: FP32 or BF16 [n, elements of a chunk] each; at least one.
-        norms: FP32 [n] for each, what :func:`chunk_norms` gave for the rows on a CPU, if it is known.
+        norms: FP32 [n] for each, what ``chunk_norms`` gave for the rows on a CPU, if it is known.
         each: whether each of them counts, not only their sum.
     """
     if chunks[0].device.type != "cpu":

@@ -41,7 +41,7 @@ class TakenGradient(Tensor):
     """A tensor without memory: its shape, dtype and device are the gradient's, its values are not there.
 
     They are weighted, scaled, summed over ranks or sharded elsewhere. So a read gives NaN and warns once, and a write
-    is a :class:`UsageError`. Views of it are such tensors too.
+    is a ``UsageError``. Views of it are such tensors too.
 
     Attributes:
         of: name of the parameter.
@@ -123,7 +123,7 @@ class TakenGradient(Tensor):
         return self
 
     def full_tensor(self) -> Tensor:
-        """Returns itself, like :meth:`to_local`."""
+        """Returns itself, like ``to_local``."""
         return self
 
 

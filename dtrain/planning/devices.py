@@ -64,7 +64,7 @@ _GPUS = {
 
 
 def find_device(name: str, local_ranks: int = 1) -> Device:
-    """Returns the device called ``name``: a GPU's short name, :data:`HERE`, or ``cpu`` for this machine's.
+    """Returns the device called ``name``: a GPU's short name, ``HERE``, or ``cpu`` for this machine's.
 
     The memory of its CPU is shared by ``local_ranks``. Raises ``ConfigError`` if the name is unknown.
     """

@@ -100,7 +100,7 @@ def planned_run(config: RunConfig, device: str | None = None, ranks: int | None 
 
 
 class RunPlanner:
-    """Plans the run of this machine; a :class:`dtrain.train.receipt.Planner`."""
+    """Plans the run of this machine; a ``dtrain.train.receipt.Planner``."""
 
     def receipt(
         self, config: RunConfig, engine: Engine, dataset: Dataset, *, peak: int | None, step_ms: float | None

@@ -51,7 +51,7 @@ def scale(run: PlannedRun, ranks: Sequence[int], assumed: Assumptions, *, is_str
     """Returns ``run``, which is on the first of ``ranks``, at each of them; they ascend.
 
     If ``is_strong``, the global batch stays, at least a micro-batch for each of the most ranks; else that of each rank.
-    Raises as :func:`with_ranks` and :func:`predict`.
+    Raises as ``with_ranks`` and ``predict``.
     """
     links = assumed.links(run)  # a network that does not fit is an error before anything is recorded
     per_node = links.ranks_per_node if isinstance(links, Fabric) else links.num_ranks

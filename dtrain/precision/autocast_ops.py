@@ -4,7 +4,7 @@ The intended lists: matmuls and convolutions run in reduced precision; softmax, 
 run in FP32. PyTorch's lists differ between CPU and CUDA and both have gaps: softmax and norms stay in reduced precision
 on CPU, and ``linalg`` raises on CUDA. Kernels registered under the device's autocast dispatch key fill the gaps, also
 for composite functions (attention with weights, ``gumbel_softmax``, ``torch.det``). The kernels act only inside
-:func:`enabled`; elsewhere autocast is unchanged.
+``enabled``; elsewhere autocast is unchanged.
 
 [Note: FP32 beside 16 bits] Norms return FP32, but parameters, and what a model creates from them, have 16 bits, where
 plain autocast has FP32 for both. Most elementwise operations promote such a pair. Those that refuse it, or that take a

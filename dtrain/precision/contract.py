@@ -21,7 +21,7 @@ from dtrain.precision.rules import DTYPES, POLICY, FormatAssignment, assign, for
 
 @dataclass(frozen=True)
 class ModuleFormat:
-    """The format of one module, for reports; ``format`` and ``reason`` as in :class:`FormatAssignment`."""
+    """The format of one module, for reports; ``format`` and ``reason`` as in ``FormatAssignment``."""
 
     name: str
     kind: str  # name of its class
@@ -58,7 +58,7 @@ class Contract:
         regions: compute dtype of each module whose dtype differs from that of the modules around it, or from what
             autocast would choose.
         replica_dtypes: dtype of each parameter's compute replica.
-        weights: how the engine stores compute replicas, see :func:`resolve`.
+        weights: how the engine stores compute replicas, see ``resolve``.
         decisions: FP8 decisions for the Linears that no rule covers.
         fp32_class_overrides: the regions that a rule puts in reduced precision although their class is FP32 by default
             (norms, routers, softmax, losses).
@@ -187,7 +187,7 @@ class Contract:
 
 
 def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tuple[Float8Decision, ...]:
-    """Returns the FP8 decisions of a saved contract (:meth:`Contract.to_dict`); none if its FP8 options differ.
+    """Returns the FP8 decisions of a saved contract (``Contract.to_dict``); none if its FP8 options differ.
 
     A resumed run keeps its decisions, because timing a Linear again may decide differently and change the bits.
     """
@@ -226,7 +226,7 @@ def resolve(
             modules and of modules in another 16-bit format, which are FP32 (autocast casts the latter). ``quantized``:
             each in the format of its module. ``fp32``: all in FP32, cast in each forward. ``compute``: all in the
             compute dtype; FP32 modules compute on FP32 copies.
-        decisions: results of :func:`dtrain.precision.float8.choice.decide_float8`. A Linear without one is FP8 if
+        decisions: results of ``dtrain.precision.float8.choice.decide_float8``. A Linear without one is FP8 if
             possible.
 
     Raises:

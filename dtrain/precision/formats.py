@@ -106,7 +106,7 @@ class FloatFormat:
 
     @property
     def needs_scaling(self) -> bool:
-        """Whether gradients that matter (:data:`LEAST_GRADIENT`) can be below the smallest number."""
+        """Whether gradients that matter (``LEAST_GRADIENT``) can be below the smallest number."""
         return self.min_subnormal > LEAST_GRADIENT
 
     def rounded(self, number: Fraction | float) -> Rounded:

@@ -38,9 +38,9 @@ class Autocast:
       cast back.
     - A norm, router, softmax or loss that a rule puts in reduced precision runs without autocast, which would choose
       FP32, on cast inputs and weights.
-    - FP8 Linears become :class:`~dtrain.precision.float8.linear.Float8Linear`. They cast their parameter until the
+    - FP8 Linears become ``dtrain.precision.float8.linear.Float8Linear``. They cast their parameter until the
       engine sets another weight source.
-    - Operations that the device's autocast does not cover: see :mod:`dtrain.precision.autocast_ops`.
+    - Operations that the device's autocast does not cover: see ``dtrain.precision.autocast_ops``.
     """
 
     def __init__(self, contract: Contract, model: nn.Module, device: torch.device) -> None:
@@ -174,7 +174,7 @@ def autocast_dtype(device_type: str) -> torch.dtype:
 
 
 def region_dtype(module: nn.Module) -> torch.dtype | None:
-    """Returns the format that :class:`Autocast` runs ``module`` in, if it differs from the modules around it."""
+    """Returns the format that ``Autocast`` runs ``module`` in, if it differs from the modules around it."""
     return getattr(module.forward, _REGION, None)
 
 

@@ -140,7 +140,7 @@ _TRITON_PROBLEMS = {
 
 
 def rate(device_name: str, format_name: str) -> float | None:
-    """Returns the dense matmul TFLOP/s of a device in a format of :data:`RATED`, or None if it is unknown."""
+    """Returns the dense matmul TFLOP/s of a device in a format of ``RATED``, or None if it is unknown."""
     for gpu in GPUS:
         if device_name in gpu.variants:
             return gpu.rates.get(format_name)

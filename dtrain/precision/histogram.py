@@ -37,7 +37,7 @@ def count_magnitudes(x: Tensor) -> Tensor:
 
 
 def add_magnitudes(counts: Tensor, x: Tensor) -> None:
-    """Adds what :func:`count_magnitudes` returns to ``counts``, int64 [512]."""
+    """Adds what ``count_magnitudes`` returns to ``counts``, int64 [512]."""
     chunk, num_lanes = (_GPU_CHUNK, _GPU_LANES) if x.device.type == "cuda" else (_CHUNK, 1)
     for part in x.detach().reshape(-1).split(chunk):
         _add_chunk(counts, part, num_lanes)
@@ -58,7 +58,7 @@ def _add_chunk(counts: Tensor, part: Tensor, num_lanes: int) -> None:
 
 @dataclass(frozen=True)
 class Histogram:
-    """Numbers counted by :func:`count_magnitudes`, on the host.
+    """Numbers counted by ``count_magnitudes``, on the host.
 
     Attributes:
         counts: number of elements by bin.
@@ -68,12 +68,12 @@ class Histogram:
 
     @staticmethod
     def of(x: Tensor) -> Histogram:
-        """Returns the histogram of ``x``; see :func:`count_magnitudes`."""
+        """Returns the histogram of ``x``; see ``count_magnitudes``."""
         return Histogram(tuple(count_magnitudes(x).tolist()))
 
     @staticmethod
     def from_dict(values: Mapping[str, int | Mapping[str, int]]) -> Histogram:
-        """Returns the histogram that :meth:`to_dict` describes."""
+        """Returns the histogram that ``to_dict`` describes."""
         counts = [0] * NUM_BINS
         special = {"zeros": _ZERO, "fp32_subnormals": _SUBNORMAL, "infinite": _INF, "nan": _NAN}
         for key, value in values.items():
@@ -166,7 +166,7 @@ class Histogram:
     def subnormal(self, floats: FloatFormat, scale: float = 1.0) -> int:
         """Returns how many nonzero elements, times ``scale``, are below the normal range of ``floats``, or flushed.
 
-        They keep fewer bits than a normal number. Arguments and errors as in :meth:`flushed`.
+        They keep fewer bits than a normal number. Arguments and errors as in ``flushed``.
         """
         limit = floats.min_exponent - _power(scale)
         return self._up_to(limit) - self._at(limit)
@@ -174,7 +174,7 @@ class Histogram:
     def overflowing(self, floats: FloatFormat, scale: float = 1.0) -> int:
         """Returns how many finite elements, times ``scale``, reach the power of two above the range of ``floats``.
 
-        Numbers between its largest number and that power are not counted. Arguments and errors as in :meth:`flushed`.
+        Numbers between its largest number and that power are not counted. Arguments and errors as in ``flushed``.
         """
         limit = floats.max_exponent + 1 - _power(scale)
         return self.num_nonzero - self._up_to(limit) + self._at(limit)

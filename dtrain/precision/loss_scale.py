@@ -73,7 +73,7 @@ class LossScaleState:
 
     @staticmethod
     def of(rule: LossScale) -> LossScaleState:
-        """Returns the state before the first step of a rule whose mode is not ``auto`` (:func:`resolve_loss_scale`)."""
+        """Returns the state before the first step of a rule whose mode is not ``auto`` (``resolve_loss_scale``)."""
         assert rule.mode != "auto", rule
         return LossScaleState(rule, 1.0 if rule.mode == "none" else rule.init, 0, rule.hysteresis)
 

@@ -140,7 +140,7 @@ class ModuleRecorder:
     rank.
 
     Attributes:
-        records: of all forwards inside :meth:`recording`.
+        records: of all forwards inside ``recording``.
         weights: ranges of the own parameters of each module that was called, by path.
         failures: errors of the recorder itself, one line each.
     """

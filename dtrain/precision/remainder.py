@@ -77,7 +77,7 @@ class RemainderPair:
 
     @property
     def bits(self) -> tuple[Tensor, Tensor]:
-        """Both halves as int16: what :func:`join` takes and :func:`split` returns."""
+        """Both halves as int16: what ``join`` takes and ``split`` returns."""
         return self.weight.view(REMAINDER), self.remainder
 
     def numel(self) -> int:
@@ -109,7 +109,7 @@ def _blocks(tensor: Tensor) -> list[slice]:
 
 
 def _split_quickly(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns what :func:`split` does, as int32 whose upper 16 bits are to be dropped."""
+    """Returns what ``split`` does, as int32 whose upper 16 bits are to be dropped."""
     # eagerly on a CPU, to search for a NaN costs more than all else, and a sum shows that there is none
     is_host = values.device.type == "cpu" and not is_fake(values)
     bits = values.view(torch.int32) if is_host and math.isfinite(values.sum()) else _quiet(values)

@@ -95,7 +95,7 @@ def measure_loss(x: Tensor, quantized: Tensor, *, largest: float | Tensor = math
 
 
 def loss_sums(x: Tensor, quantized: Tensor, *, largest: float | Tensor = math.inf) -> Tensor:
-    """Returns the fields of a :class:`Loss` as FP64 [5] on the device, which may be added up; as :func:`measure_loss`.
+    """Returns the fields of a ``Loss`` as FP64 [5] on the device, which may be added up; as ``measure_loss``.
 
     Counts are exact up to 2^53.
     """
@@ -115,6 +115,6 @@ def loss_sums(x: Tensor, quantized: Tensor, *, largest: float | Tensor = math.in
 
 
 def loss_of_sums(values: Sequence[float]) -> Loss:
-    """Returns the record of :func:`loss_sums`, read on the host."""
+    """Returns the record of ``loss_sums``, read on the host."""
     numel, underflows, saturated, signal, noise = values
     return Loss(int(numel), int(underflows), int(saturated), signal, noise)

@@ -83,7 +83,7 @@ def fp32_class(module: nn.Module) -> str:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module runs as compiled or scripted code, which ignores a replaced class and hooks on what is inside.
 
-    Hooks on the module itself are ignored too, or compiled, unless :func:`has_compiled_forward`.
+    Hooks on the module itself are ignored too, or compiled, unless ``has_compiled_forward``.
     """
     is_wrapper = type(module).__module__.startswith("torch._dynamo.")  # by name: the import takes a second
     is_whole = is_wrapper or module._compiled_call_impl is not None or isinstance(module, torch.jit.ScriptModule)

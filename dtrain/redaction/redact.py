@@ -1,8 +1,8 @@
 """Blanks secrets in everything that a run stores, sends or prints: settings, reports, messages, logs.
 
-A secret is found by its name (:mod:`dtrain.redaction.names`), by its form (a token of a known service, a password in a
+A secret is found by its name (``dtrain.redaction.names``), by its form (a token of a known service, a password in a
 URL), or because it is the value of an environment variable with a secret name. Only the secret is replaced, by
-:data:`MASK`, so that what is around it stays readable. What is blanked once stays as it is when it is blanked again.
+``MASK``, so that what is around it stays readable. What is blanked once stays as it is when it is blanked again.
 """
 
 from __future__ import annotations
@@ -92,10 +92,10 @@ _remembered: set[str] = set()
 
 
 def redact(value: Any) -> Any:
-    """Returns a copy of settings (plain JSON) without secrets: by their keys, and as :func:`redact_values`.
+    """Returns a copy of settings (plain JSON) without secrets: by their keys, and as ``redact_values``.
 
     A value of 8 characters or more under a secret key is remembered, and blanked wherever else it occurs, also in later
-    messages, if the key is certain (:class:`Secrecy`) or the value looks random: letters and digits without spaces.
+    messages, if the key is certain (``Secrecy``) or the value looks random: letters and digits without spaces.
     """
     _remembered.update(_named_secrets(value))
     return _Redactor().tree(value, by_name=True)
@@ -120,7 +120,7 @@ def redact_file(path: Path) -> None:
 
 
 def equal_but_for_secrets(a: Any, b: Any) -> bool:
-    """Returns whether two redacted values may be the same: :data:`MASK` stands for any text."""
+    """Returns whether two redacted values may be the same: ``MASK`` stands for any text."""
     if isinstance(a, list) and isinstance(b, list):
         return len(a) == len(b) and all(map(equal_but_for_secrets, a, b))
     if isinstance(a, dict) and isinstance(b, dict):

@@ -136,7 +136,7 @@ class _Tensors:
     """The replicas, masters and states of [Note: construction order], and the replicas of frozen parameters.
 
     Attributes:
-        frozen_float8: the frozen weights in FP8, by group; complete after :meth:`frozen_replicas`.
+        frozen_float8: the frozen weights in FP8, by group; complete after ``frozen_replicas``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Builds the gradients of a model's flat buffers, as :data:`dtrain.sharding.placement.GRADIENTS` chooses them."""
+"""Builds the gradients of a model's flat buffers, as ``dtrain.sharding.placement.GRADIENTS`` chooses them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GradientBuilder:
     """Makes main grads, and what sends and sums them: [Note: construction order].
 
     Args:
-        contract, mesh, options: as of :func:`dtrain.sharding.build.build`.
+        contract, mesh, options: as of ``dtrain.sharding.build.build``.
         order: names of the groups with trained parameters, in the order in which backward is expected to reach them.
         offload: main grads are on the host; None: on the rank's device.
     """

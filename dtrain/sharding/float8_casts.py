@@ -212,7 +212,7 @@ class TensorCasts:
 
 
 class KernelCasts:
-    """Measures and casts the masters of all shards with a launch each; see :class:`TensorCasts`."""
+    """Measures and casts the masters of all shards with a launch each; see ``TensorCasts``."""
 
     def __init__(self, table: ScaleTable, shards: Sequence[Float8Shard]) -> None:
         from dtrain.kernels.float8 import ShardCasts, WeightShard  # they import Triton, which only GPUs need

@@ -19,7 +19,7 @@ from dtrain.sharding.layout import ArenaSegment
 
 
 class Float8Scales:
-    """Refreshes the scales and the replicas: :meth:`measure`, then :meth:`cast`, with other work between them.
+    """Refreshes the scales and the replicas: ``measure``, then ``cast``, with other work between them.
 
     The maximum over the ranks is reduced in the meantime. Without FP8 weights both do nothing.
 

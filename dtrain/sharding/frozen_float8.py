@@ -59,7 +59,7 @@ class FrozenFloat8:
             yield TensorShard(name, "frozen_scale", tuple(scale.shape), scale.dtype, 0, scale.numel(), scale)
 
     def new_values(self) -> Tensor:
-        """Returns FP32 zeros for :meth:`write`."""
+        """Returns FP32 zeros for ``write``."""
         return torch.zeros(self._segment.numel, dtype=torch.float32, device=self._comm.device)
 
     def shards(self, values: Tensor) -> Iterator[TensorShard]:
@@ -68,7 +68,7 @@ class FrozenFloat8:
             yield tensor_shard(FROZEN, interval, values)
 
     def write(self, values: Tensor) -> None:
-        """Casts FP32 ``values``, laid out as :meth:`new_values`, with scales of their own; all ranks call."""
+        """Casts FP32 ``values``, laid out as ``new_values``, with scales of their own; all ranks call."""
         table = self._table
         table.amax = torch.zeros_like(table.scale)
         # tensor code, because it runs once
@@ -78,12 +78,12 @@ class FrozenFloat8:
         table.amax = table.amax.new_empty(0)  # row by row it would take as much as the scales, for good
 
     def is_cast_of(self, values: Tensor) -> bool:
-        """Whether the weights are those that :meth:`write` makes of ``values`` with the scales in force."""
+        """Whether the weights are those that ``write`` makes of ``values`` with the scales in force."""
         expected = Float8Scales(self._table, [], None).cast_again(self._segment, values)[0]
         return torch.equal(expected.view(torch.uint8), self.replica.local[0].view(torch.uint8))
 
     def values(self) -> Tensor:
-        """Returns what this rank's part of the weights represents, FP32, laid out as :meth:`new_values`."""
+        """Returns what this rank's part of the weights represents, FP32, laid out as ``new_values``."""
         values = self.new_values()
         TensorCasts(self._table, [self._shard(values)], compiled=False).invert()
         return values

@@ -1,10 +1,10 @@
 """The gradient of one flat buffer, from backward to the main grad: how it is sent, summed, and joined over replicas.
 
-:data:`dtrain.sharding.placement.GRADIENTS` has the combinations. A gradient is sent in one of two ways:
+``dtrain.sharding.placement.GRADIENTS`` has the combinations. A gradient is sent in one of two ways:
 
-- :class:`LocalSending`, if every rank holds the main grad: micro-batches accumulate in an unsharded buffer, whose sum
+- ``LocalSending``, if every rank holds the main grad: micro-batches accumulate in an unsharded buffer, whose sum
   is reduce-scattered during the backward of the last one.
-- :class:`ExchangedSending`, in reproducible runs, or if the main grad is sharded, on the host or BF16 on several ranks:
+- ``ExchangedSending``, in reproducible runs, or if the main grad is sharded, on the host or BF16 on several ranks:
   each micro-batch's gradient is sent to the owners of its shards unreduced; each owner applies the weights and sums in
   FP32. This allows the canonical order of reproducible runs.
 
@@ -43,7 +43,7 @@ class Sending(Protocol):
 
     @property
     def buffer(self) -> Tensor:
-        """The whole 1-D buffer of :meth:`parts`; its padding is zero, but the gaps of an exchange may hold anything."""
+        """The whole 1-D buffer of ``parts``; its padding is zero, but the gaps of an exchange may hold anything."""
 
     def parts(self, slot: int) -> Sequence[Tensor]:
         """Returns where parameter ``slot`` lies in the buffer that this micro-batch fills, in one part or several."""
@@ -68,7 +68,7 @@ class FlatGradient:
 
     Attributes:
         main_grad: the weighted sum over all micro-batches of all ranks, still scaled: FP32, or BF16
-            (:mod:`dtrain.sharding.rounded_gradients`).
+            (``dtrain.sharding.rounded_gradients``).
         shard: this rank's shard of it.
         storage: the tensor that this rank holds from one step to the next.
         sending, total, replicas: see above.
@@ -98,7 +98,7 @@ class FlatGradient:
     def finish_reduction(self, *, is_last: bool) -> Tensor | None:
         """Waits for the oldest reduction and adds it up; returns the weights [world_size] of its micro-batch, if any.
 
-        All ranks call in the order of :meth:`reduce`. ``is_last``: it may be the last one of the step.
+        All ranks call in the order of ``reduce``. ``is_last``: it may be the last one of the step.
         """
         handle = self._in_flight.popleft()
         if self.total is None:
@@ -129,7 +129,7 @@ class FlatGradient:
             self.replicas.start()
 
     def start_gather(self) -> Handle | None:
-        """Starts the all-gather of what other ranks have summed, if this rank holds it; after :meth:`complete`."""
+        """Starts the all-gather of what other ranks have summed, if this rank holds it; after ``complete``."""
         if self.replicas is not None:
             return self.replicas.start_gather()
         if self.shard.numel() == self.main_grad.numel():
@@ -145,7 +145,7 @@ class LocalSending(Sending):
         comm: the ranks that reduce.
         full: [layout.numel], zero in its padding: FP32, or BF16 of a single rank.
         dtype: in which the sum is sent.
-        sums: method :meth:`RoundedSum.accumulate` of each slot; None: gradients are added to ``full`` in FP32.
+        sums: method ``RoundedSum.accumulate`` of each slot; None: gradients are added to ``full`` in FP32.
     """
 
     def __init__(

@@ -177,7 +177,7 @@ _MAX_WAITING = 1 << 16
 
 
 class GradientListener(Protocol):
-    """The method of :class:`dtrain.sharding.model.ShardedModel` that a group calls."""
+    """The method of ``dtrain.sharding.model.ShardedModel`` that a group calls."""
 
     def gradients_taken(self, group: ParameterGroup, grads: Sequence[tuple[int, Tensor]]) -> None:
         """Follows up on ``grads``, which ``group`` has taken, each with the number of its trained parameter."""

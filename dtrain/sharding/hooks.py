@@ -46,7 +46,7 @@ class UnitParameters(dict[str, Any]):
 def reads_attributes(module: nn.Module) -> bool:
     """Whether ``module`` runs a forward of torch's own that reads parameters as attributes; RNNs keep a list of them.
 
-    :class:`UnitParameters` then sees every read. A hook before the forward would take as long as a small operation.
+    ``UnitParameters`` then sees every read. A hook before the forward would take as long as a small operation.
     """
     defined_in = getattr(getattr(type(module), "forward", None), "__module__", "")
     is_torch = defined_in.startswith("torch.nn.modules.") and "forward" not in module.__dict__

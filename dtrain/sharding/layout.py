@@ -204,7 +204,7 @@ class ArenaSegment:
     def ranges(self, start: int, stop: int) -> tuple[tuple[str, int, int], ...]:
         """Returns (name, first element, one past the last) of each parameter in a part of the range.
 
-        They are counted from ``start``, and include the padding up to the next multiple of :data:`ALIGNMENT`.
+        They are counted from ``start``, and include the padding up to the next multiple of ``ALIGNMENT``.
         """
         low, high = self.start + start, self.start + stop
         cut = ((s.spec.name, max(s.start, low), min(round_up(s.stop, ALIGNMENT), high)) for s in self.layout.slots)

@@ -27,7 +27,7 @@ _GATHER_BUCKETS = 4
 
 
 class ShardedModel:
-    """The parameter groups of a model on this rank; :func:`dtrain.sharding.build.build` makes it.
+    """The parameter groups of a model on this rank; ``dtrain.sharding.build.build`` makes it.
 
     Args:
         groups: in the order of definition, the root group first.
@@ -96,7 +96,7 @@ class ShardedModel:
     def _update_buckets(self) -> list[list[int]]:
         """Returns the numbers of the buffers that are not FP8, in forward order, by the call of the update.
 
-        On a CPU a call has as many as make :data:`BLOCK` elements, whose masters are in the cache when they are cast.
+        On a CPU a call has as many as make ``BLOCK`` elements, whose masters are in the cache when they are cast.
         On a GPU a call is a launch: one for all buffers, or, if they are gathered after it, a few, so that gathers
         start early.
         """

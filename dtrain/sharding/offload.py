@@ -191,7 +191,7 @@ class GradientArrivals:
         """Starts to add ``shards`` [n] of all ranks, which ``handle`` returned, times ``weights``; releases that.
 
         Args:
-            gradient_sum: on the host; complete after :meth:`collect`.
+            gradient_sum: on the host; complete after ``collect``.
             handle, shards, weights: of one complete reduction.
             is_last: whether it is the last of the step.
         """

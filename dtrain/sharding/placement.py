@@ -103,7 +103,7 @@ GRADIENTS: dict[tuple[str, ...], GradientKind] = {
 
 
 def gradient_kind(options: Native, mesh: Mesh, *, is_offloaded: bool) -> GradientKind:
-    """Returns the row of :data:`GRADIENTS` for a run; ``is_offloaded``: main grads are on the host."""
+    """Returns the row of ``GRADIENTS`` for a run; ``is_offloaded``: main grads are on the host."""
     holds = {
         "sharded": STAGES[options.zero_stage].gradient is Placement.SHARD,
         "single rank": mesh.shard.world_size == 1,
@@ -134,7 +134,7 @@ def memory_formula(
     master adds its 16-bit remainder. Padding, buffers and FP8 scales are not in the formula.
 
     Args:
-        placements: a row of :data:`STAGES`.
+        placements: a row of ``STAGES``.
         numel: number of trained parameters.
         state_bytes: bytes of the optimizer states of all parameters; 8 x numel for AdamW.
         replica_bytes: bytes of all compute replicas that are not FP32.

@@ -30,7 +30,7 @@ class Float8Views(ParameterViews):
         table: scales of the weights.
         recipe: recipe of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
         transposes: shared by replicas that stay in place; by default the replica has its own.
-        keeps_operands: see :class:`Bound`.
+        keeps_operands: see ``Bound``.
     """
 
     def __init__(

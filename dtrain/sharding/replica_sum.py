@@ -89,14 +89,14 @@ class SubtreesInFlight:
 
 
 class TreeReplicaSum(GradientSum, ReplicaSum):
-    """Sums along the tree of :class:`dtrain.sharding.accumulate.TreeSum`, so that hybrid sharding changes no bit.
+    """Sums along the tree of ``dtrain.sharding.accumulate.TreeSum``, so that hybrid sharding changes no bit.
 
     The micro-batches that a replica's ranks compute at the same time have consecutive numbers. If the ranks are a power
     of two, their gradients make up one subtree, whose sum the owner of the shard forms. After each micro-batch the sums
     of the subtrees go to the owner of each part, whose tree is the upper part of that of all ranks.
 
     Args:
-        comm, shard, label: as of :class:`RunningReplicaSum`.
+        comm, shard, label: as of ``RunningReplicaSum``.
         in_flight: of all flat buffers of the model.
     """
 

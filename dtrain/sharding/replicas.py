@@ -33,7 +33,7 @@ class ParameterViews:
     """Makes a model's parameters views of a flat buffer.
 
     The Parameter objects stay the same, so ties, user references and hooks survive. While no buffer is bound, every
-    parameter is NaN in its own shape, at the cost of one element. Until the first :meth:`bind` or :meth:`unbind` the
+    parameter is NaN in its own shape, at the cost of one element. Until the first ``bind`` or ``unbind`` the
     parameters keep their own values.
 
     Args:

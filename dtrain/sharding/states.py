@@ -1,4 +1,4 @@
-"""The model states of the native engine: those of a :class:`dtrain.sharding.model.ShardedModel`."""
+"""The model states of the native engine: those of a ``dtrain.sharding.model.ShardedModel``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dtrain.sharding.placement import STAGES, memory_formula
 from dtrain.sharding.replicas import slot_views
 
 TRANSFER, STAGING = "transfer", "staging"
-"""Kinds of the buffers of copies between the device and the host, on either, in :meth:`ModelStates.memory`."""
+"""Kinds of the buffers of copies between the device and the host, on either, in ``ModelStates.memory``."""
 
 
 class ShardedStates(ModelStates):

@@ -188,7 +188,7 @@ def find_failure_elsewhere(
         reports: of other hosts.
         silent: hosts without a heartbeat for longer than ``limit``. They count if all ranks here have waited for as
             long, because the network of the watchers alone may be down. A rank that does not wait may take as long as
-            its phase allows, and is then a hang of this host: see :func:`with_silent_hosts`.
+            its phase allows, and is then a hang of this host: see ``with_silent_hosts``.
         limit: see ``silent``.
         now: by the clock of the reports.
     """
@@ -212,7 +212,7 @@ def with_silent_hosts(hang: Hang, silent: Sequence[RanksOfHost], endings: Sequen
     Args:
         hang: of ranks of this host.
         silent: hosts without heartbeats.
-        endings: see :meth:`dtrain.supervision.links.HostLinks.endings`; alone they are no fault of the ranks there.
+        endings: see ``dtrain.supervision.links.HostLinks.endings``; alone they are no fault of the ranks there.
     """
     if hang.is_crash or not (silent or endings):
         return hang

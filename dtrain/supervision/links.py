@@ -40,7 +40,7 @@ class RanksOfHost:
 
 @dataclass(frozen=True)
 class LinkJob:
-    """The arguments of :class:`HostLinks`.
+    """The arguments of ``HostLinks``.
 
     Attributes:
         hosts: all hosts of the run; the watcher of the first one listens.
@@ -235,7 +235,7 @@ class HostLinks:
     def silent(self, now: float, limit_s: float) -> list[RanksOfHost]:
         """Returns the hosts whose last heartbeat is older than ``limit_s``.
 
-        Left out are those that have never connected, and those of :meth:`endings`.
+        Left out are those that have never connected, and those of ``endings``.
         """
         return [
             self._of(connection)

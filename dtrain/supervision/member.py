@@ -41,7 +41,7 @@ class WatchJob:
     Attributes:
         members: the ranks of this host.
         world_size: number of ranks of the run.
-        limits_s: arguments of :class:`PhaseLimits`.
+        limits_s: arguments of ``PhaseLimits``.
         link: how to reach the watchers of the other hosts; None: there are none, or they cannot be reached.
     """
 

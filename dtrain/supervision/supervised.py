@@ -123,7 +123,7 @@ def supervised(comm: Communicator, limits_s: tuple[float, float, float], *, enab
 
     Args:
         comm: the ranks.
-        limits_s: arguments of :class:`dtrain.supervision.hang.PhaseLimits`.
+        limits_s: arguments of ``dtrain.supervision.hang.PhaseLimits``.
         enabled: whether to watch at all.
     """
     supervision = Supervision(comm.schedule.progress)

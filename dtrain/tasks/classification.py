@@ -24,13 +24,13 @@ _MOST_NAMED = 70
 
 @dataclass(frozen=True)
 class Classification(Task):
-    """Cross entropy over classes; ``targets`` are int64 [B], :data:`IGNORE_INDEX` for a sample without a class.
+    """Cross entropy over classes; ``targets`` are int64 [B], ``IGNORE_INDEX`` for a sample without a class.
 
     Attributes:
         labels: names of the classes.
         input_shape: shape of one input.
         label_smoothing: share of the target that is spread over all classes.
-        input_mean: see :class:`~dtrain.tasks.task.Task`.
+        input_mean: see ``dtrain.tasks.task.Task``.
         input_std: the same.
         is_image: the same.
     """

@@ -129,7 +129,7 @@ def draw_images(
     """Returns an image of each of ``classes`` [B], FP32 [B, C, H, W] in [-1, 1], on their device.
 
     Args:
-        predict: maps noisy images, times and classes to the velocity, as :class:`Denoising` states.
+        predict: maps noisy images, times and classes to the velocity, as ``Denoising`` states.
         task: of the model.
         classes: int64 [B].
         generator: of the noise, on the CPU.

@@ -30,7 +30,7 @@ class Regression(Task):
         input_shape: shape of one input.
         mean: of each target value; the model learns (target - mean) / std.
         std: of each target value.
-        input_mean: see :class:`~dtrain.tasks.task.Task`.
+        input_mean: see ``dtrain.tasks.task.Task``.
         input_std: the same.
     """
 

@@ -31,7 +31,7 @@ Validation = Iterator[tuple[dict[str, Tensor], bool]]
 def num_targets(targets: Tensor) -> int:
     """Returns how many of ``targets``, in host memory, count in the loss.
 
-    Targets that are classes or tokens count one by one, except :data:`IGNORE_INDEX`; numbers count by sample.
+    Targets that are classes or tokens count one by one, except ``IGNORE_INDEX``; numbers count by sample.
     """
     if targets.is_floating_point():
         return len(targets)
@@ -76,12 +76,12 @@ class SampleOptions:
 class Task(ABC):
     """Goal of a training: loss, metrics and sample.
 
-    A data set has a task. The model learns it through :meth:`loss`; validation reports the metrics that
-    :meth:`metrics` computes from sums over all samples, so that they do not depend on the number of ranks.
+    A data set has a task. The model learns it through ``loss``; validation reports the metrics that
+    ``metrics`` computes from sums over all samples, so that they do not depend on the number of ranks.
 
     Attributes:
         name: ``language``, ``classification``, ``regression`` or ``denoising``.
-        needs_for_sample: what :meth:`sample` needs of the model, for messages.
+        needs_for_sample: what ``sample`` needs of the model, for messages.
         unit: what counts in the loss: ``tokens`` or ``samples``.
         num_outputs: outputs of the model for one sample: tokens of the vocabulary, classes or target values; of a
             denoising model the classes it is told.
@@ -110,14 +110,14 @@ class Task(ABC):
         """
 
     def sums(self, output: Any, targets: Tensor) -> Tensor:
-        """Returns the FP64 sums [n] over the samples of a micro-batch from which :meth:`metrics` are computed."""
+        """Returns the FP64 sums [n] over the samples of a micro-batch from which ``metrics`` are computed."""
         return targets.new_empty(0).double()
 
     def metrics(self, sums: Sequence[float], count: float) -> Mapping[str, float]:
         """Returns metrics by name.
 
         Args:
-            sums: :meth:`sums`, added over the validation samples.
+            sums: ``sums``, added over the validation samples.
             count: targets that count.
         """
         return {}
@@ -136,7 +136,7 @@ class Task(ABC):
 
         Args:
             engine: the trained one.
-            validation: the batches of :meth:`metrics` again.
+            validation: the batches of ``metrics`` again.
             options: size of the sample.
         """
 

@@ -28,7 +28,7 @@ class GradientRange:
     """Range of one parameter's unscaled gradient, as exponents of 2.
 
     Attributes:
-        low: largest e with at most :data:`LOW_TAIL` of the nonzero elements below 2^e.
+        low: largest e with at most ``LOW_TAIL`` of the nonzero elements below 2^e.
         top: largest e with an element of magnitude at least 2^e.
     """
 
@@ -115,7 +115,7 @@ class Envelope:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> Envelope:
-        """Returns the envelope that :meth:`to_dict` describes."""
+        """Returns the envelope that ``to_dict`` describes."""
         ranges = {str(name): GradientRange(int(low), int(top)) for name, (low, top) in values["ranges"].items()}
         return Envelope(ranges, float(values["margin"]))
 

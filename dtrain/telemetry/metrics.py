@@ -1,6 +1,6 @@
 """Metrics of a run and their files: ``metrics.jsonl``, ``summary.json``, and ``failures/step-N.json`` per skipped step.
 
-``metrics.jsonl`` has three kinds of lines. A training line has the fields of :class:`StepMetrics` (``reason`` and
+``metrics.jsonl`` has three kinds of lines. A training line has the fields of ``StepMetrics`` (``reason`` and
 ``culprit`` only for a skipped step; the phases only on a CPU; ``slowest_rank`` and ``busy_*_ms`` only with several
 ranks; ``compiled_graphs`` only if blocks are compiled). A validation line is
 ``{"step": ..., "val_loss": ...}``, with metrics of the task, such as ``val_accuracy``, and all of them again with
@@ -257,7 +257,7 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
 
 
 def write_json(path: Path, values: Any, *, indent: int | None = None) -> None:
-    """Writes :func:`to_json` as :func:`write_atomically` does."""
+    """Writes ``to_json`` as ``write_atomically`` does."""
     write_atomically(path, to_json(values, indent=indent))
 
 

@@ -44,7 +44,7 @@ def sample_files(run_dir: Path) -> dict[int, Path]:
 
 
 def read_sample(path: Path) -> PrecisionFindings:
-    """Returns the content of a file of :class:`PrecisionFiles`.
+    """Returns the content of a file of ``PrecisionFiles``.
 
     Raises:
         ConfigError: it is something else.

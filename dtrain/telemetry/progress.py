@@ -99,7 +99,7 @@ class RunProgress:
         self._compiles = True
 
     def number(self, name: str) -> float | None:
-        """Returns the last value of a field of :class:`~dtrain.telemetry.metrics.StepMetrics`."""
+        """Returns the last value of a field of ``dtrain.telemetry.metrics.StepMetrics``."""
         return self._numbers.get(name)
 
     def add(self, line: Mapping[str, Any]) -> None:

@@ -22,7 +22,7 @@ def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
     """Returns the model FLOPs utilization (PaLM, Chowdhery et al., 2022, appendix B): achieved over peak, in [0, 1].
 
     Args:
-        device: name of one rank's device, from :func:`device_name`.
+        device: name of one rank's device, from ``device_name``.
         precision: name of the policy.
         flops_per_s: model FLOPs per second on one rank, without recomputation.
 
@@ -92,7 +92,7 @@ class StepTimer:
         self._later = StepTiming()
 
     def step_done(self, tokens: int, waited_s: float) -> None:
-        """Counts the step that ends now; the arguments are those of :class:`StepTiming`."""
+        """Counts the step that ends now; the arguments are those of ``StepTiming``."""
         now = time.perf_counter()
         seconds, self._mark = now - self._mark, now
         step = StepTiming(1, seconds, tokens, waited_s)

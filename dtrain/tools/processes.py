@@ -30,7 +30,7 @@ def environment(threads: int) -> dict[str, str]:
 def start_rank(
     module: str, *arguments: str, threads: int, stdout: IO[str] | int, stderr: IO[str]
 ) -> subprocess.Popen[str]:
-    """Starts ``python -m module`` with a pipe as standard input; :func:`kill_group` ends it with all it has started."""
+    """Starts ``python -m module`` with a pipe as standard input; ``kill_group`` ends it with all it has started."""
     return subprocess.Popen(
         [sys.executable, "-m", module, *arguments],
         stdin=subprocess.PIPE,
@@ -86,5 +86,5 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def describe_exit(code: int) -> str:
-    """Returns how a process with this code of :class:`subprocess.Popen` has ended, as a predicate."""
+    """Returns how a process with this code of ``subprocess.Popen`` has ended, as a predicate."""
     return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

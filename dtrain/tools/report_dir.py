@@ -12,7 +12,7 @@ def make_run_dir(run_dir: str | None, tool: str) -> Path:
     """Creates ``run_dir``, or ``runs/<tool>-<date>_<time>`` for None, and returns its absolute path.
 
     Raises:
-        ConfigError: as :func:`make_empty_dir`.
+        ConfigError: as ``make_empty_dir``.
     """
     return make_empty_dir(Path(run_dir or time.strftime(f"runs/{tool}-%Y-%m-%d_%H-%M-%S")), "run_dir")
 

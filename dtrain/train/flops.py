@@ -12,7 +12,7 @@ from dtrain.models import train_flops_per_token
 
 
 def flops_by_seq_len(config: RunConfig, dataset: Dataset) -> Mapping[int, int] | None:
-    """Returns the FLOPs of :func:`train_flops_per_token` for each length of rows; None if they are not known."""
+    """Returns the FLOPs of ``train_flops_per_token`` for each length of rows; None if they are not known."""
     found: dict[int, int] = {}
     for phase in config.batch_growth.phases:
         length = phase.seq_len

@@ -31,7 +31,7 @@ STEP, PEAK = "step", "peak"
 
 
 class Planner(Protocol):
-    """Plans runs; :class:`dtrain.planning.plans.RunPlanner` is the one of the command line."""
+    """Plans runs; ``dtrain.planning.plans.RunPlanner`` is the one of the command line."""
 
     def receipt(
         self, config: RunConfig, engine: Engine, dataset: Dataset, *, peak: int | None, step_ms: float | None

@@ -79,7 +79,7 @@ class RunDir:
 def check_resume(config: RunConfig) -> None:
     """Raises ``ConfigError`` if ``resume`` is a path without a checkpoint, before anything starts.
 
-    Ranks of several hosts leave it to rank 0, which checks it in :func:`open_run_dir`: [Note: cached names].
+    Ranks of several hosts leave it to rank 0, which checks it in ``open_run_dir``: [Note: cached names].
     """
     if config.resume not in ("auto", "none") and LaunchEnv.read().one_host:
         _find_checkpoints(config.resume)

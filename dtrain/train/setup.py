@@ -215,7 +215,7 @@ def check_tokenizer(config: ModelConfig, dataset: Dataset) -> None:
 
 
 def check_precision(config: RunConfig, device: torch.device) -> None:
-    """Checks the precision of ``config`` on ``device``; raises as :func:`dtrain.engine.initialize.resolve_policy`."""
+    """Checks the precision of ``config`` on ``device``; raises as ``dtrain.engine.initialize.resolve_policy``."""
     resolve_policy(config.engine, make_policy(config), device)
 
 

@@ -44,7 +44,7 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of :meth:`Trainer.run`: finished, or stopped by a signal after saving."""
+    """Result of ``Trainer.run``: finished, or stopped by a signal after saving."""
 
     finished: bool
     tokens: int  # that counted in the loss of all applied steps, including those before a resume

@@ -41,7 +41,7 @@ class Stack(nn.Module):
 
 
 def live_storages(engine: Any) -> dict[int, int]:
-    """Returns the bytes of every storage of a live tensor, by address, without what :func:`gc.freeze` has excluded.
+    """Returns the bytes of every storage of a live tensor, by address, without what ``gc.freeze`` has excluded.
 
     The memory of other ranks is theirs, although views of it are kept to be read again. Nor does that count which the
     groups of stage 3 take in turn.

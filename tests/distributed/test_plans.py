@@ -1,6 +1,6 @@
 """Plans against what ranks really take, on configurations that they were not tuned on, and against what they send.
 
-The resident set is measured by :mod:`tests.measure.memory_plan`.
+The resident set is measured by ``tests.measure.memory_plan``.
 """
 
 from __future__ import annotations

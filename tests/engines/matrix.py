@@ -1,7 +1,7 @@
 """One matrix of engine, stage, precision, ranks and variant, in which a feature is a function of about 40 lines.
 
-A check is a function of a :class:`Trial` in a module of ``tests/engines/checks``. It runs on every rank of a case, and
-asserts; what it returns must be equal on all ranks. :func:`check` says on which axes it depends.
+A check is a function of a ``Trial`` in a module of ``tests/engines/checks``. It runs on every rank of a case, and
+asserts; what it returns must be equal on all ranks. ``check`` says on which axes it depends.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Check:
-    """A registered function and all its cases; the rest is as for :func:`check`."""
+    """A registered function and all its cases; the rest is as for ``check``."""
 
     run: Callable[[Trial], Any]
     cases: list[Case]
@@ -163,7 +163,7 @@ def check(
 ) -> Callable[[Callable[[Trial], Any]], Callable[[Trial], Any]]:
     """Registers a function for the product of the axes.
 
-    A default run takes the few cases of :func:`every_value`; an exhaustive run adds those of :func:`every_pair`.
+    A default run takes the few cases of ``every_value``; an exhaustive run adds those of ``every_pair``.
 
     Args:
         engines: those that have the feature.

@@ -1,7 +1,7 @@
 """Collectives of a fake process group, recorded; and a check that each is waited for before its buffers are used.
 
 torch's fake backend answers at once. Here an asynchronous collective is in flight until its ``wait``: an operation that
-reads what it writes, or writes what it reads or writes, raises :class:`MissingWait`.
+reads what it writes, or writes what it reads or writes, raises ``MissingWait``.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class FakeRanks(ProcessGroup):
 
 @contextlib.contextmanager
 def fake_world(world_size: int, rank: int = 0) -> Iterator[tuple[Communicator, Collectives]]:
-    """Inside, this process is one rank of ``world_size``; to be entered inside :func:`tests.fake.device.fake_cuda`."""
+    """Inside, this process is one rank of ``world_size``; to be entered inside ``tests.fake.device.fake_cuda``."""
     found = Collectives()
     shards, whole = 1, 0
     replaced = [

@@ -65,7 +65,7 @@ class _Copy:
 def offloaded(world_size: int, stage: int, **options: Any) -> Iterator[tuple[FakeRank, Copies]]:
     """Yields a rank whose link is watched, and its copies.
 
-    An operation that reads what a copy to the host writes, or writes what a copy reads, raises :class:`MissingWait`.
+    An operation that reads what a copy to the host writes, or writes what a copy reads, raises ``MissingWait``.
     """
     in_flight: list[_Work] = []
     copies = Copies()

@@ -386,7 +386,7 @@ class Rank:
 
     @property
     def buffers(self) -> list[Any]:
-        """Returns stand-ins for flat buffers, which have what :meth:`chunk_squares` reads."""
+        """Returns stand-ins for flat buffers, which have what ``chunk_squares`` reads."""
         chunks = [grad.view(-1, CHUNK) for grad in self.owned_main_grads()]
         return [SimpleNamespace(gradient=SimpleNamespace(chunks=c, norms=c.norm(dim=1))) for c in chunks]
 

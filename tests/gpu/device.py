@@ -1,7 +1,7 @@
 """The device of these tests: a GPU, or the CPU for a dry run of what they assert before a GPU is at hand.
 
 ``DTRAIN_GPU_TESTS_ON_CPU=1 pytest tests/gpu`` replaces the device by the CPU and NCCL by gloo. Tests marked with
-:func:`needs_gpu` are skipped then, with what they need of it.
+``needs_gpu`` are skipped then, with what they need of it.
 """
 
 from __future__ import annotations

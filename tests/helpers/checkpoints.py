@@ -94,7 +94,7 @@ def save_threads(directory: Path, step: int, world: int = 2, *, seed: int | None
 
 
 def save_good(directory: Path, step: int, world: int = 2, **options: Any) -> Path:
-    """As :func:`save_threads`, asserting that every rank succeeds; returns the path."""
+    """As ``save_threads``, asserting that every rank succeeds; returns the path."""
     results = save_threads(directory, step, world, **options)
     assert all(isinstance(result, Path) for result in results), results
     return results[0]

@@ -90,7 +90,7 @@ class _Methods(TorchFunctionMode):
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Raises :class:`HostRead` at any read of a tensor's value by this thread."""
+    """Raises ``HostRead`` at any read of a tensor's value by this thread."""
     with _Methods(), _Operators():
         yield
 

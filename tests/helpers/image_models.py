@@ -1,4 +1,4 @@
-"""Models of images and numbers with batches for them, and factories of a user, such as :func:`plain`."""
+"""Models of images and numbers with batches for them, and factories of a user, such as ``plain``."""
 
 from __future__ import annotations
 

@@ -314,7 +314,7 @@ SBATCH = ("bash", str(ROOT / "launch/slurm.sbatch"))
 
 
 def slurm_job(folder: Path, nodes: int, tasks: int = 2) -> dict[str, str]:
-    """Returns the environment of a batch script, in which ``srun`` and ``scontrol`` are found; see :func:`sbatch`."""
+    """Returns the environment of a batch script, in which ``srun`` and ``scontrol`` are found; see ``sbatch``."""
     tools = folder / "slurm"
     tools.mkdir(parents=True)
     for name in ("srun", "scontrol"):

@@ -46,6 +46,6 @@ class MomentumRule(ElementwiseRule):
 
 @contextmanager
 def trained_by() -> Iterator[None]:
-    """Inside, ``dtrain.initialize`` takes a :class:`Momentum`."""
+    """Inside, ``dtrain.initialize`` takes a ``Momentum``."""
     with mock.patch.dict(RULES, {Momentum: MomentumRule}):
         yield

@@ -1,4 +1,4 @@
-"""Stands in for ``ssh`` and ``pdsh`` between the hosts of :mod:`tests.helpers.hosts`, and for SLURM's ``srun``.
+"""Stands in for ``ssh`` and ``pdsh`` between the hosts of ``tests.helpers.hosts``, and for SLURM's ``srun``.
 
 ``serve`` runs on each host and listens at a socket in the folder that they share, so that no port is open for it. The
 commands get neither the environment nor the working directory of their caller, as with the real ones.

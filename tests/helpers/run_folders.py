@@ -21,7 +21,7 @@ STEP = StepMetrics(
 
 
 def make_run(folder: Path, *, seed: int = 0, lr: float = 1e-3, name: str = "tiny", **files: str) -> Path:
-    """Writes a finished run of :data:`STEPS` steps, one of them skipped; ``files`` have names with ``_`` for ``.``."""
+    """Writes a finished run of ``STEPS`` steps, one of them skipped; ``files`` have names with ``_`` for ``.``."""
     folder.mkdir(parents=True)
     config: dict[str, Any] = config_to_dict(RunConfig())
     config["seed"], config["optim"]["lr"], config["model"]["name"] = seed, lr, name

@@ -91,7 +91,7 @@ def main(rank: str, phase: str, action: str, mark: str) -> None:
 
 
 class WatchedProcesses:
-    """Ranks that do ``actions`` in ``phases`` once they :func:`begin`; the end of the ``with`` block kills them.
+    """Ranks that do ``actions`` in ``phases`` once they ``begin``; the end of the ``with`` block kills them.
 
     ``folder`` is made, and gets ``failures/``; ``limit_s`` is each limit of the watcher.
     """

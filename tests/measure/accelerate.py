@@ -1,4 +1,4 @@
-"""Measures what a step through :class:`dtrain.integrations.accelerate.Accelerator` costs beside dtrain's own loop.
+"""Measures what a step through ``dtrain.integrations.accelerate.Accelerator`` costs beside dtrain's own loop.
 
 ``python -m tests.measure.accelerate [STAGE] [PRECISION]`` takes about a minute. The steps run in turn on
 one thread; times are of the processor, so that other processes count little.

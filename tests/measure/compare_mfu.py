@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 def predict(row: Row, model: Row) -> float:
-    """Returns the seconds of a step of ``row``, as ZeRO stage 3 would take it; both are of :data:`PUBLISHED`."""
+    """Returns the seconds of a step of ``row``, as ZeRO stage 3 would take it; both are of ``PUBLISHED``."""
     device = find_device(_DEVICES.get(row["device"], row["device"]))
     assumed = Assumptions(row["network"], gradients=RING_FP32 if "fp32" in row["precision"] else RING)
     few, more = (

@@ -94,7 +94,7 @@ def compare(series: Series, **changed: Any) -> dict[str, Any]:
 
 
 def _priced_on(series: Series, point: Series, device: str) -> PricedRun:
-    """Returns what a rank does; from :data:`_MANY` GPUs on that of the first number, with its transfers scaled.
+    """Returns what a rank does; from ``_MANY`` GPUs on that of the first number, with its transfers scaled.
 
     On more GPUs only the padding of the buffers and the update, a thousandth of a step by then, would differ.
     """

@@ -93,7 +93,7 @@ def read_into(descriptor: int, file: str, offset: int, target: memoryview) -> No
 
 
 def read_bytes(descriptor: int, file: str, offset: int, count: int) -> bytes:
-    """Returns ``count`` bytes of the file from ``offset`` on; raises as :func:`read_into` does."""
+    """Returns ``count`` bytes of the file from ``offset`` on; raises as ``read_into`` does."""
     data = bytearray(count)
     read_into(descriptor, file, offset, memoryview(data))
     return bytes(data)

@@ -1,4 +1,4 @@
-"""The fingerprints of :mod:`dtrain.checkpoint.format.fingerprint` as a tensor; on a GPU without waiting for it."""
+"""The fingerprints of ``dtrain.checkpoint.format.fingerprint`` as a tensor; on a GPU without waiting for it."""
 
 from __future__ import annotations
 

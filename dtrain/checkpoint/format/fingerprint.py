@@ -91,7 +91,7 @@ def fingerprint(data: Tensor, start: int = 0) -> int:
 
 
 def fingerprints(parts: Iterable[tuple[Tensor, int]]) -> Iterator[int]:
-    """Yields :func:`fingerprint` of each (data, start), in order.
+    """Yields ``fingerprint`` of each (data, start), in order.
 
     The weights cost more than the sum. Consecutive items with equal start, length and element size share them, so pass
     a master and its moments one after the other.

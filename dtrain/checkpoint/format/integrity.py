@@ -145,7 +145,7 @@ class _Digest:
         return self._buffers[0][:count]
 
     def update(self, block: memoryview) -> None:
-        """Hashes a block returned by :meth:`buffer`; the block may still be read after this returns."""
+        """Hashes a block returned by ``buffer``; the block may still be read after this returns."""
         self._wait()
         if len(block) < _THREAD_BYTES:
             self._digest.update(block)
@@ -185,7 +185,7 @@ def verify_checkpoint(path: Path, *, fast: bool = False) -> Manifest:
 
 
 def check_contents(path: Path, manifest: Manifest, *, fast: bool = False) -> None:
-    """Runs the checks of :func:`verify_checkpoint` that follow the manifest's."""
+    """Runs the checks of ``verify_checkpoint`` that follow the manifest's."""
     check_files(path, manifest)
     parts = [scan_file(path, manifest, file, fast=fast) for file in manifest.files]
     if not fast:

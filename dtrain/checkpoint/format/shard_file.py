@@ -25,7 +25,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class WrittenShard:
-    """A shard that was written: as :class:`TensorShard`, with its key in the file ("" if it has no elements)."""
+    """A shard that was written: as ``TensorShard``, with its key in the file ("" if it has no elements)."""
 
     kind: str
     name: str
@@ -98,7 +98,7 @@ def write_shard_file(
 
 @contextmanager
 def on_demand(work: Iterable[Result]) -> Iterator[Callable[[], list[Result]]]:
-    """Does the same as :func:`in_background`, but iterates in the calling thread when the function is called."""
+    """Does the same as ``in_background``, but iterates in the calling thread when the function is called."""
     yield lambda: list(work)
 
 

@@ -20,7 +20,7 @@ from dtrain.errors import ConfigError
 from dtrain.precision.loss_scale import LossScaleState
 
 KEYED_BY = ["seed", "attempted_steps", "global_micro_batch"]
-"""Values that key the random numbers of a forward (:mod:`dtrain.engine.rng`)."""
+"""Values that key the random numbers of a forward (``dtrain.engine.rng``)."""
 
 _COUNT = {"min": 0, "max": 2**63 - 1}
 _OWN_KEYS = {"run_id", "engine_state", "rng", "data_cursor"}  # those that only an engine's state has

@@ -15,7 +15,7 @@ from dtrain.checkpoint.huggingface.tensor_mapping import TensorMapping, same_ten
 from dtrain.errors import CheckpointError
 
 PREFIX = "hf."
-"""Prefix of transformers' names in the model that :mod:`dtrain.models.hf` builds."""
+"""Prefix of transformers' names in the model that ``dtrain.models.hf`` builds."""
 
 _COPIED = (
     "generation_config.json",

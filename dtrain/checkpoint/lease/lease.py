@@ -1,6 +1,6 @@
 """One writer per directory of checkpoints: the writer holds a lease, and proves it before every commit.
 
-The lease is a file (:mod:`dtrain.checkpoint.lease.lease_file`) into which its holder writes a heartbeat every few
+The lease is a file (``dtrain.checkpoint.lease.lease_file``) into which its holder writes a heartbeat every few
 seconds. Another process may take the lease over if the holder's process has ended, or if it sees no heartbeat for a
 long time by its own monotonic clock; each takeover has a higher token. Wall time decides nothing.
 """
@@ -164,7 +164,7 @@ class LeaseRequest:
 def acquire(directory: Path, timing: LeaseTiming, while_waiting: Callable[[], None] = lambda: None) -> Lease:
     """Acquires the lease of a directory, which is created if missing; waits while its holder may be alive.
 
-    ``while_waiting`` is called between two attempts. Raises as :meth:`LeaseRequest.attempt`.
+    ``while_waiting`` is called between two attempts. Raises as ``LeaseRequest.attempt``.
     """
     make_directories(directory, while_waiting)
     request = LeaseRequest(directory, timing)
@@ -265,7 +265,7 @@ os.register_at_fork(after_in_child=_forget_in_fork)
 def hold(
     directory: Path, timing: LeaseTiming | None = None, while_waiting: Callable[[], None] = lambda: None
 ) -> Iterator[Lease]:
-    """Holds the lease of a directory of checkpoints until the block ends, see :func:`acquire`.
+    """Holds the lease of a directory of checkpoints until the block ends, see ``acquire``.
 
     Nested and concurrent blocks of one process share the lease; the last of them releases it.
     """

@@ -1,6 +1,6 @@
 """Decodes image files; as ``python -m dtrain.data.images.decode`` a process that does so. No torch and no numpy.
 
-Standard input brings a line of JSON for each request, standard output takes :data:`HEADER` and the answer: the pixels,
+Standard input brings a line of JSON for each request, standard output takes ``HEADER`` and the answer: the pixels,
 or why there are none. The process ends when the one that started it has ended, since its standard input is at its end.
 """
 

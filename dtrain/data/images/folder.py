@@ -38,7 +38,7 @@ class ImageFiles(Pictures):
         root: folder of the classes.
         names: of the files, relative to the root.
         classes: int64 [N].
-        augment: see :class:`dtrain.config.data.ImagesDataConfig`; ``none`` shows the largest square in the middle.
+        augment: see ``dtrain.config.data.ImagesDataConfig``; ``none`` shows the largest square in the middle.
     """
 
     root: str

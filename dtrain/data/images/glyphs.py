@@ -51,7 +51,7 @@ class Glyphs(Pictures):
     """Characters of fonts, changed at random; also those of validation, whose changes are always the same.
 
     Attributes:
-        corners: of the bitmaps, uint32 [fonts, characters, R, R]; see :func:`_corners`.
+        corners: of the bitmaps, uint32 [fonts, characters, R, R]; see ``_corners``.
         size: height and width of the images.
         noise: largest of the uniform noise that is added to a pixel.
         count: number of samples.

@@ -22,7 +22,7 @@ Pixels = NDArray[np.float32]
 class Pictures(ABC):
     """Pictures of classes.
 
-    An id is that of :func:`dtrain.data.draws.drawn_ids`: the draw decides how a picture is changed at random.
+    An id is that of ``dtrain.data.draws.drawn_ids``: the draw decides how a picture is changed at random.
     """
 
     @property
@@ -54,7 +54,7 @@ class PictureSet:
         shape: of one picture, [C, S, S].
         mean: subtracted from a pixel to classify.
         std: by which it is divided then.
-        fingerprint: see :class:`dtrain.data.dataset.Dataset`.
+        fingerprint: see ``dtrain.data.dataset.Dataset``.
         description: one line about the source and the validation split.
     """
 
@@ -86,7 +86,7 @@ class _PictureSamples(SampleSource):
 
 @dataclass(frozen=True, eq=False)
 class ClassifiedPictures(_PictureSamples):
-    """Batches of :class:`dtrain.tasks.Classification`: ``inputs`` (pixel - mean) / std, ``targets`` the classes.
+    """Batches of ``dtrain.tasks.Classification``: ``inputs`` (pixel - mean) / std, ``targets`` the classes.
 
     Attributes:
         is_drawn: pictures change at random, in each epoch in another way.
@@ -102,7 +102,7 @@ class ClassifiedPictures(_PictureSamples):
 
 @dataclass(frozen=True, eq=False)
 class NoisyPictures(_PictureSamples):
-    """Batches of :class:`dtrain.tasks.Denoising`: pixels in [-1, 1] with noise.
+    """Batches of ``dtrain.tasks.Denoising``: pixels in [-1, 1] with noise.
 
     Attributes:
         is_drawn: pictures, noise and times differ in each epoch; otherwise times are evenly spread over samples.

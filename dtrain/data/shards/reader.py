@@ -124,7 +124,7 @@ class TokenShards:
         return out
 
     def read_ranges(self, starts: Int64, lengths: Int64) -> Int64:
-        """Returns the tokens of ranges of different lengths, one after another; raises as :meth:`read`."""
+        """Returns the tokens of ranges of different lengths, one after another; raises as ``read``."""
         out = np.empty(int(lengths.sum()), dtype=np.int64)
         owners = np.searchsorted(self._starts, starts, side="right") - 1
         starts_in_shard = starts - self._starts[owners]

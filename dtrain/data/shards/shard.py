@@ -65,7 +65,7 @@ class Shard:
         return rows
 
     def check_blocks(self, starts: Int64, length: int | Int64) -> None:
-        """Checks the blocks of ranges that have not been read before; raises as :meth:`check_block`."""
+        """Checks the blocks of ranges that have not been read before; raises as ``check_block``."""
         size = self.dtype.itemsize
         first, last = starts * size // BLOCK, ((starts + length) * size - 1) // BLOCK
         for step in range(int((last - first).max(initial=-1)) + 1):

@@ -265,6 +265,6 @@ def _check_backend(device: torch.device) -> None:
 
 
 def disconnect(*, failed: bool = False) -> None:
-    """Destroys the process groups, if there are any; ``failed``: as in :func:`destroy`."""
+    """Destroys the process groups, if there are any; ``failed``: as in ``destroy``."""
     if dist.is_initialized():
         destroy(failed=failed)

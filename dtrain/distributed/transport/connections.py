@@ -98,7 +98,7 @@ class Connections(ABC):
         return message.payloads
 
     def has_arrived(self, message: Message) -> bool:
-        """Whether :meth:`receive` would not wait."""
+        """Whether ``receive`` would not wait."""
         while message.payloads is None:
             if not self._receive_oldest(waits=False):
                 return False

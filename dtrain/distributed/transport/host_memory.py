@@ -1,6 +1,6 @@
 """Collectives of CPU ranks of one host, which read each other's buffers.
 
-Buffers from :meth:`HostMemory.allocate` are read in place. Only a ready message is sent, through a pipe: one for all
+Buffers from ``HostMemory.allocate`` are read in place. Only a ready message is sent, through a pipe: one for all
 buffers announced before the first wait. Small rows are sent so too, all else through the process group; order,
 failures, time-outs and bits are the same. A rank that has received a ready message sees the sender's stores, because
 writing and reading a pipe are system calls that take its lock, which orders memory on x86 and on ARM. The weight of a
@@ -216,7 +216,7 @@ class _ReadyMessage:
 
     @property
     def is_received(self) -> bool:
-        """Whether :meth:`receive` returns at once."""
+        """Whether ``receive`` returns at once."""
         return self._message is not None and self._message.payloads is not None
 
     def receive(self, index: int) -> list[tuple[int, ...]]:

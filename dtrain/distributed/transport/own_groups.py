@@ -83,7 +83,7 @@ def end_connections(group: dist.ProcessGroup) -> None:
 
 
 def _destroy_own() -> None:
-    """Destroys the groups of :func:`close_at_exit` that are still there; see [Note: groups at exit].
+    """Destroys the groups of ``close_at_exit`` that are still there; see [Note: groups at exit].
 
     After an uncaught exception the other ranks may never join the collectives in flight, and gloo's threads would wait
     for them: the connections are ended first.

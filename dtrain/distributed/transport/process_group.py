@@ -43,7 +43,7 @@ _MAX_TEXT_BYTES = 2**30  # of a rank; refused before it is allocated
 
 
 class Choose(Protocol):
-    """Chooses the transport over ``group``: :func:`dtrain.distributed.transport.choose.make_communicator`."""
+    """Chooses the transport over ``group``: ``dtrain.distributed.transport.choose.make_communicator``."""
 
     def __call__(
         self,

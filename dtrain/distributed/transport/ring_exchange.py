@@ -22,7 +22,7 @@ class Announced(Protocol):
 
 
 class Announcer(Protocol):
-    """The methods of :class:`dtrain.distributed.transport.host_memory.HostMemory` that the exchange calls."""
+    """The methods of ``dtrain.distributed.transport.host_memory.HostMemory`` that the exchange calls."""
 
     rank: int
     device: torch.device

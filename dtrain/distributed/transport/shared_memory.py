@@ -27,7 +27,7 @@ _MAX_VIEWS = 4096  # of other ranks' buffers that are kept
 class SharedMemory:
     """The regions of all ranks, which are on one host; they live as long as this object.
 
-    Every rank calls the constructor and :meth:`allocate` in the same order. A failure on one rank is a failure on all,
+    Every rank calls the constructor and ``allocate`` in the same order. A failure on one rank is a failure on all,
     and from then on nothing is allocated.
 
     Args:
@@ -58,7 +58,7 @@ class SharedMemory:
         return values if self._members is None else [values[member] for member in self._members]
 
     def allocate(self, nbytes: int) -> UntypedStorage | None:
-        """Returns this rank's ``nbytes`` zeros of a new region, or None; see :attr:`unsupported_reason`."""
+        """Returns this rank's ``nbytes`` zeros of a new region, or None; see ``unsupported_reason``."""
         if self.unsupported_reason:
             return None
         descriptor = -1

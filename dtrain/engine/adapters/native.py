@@ -38,7 +38,7 @@ def build(request: EngineRequest) -> Engine:
 
 
 class NativeEngine(StepEngine):
-    """The step of :class:`dtrain.engine.step.StepEngine` over :class:`dtrain.sharding.model.ShardedModel`.
+    """The step of ``dtrain.engine.step.StepEngine`` over ``dtrain.sharding.model.ShardedModel``.
 
     Args:
         request: model, contract, communicator and options from ``initialize``.

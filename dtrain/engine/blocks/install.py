@@ -62,7 +62,7 @@ def install_blocks(
         compiled: compiles the blocks; None: they run as they are.
 
     Raises:
-        ConfigError: as :func:`find_blocks`; or a block contains a unit of sharding, and may not.
+        ConfigError: as ``find_blocks``; or a block contains a unit of sharding, and may not.
     """
     blocks = find_blocks(model, options)
     if compiled is not None or options.recompute == "selective":

@@ -34,7 +34,7 @@ class ActivationMeasurement:
             magnitudes.add(self._numbers[name], values)
 
     def totals(self, comm: Communicator, better: float) -> tuple[ActivationPrecision, ...]:
-        """Returns the records; all ranks call. ``better``: see :meth:`GradientShares.of`."""
+        """Returns the records; all ranks call. ``better``: see ``GradientShares.of``."""
         if not self._modules:
             return ()
         outputs = sum_over_ranks(comm, self._outputs.counts, label="counts of outputs").tolist()

@@ -118,7 +118,7 @@ class Float8Measurement:
 
 
 def _cast_sums(rows: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Tensor:
-    """Returns what :func:`loss_sums` does, in a third of its passes: no element exceeds a scale of its own maximum."""
+    """Returns what ``loss_sums`` does, in a third of its passes: no element exceeds a scale of its own maximum."""
     rounded, x = dequantize(quantize(rows, dtype, rowwise=rowwise)), rows.float()
     norms = torch.stack((torch.linalg.vector_norm(x), torch.linalg.vector_norm(rounded - x)))
     # zeros stay zeros, so the others have become so; with an Inf all are NaN, zeros too

@@ -26,7 +26,7 @@ from dtrain.precision.rules import format_name
 
 
 class PrecisionSample:
-    """Implements :class:`dtrain.engine.interface.PrecisionMeasurement` for one step.
+    """Implements ``dtrain.engine.interface.PrecisionMeasurement`` for one step.
 
     Args:
         states: of the model.

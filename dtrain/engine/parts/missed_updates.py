@@ -51,7 +51,7 @@ class MissedUpdates(StepPart):
         options: say whether a parameter without a gradient is left alone; else its gradient is zero.
 
     Attributes:
-        num_words: number of :meth:`words`.
+        num_words: number of ``words``.
     """
 
     def __init__(

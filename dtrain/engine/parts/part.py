@@ -57,7 +57,7 @@ class StepUnderWay:
         written_weights, written_text, written_names: what the user has written since the last step: its hash, 0 for
             nothing, its fingerprints as JSON, and the names of the parameters.
         save_failed: whether this rank knows that the asynchronous save under way has failed.
-        busy_s: see :class:`dtrain.engine.vote.record.HostRecord`.
+        busy_s: see ``dtrain.engine.vote.record.HostRecord``.
         decision: of all ranks, on the device; None before the vote.
         outcome: None until the step has been voted on.
     """

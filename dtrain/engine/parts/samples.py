@@ -16,14 +16,14 @@ from dtrain.parameters.model_states import ModelStates
 
 
 class PrecisionSamples(StepPart):
-    """Measures one step after the other, each inside :meth:`measured`; other steps pay nothing.
+    """Measures one step after the other, each inside ``measured``; other steps pay nothing.
 
     Args:
         states: of the model.
         run: its attempted steps.
         batch: the step under way.
         finalizer: holds the loss scale.
-        backward_names, monitor: as of :class:`PrecisionSample`.
+        backward_names, monitor: as of ``PrecisionSample``.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class PrecisionSamples(StepPart):
 
     @contextmanager
     def measured(self, activations: Sequence[str]) -> Iterator[PrecisionSample]:
-        """Context of a step; see :meth:`dtrain.engine.loop.TrainingLoop.measure_precision`."""
+        """Context of a step; see ``dtrain.engine.loop.TrainingLoop.measure_precision``."""
         if self._current is not None:
             raise UsageError("engine.measure_precision inside itself; one context measures one step")
         self._finalizer.finalize_step()

@@ -84,7 +84,7 @@ class BusyMeter(StepPart):
 
     Args:
         comm: the ranks.
-        phases: those of :data:`PHASES` in which this engine sees every wait.
+        phases: those of ``PHASES`` in which this engine sees every wait.
 
     Attributes:
         every: steps in a window; 0: nothing is compared.

@@ -2,7 +2,7 @@
 
 Each engine has its gradients elsewhere than in ``.grad``, or there with other values: weighted, scaled, summed over
 micro-batches or ranks, sharded. After a backward each parameter that has had a gradient in the step shows a
-:class:`TakenGradient`. So a script that asks which parameters have one is told so, one that reads a value is warned,
+``TakenGradient``. So a script that asks which parameters have one is told so, one that reads a value is warned,
 and one that writes, or sets ``.grad`` to None or to another tensor, is stopped before the step does anything.
 """
 
@@ -29,7 +29,7 @@ class TakenGradients(StepPart):
     """Shows what parameters have instead of gradients, and notices what the user has changed.
 
     Autograd would add to what a parameter shows, so an engine hides it in its own backward, and in another's
-    (:data:`dtrain.parameters.running_backward.hidden_in_backwards`).
+    (``dtrain.parameters.running_backward.hidden_in_backwards``).
 
     Args:
         states: of the model.

@@ -42,11 +42,11 @@ class WrittenWeights(StepPart):
     """Notices writes to an engine's parameters, takes them over, and shows whole masters for writing.
 
     Args:
-        states: the parameters are read at the first :meth:`remember`, when they are complete.
+        states: the parameters are read at the first ``remember``, when they are complete.
         run: its applied steps.
 
     Attributes:
-        is_modifying: whether a block of :meth:`modified` is running.
+        is_modifying: whether a block of ``modified`` is running.
     """
 
     def __init__(self, states: ModelStates, run: RunState) -> None:
@@ -71,7 +71,7 @@ class WrittenWeights(StepPart):
         self._unsharded_versions = {name: p._version for name, p in self._states.unsharded_parameters().items()}
 
     def _remember(self, names: Collection[str]) -> None:
-        """Does what :meth:`remember` does for the parameters called ``names``."""
+        """Does what ``remember`` does for the parameters called ``names``."""
         pairs = zip(self._parameters.items(), self._versions, strict=True)
         self._versions = [p._version if name in names else before for (name, p), before in pairs]
         for name, parameter in self._states.unsharded_parameters().items():
@@ -89,7 +89,7 @@ class WrittenWeights(StepPart):
             self._check_places(unsharded)
 
     def before_reduction(self, step: StepUnderWay) -> None:
-        """Takes over what this rank has written since :meth:`remember`; the vote compares its hash.
+        """Takes over what this rank has written since ``remember``; the vote compares its hash.
 
         Raises:
             UsageError: the write cannot reach a master.
@@ -116,7 +116,7 @@ class WrittenWeights(StepPart):
 
         Raises:
             DivergenceError: the ranks have written different values; nothing was taken over.
-            UsageError: as in :meth:`before_reduction`.
+            UsageError: as in ``before_reduction``.
         """
         found = on_every_rank(self._states.comm, "", self._found, UsageError, expected=(UsageError,))
         if any(other != found[0] for other in found):
@@ -129,7 +129,7 @@ class WrittenWeights(StepPart):
         return names
 
     def refuse_any(self, place: str) -> None:
-        """Raises ``UsageError`` if a parameter was written since :meth:`remember`, inside ``place``."""
+        """Raises ``UsageError`` if a parameter was written since ``remember``, inside ``place``."""
         if names := self._written_names():
             raise UsageError(
                 f"parameter '{names[0]}' was written to inside {place}, where the weights are averages (written so: "
@@ -137,17 +137,17 @@ class WrittenWeights(StepPart):
             )
 
     def refuse_lost(self, verb: str) -> None:
-        """Raises ``UsageError`` inside :meth:`modified`, or if a write cannot reach a master; asks no other rank."""
+        """Raises ``UsageError`` inside ``modified``, or if a write cannot reach a master; asks no other rank."""
         self.require_closed(verb)
         self._written_names()
 
     def _found(self) -> dict[str, int]:
-        """Returns the fingerprints of the parameters written since :meth:`remember`; 0 for one that is sharded."""
+        """Returns the fingerprints of the parameters written since ``remember``; 0 for one that is sharded."""
         parameters = ((name, self._parameters[name]) for name in self._written_names())
         return {name: 0 if _is_dtensor(p) else _fingerprint(p.detach()) for name, p in parameters}
 
     def _written_names(self) -> list[str]:
-        """Returns the parameters written since :meth:`remember`.
+        """Returns the parameters written since ``remember``.
 
         Raises:
             UsageError: a write is lost, because the engine holds the weight elsewhere, or the parameter was replaced.
@@ -231,13 +231,13 @@ class WrittenWeights(StepPart):
     # -- engine.modify_weights ---------------------------------------------------------------------------------------
 
     def require_closed(self, verb: str) -> None:
-        """Raises ``UsageError`` inside :meth:`modified`."""
+        """Raises ``UsageError`` inside ``modified``."""
         if self.is_modifying:
             raise UsageError(f"engine.{verb} inside engine.modify_weights; call it after the with block")
 
     @contextmanager
     def modified(self, patterns: Sequence[str]) -> Iterator[None]:
-        """See :meth:`dtrain.engine.interface.Engine.modify_weights`."""
+        """See ``dtrain.engine.interface.Engine.modify_weights``."""
         states = self._states
         with states.reads:
             self.take_together()

@@ -49,12 +49,12 @@ class Ballot:
     def cast(
         self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
     ) -> tuple[Decision, Tensor]:
-        """Returns the decision of all ranks, and what the host unpacks as :class:`DecodedDecision`; all ranks call.
+        """Returns the decision of all ranks, and what the host unpacks as ``DecodedDecision``; all ranks call.
 
         Args:
-            step: see :class:`HostRecord` for its fields.
+            step: see ``HostRecord`` for its fields.
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
-            canonical_sums: returns the ``sum_squares`` and ``sum_weights`` of :func:`decide` that are formed in
+            canonical_sums: returns the ``sum_squares`` and ``sum_weights`` of ``decide`` that are formed in
                 canonical order; it may communicate.
         """
         host = HostRecord(

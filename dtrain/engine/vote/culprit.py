@@ -53,7 +53,7 @@ def locate_culprit(
         comm: the ranks.
         main_grads: this rank's shards of the main grads, read only if a gradient is at fault.
         backward_names: the names of all parameters in the order of backward.
-        is_only_backward: see :func:`locate_bad_gradient`.
+        is_only_backward: see ``locate_bad_gradient``.
     """
     if decision.reason == "nonfinite_loss":
         return locate_bad_loss(decision)

@@ -2,7 +2,7 @@
 
 Without it one rank would skip an overflowing step that the others apply, and the replicas would diverge silently. The
 decision is a set of tensors on the device: the update that follows reads its coefficient, and whether it may write at
-all, from there. The host decodes the decision later (:mod:`dtrain.engine.vote.readback`).
+all, from there. The host decodes the decision later (``dtrain.engine.vote.readback``).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Decision:
     """A decision on the device: 0-dim FP64 tensors, the same on every rank.
 
     Attributes:
-        code: 0 to apply, else 1 + the index of the reason in :data:`REASONS`.
+        code: 0 to apply, else 1 + the index of the reason in ``REASONS``.
         loss: weighted mean over all micro-batches of all ranks.
         grad_norm: global L2 norm of the unscaled gradient; not finite if the step is skipped for it.
         grad_divisor: loss scale x sum of weights / (gradient factor x clip coefficient); main grads divided by it are
@@ -75,7 +75,7 @@ def decide(
     """Decides on a step.
 
     Args:
-        rows: int64 [world_size, number of fields], of all ranks; see :mod:`dtrain.engine.vote.record`.
+        rows: int64 [world_size, number of fields], of all ranks; see ``dtrain.engine.vote.record``.
         sum_squares: the global sum of squares, if it was formed in canonical order; None sums those in the rows.
         sum_weights: the global sum of weights, likewise.
     """
@@ -107,7 +107,7 @@ def decide(
 
 
 def applied_values(numel: int, world_size: int) -> list[int]:
-    """Returns ``numel`` values of :meth:`Decision.pack` that say that the step was applied."""
+    """Returns ``numel`` values of ``Decision.pack`` that say that the step was applied."""
     zeros = HostRecord.from_row([0] * NUM_HOST)
     host, device = replace(zeros, loss_scale=1.0, grad_factor=1.0).to_row(), DeviceRecord(sum_weights=1.0).to_row()
     words = [-1] * ((numel - 4) // world_size - NUM_HOST - NUM_DEVICE)  # all parameters had a gradient
@@ -119,10 +119,10 @@ class DecodedDecision:
     """A decision that has reached the host, with the records it was derived from, in rank order.
 
     Attributes:
-        reason: None to apply, else one of :data:`REASONS`; loss and norm are as in :class:`Decision`.
+        reason: None to apply, else one of ``REASONS``; loss and norm are as in ``Decision``.
         hosts: the host's record of each rank.
         devices: the device's record of each rank.
-        received: int64 [world_size, words], see :data:`dtrain.engine.vote.record.COLUMNS`.
+        received: int64 [world_size, words], see ``dtrain.engine.vote.record.COLUMNS``.
     """
 
     reason: str | None
@@ -140,7 +140,7 @@ class DecodedDecision:
 
     @staticmethod
     def unpack(values: Sequence[int] | Any, world_size: int) -> DecodedDecision:
-        """Decodes ``values`` of :meth:`Decision.pack`: numpy int64 [n], or integers."""
+        """Decodes ``values`` of ``Decision.pack``: numpy int64 [n], or integers."""
         numbers: Any = np.asarray(values, dtype=np.int64)
         code, loss, norm, _ = numbers[:4].view(np.float64).tolist()
         reason = REASONS[int(code) - 1] if code else None
@@ -162,7 +162,7 @@ class DecodedDecision:
 
     @property
     def max_abs_grad(self) -> float:
-        """Largest magnitude in the gradients of all ranks, without the loss scale; see :class:`DeviceRecord`."""
+        """Largest magnitude in the gradients of all ranks, without the loss scale; see ``DeviceRecord``."""
         largest: float = max(self.devices.column("max_abs_grad"))
         return largest / self.hosts[0].loss_scale
 

@@ -11,7 +11,7 @@ from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, HostRecord
 
 
 def find_disagreement(hosts: Sequence[HostRecord]) -> tuple[str, int] | None:
-    """Returns the first field of :data:`MUST_AGREE` on which a rank differs from rank 0, and that rank, or None."""
+    """Returns the first field of ``MUST_AGREE`` on which a rank differs from rank 0, and that rank, or None."""
     rows = [host.to_row() for host in hosts]  # bits, as the device compares them
     for name in MUST_AGREE:  # the earliest cause first: one difference leads to others
         for rank, row in enumerate(rows):

@@ -40,7 +40,7 @@ class CalibrationEvidence:
             self._counts[scale] = self._counts[scale] + counts if scale in self._counts else counts
 
     def report(self, message: str, chosen: float) -> None:
-        """Prepares ``message`` with the shares flushed at scale 1 and at ``chosen``, for :meth:`log_pending`.
+        """Prepares ``message`` with the shares flushed at scale 1 and at ``chosen``, for ``log_pending``.
 
         All ranks call. The host does not wait for the counts.
         """
@@ -64,7 +64,7 @@ class CalibrationEvidence:
         self._pending = log
 
     def log_pending(self) -> None:
-        """Logs the message of the last :meth:`report`, once."""
+        """Logs the message of the last ``report``, once."""
         if self._pending is not None:
             log, self._pending = self._pending, None
             log()

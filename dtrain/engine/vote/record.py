@@ -1,7 +1,7 @@
 """The two records that each rank contributes to the vote on a step: what the host knows, and what the device found.
 
 Each rank fills one row of fixed size on its device: the host's fields, then the device's. One all-gather hands the rows
-to all ranks, and :mod:`dtrain.engine.vote.decide` derives the same decision from them on every rank. The row also
+to all ranks, and ``dtrain.engine.vote.decide`` derives the same decision from them on every rank. The row also
 carries the loss and the sum of squares of the gradient, so it replaces the collectives that those would need.
 """
 
@@ -89,7 +89,7 @@ class DeviceRecord(_Record):
         bad_micro_batch: the first of them, or -1.
         bad_weight: the first micro-batch whose weight is negative or not finite, or -1.
         bad_gradient: the number of this rank's first gradient that is not finite (see
-            :class:`dtrain.parameters.gradient_monitor.GradientMonitor`), or -1.
+            ``dtrain.parameters.gradient_monitor.GradientMonitor``), or -1.
     """
 
     layout = "5d4q"
@@ -113,7 +113,7 @@ COLUMNS = {field.name: number for number, field in enumerate(fields(HostRecord))
 }
 """Column of each field in a row: the host's are counted from its beginning, the device's from its end.
 
-Between them lie the words of :class:`dtrain.engine.parts.missed_updates.MissedUpdates`, if there are any.
+Between them lie the words of ``dtrain.engine.parts.missed_updates.MissedUpdates``, if there are any.
 """
 
 MUST_AGREE = (
@@ -129,7 +129,7 @@ class RecordTable(Sequence[Record], Generic[Record]):
     """The records of all ranks, made when they are read: making all in each step would cost host time per rank.
 
     Args:
-        kind: :class:`HostRecord` or :class:`DeviceRecord`.
+        kind: ``HostRecord`` or ``DeviceRecord``.
         rows: numpy int64 [world_size, fields of the record].
     """
 

@@ -33,7 +33,7 @@ class VoteTensors:
         """Returns this rank's row, int64 [columns] on the device; waits for nothing.
 
         Args:
-            host: the host's fields; the device's are filled here as :class:`DeviceRecord` has them.
+            host: the host's fields; the device's are filled here as ``DeviceRecord`` has them.
             received: the words between them.
             losses: of this rank's micro-batches.
             monitor: recorded the gradients of the step.
@@ -69,6 +69,6 @@ class VoteTensors:
     def decide(
         self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None
     ) -> tuple[Decision, Tensor]:
-        """Returns the decision, and what the host unpacks as :class:`DecodedDecision`; see :func:`decide`."""
+        """Returns the decision, and what the host unpacks as ``DecodedDecision``; see ``decide``."""
         decision = decide(rows, sum_squares=sum_squares, sum_weights=sum_weights)
         return decision, decision.pack()

@@ -31,7 +31,7 @@ class PartJob:
 
     Attributes:
         name: unique; the page and the files of the results use it.
-        part: key of :data:`dtrain.measure.accept.table.PARTS`, under whose title the page shows it.
+        part: key of ``dtrain.measure.accept.table.PARTS``, under whose title the page shows it.
         command: variables, module and words of ``python -m``. ``{out}`` is the results file, ``{folder}`` where it
             lies; in a row of the table other text in braces depends on the machine.
         limit_s: time after which it is killed; in a row of the table infinite: as long as anything runs side by side.
@@ -81,7 +81,7 @@ class Ended:
 
     Attributes:
         command: which repeats it alone.
-        status: :data:`DONE`; with any other, its results are those that it had written.
+        status: ``DONE``; with any other, its results are those that it had written.
         results: path of its results in the results directory.
         fingerprint: machine and versions; results with another one are not reused.
         tail: last lines of its log unless it is done.
@@ -116,7 +116,7 @@ class Lines:
 
 
 class Running:
-    """The process of a job. It imports at once, and begins its work with :meth:`send`.
+    """The process of a job. It imports at once, and begins its work with ``send``.
 
     Args:
         job: to be done.

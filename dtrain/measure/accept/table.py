@@ -216,10 +216,10 @@ def make_plan(
     """Returns the jobs of a goal.
 
     Args:
-        goal: a key of :data:`LIMITS_S`.
+        goal: a key of ``LIMITS_S``.
         machine: where they run.
         limit_s: time of the command.
-        parts: keys of :data:`PARTS`; None: all.
+        parts: keys of ``PARTS``; None: all.
         has_caches: whether the compilers' caches are filled.
         traces: folder for raw traces of profiles; None: they are not kept.
     """

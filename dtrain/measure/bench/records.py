@@ -322,7 +322,7 @@ AnyResults: TypeAlias = TrainingResults | OperationResults | TableResults
 
 
 def read_results(path: Path) -> AnyResults:
-    """Reads the results of a suite; raises as :func:`read_record`."""
+    """Reads the results of a suite; raises as ``read_record``."""
     return read_record(path, _kind, "bench")
 
 

@@ -179,7 +179,7 @@ def _ratio(value: float, reference: float) -> float:
 
 @dataclass(frozen=True)
 class Limits:
-    """Limit of each number in :class:`Deviations`; same shapes."""
+    """Limit of each number in ``Deviations``; same shapes."""
 
     loss: list[float]
     weights: dict[str, list[float]]

@@ -151,7 +151,7 @@ class FormatSwitch:
 
     @contextmanager
     def with_rounded_inputs(self, name: str, format_name: str) -> Iterator[None]:
-        """Inside, the module computes in FP32 on what :meth:`in_format` hands it: the reference for it."""
+        """Inside, the module computes in FP32 on what ``in_format`` hands it: the reference for it."""
         dtype = _dtype(format_name)
         with self._handing_over(name, lambda x: x.to(dtype).float()):
             yield

@@ -114,7 +114,7 @@ class Trial:
 
     @property
     def final_loss(self) -> float:
-        """Returns the number that formats are compared by; see :func:`final_loss`."""
+        """Returns the number that formats are compared by; see ``final_loss``."""
         return final_loss(self.losses)
 
 

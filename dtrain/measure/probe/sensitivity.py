@@ -112,7 +112,7 @@ def analyze(
     Args:
         model: on its device, in the mode in which it trains.
         micro_batches: keyword arguments of the model, one mapping for each micro-batch; at least one.
-        formats: of :data:`FORMATS`; others (``fp32``) are left out. With ``fp8``, only Linears that
+        formats: of ``FORMATS``; others (``fp32``) are left out. With ``fp8``, only Linears that
             ``precision=fp8`` puts into FP8 have results in it. The others compute in BF16 there, which is examined too.
     """
     wanted = {*formats, *(("bf16",) if "fp8" in formats else ())}

@@ -60,7 +60,7 @@ class GradientRecord:
         min: least finite element; None without any.
         max: largest finite element; None without any.
         norm: L2 norm; None if it is not finite.
-        histogram: see :meth:`dtrain.precision.histogram.Histogram.to_dict`.
+        histogram: see ``dtrain.precision.histogram.Histogram.to_dict``.
     """
 
     name: str

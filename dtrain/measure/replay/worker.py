@@ -42,7 +42,7 @@ from dtrain.train.setup import set_threads, torch_settings_restored
 
 
 def replay_steps(rank: Rank) -> ReplayResult:
-    """Trains up to the step of ``rank.job``; see :func:`dtrain.measure.replay.run.replay`."""
+    """Trains up to the step of ``rank.job``; see ``dtrain.measure.replay.run.replay``."""
     job, config = rank.job, config_from_dict(rank.job["config"])
     with torch_settings_restored():
         comm = connect(rank.torch_device(), timeout_s=rank.timeout_s)

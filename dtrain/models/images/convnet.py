@@ -51,7 +51,7 @@ class ConvNet(nn.Module):
         num_outputs: classes, or target values.
         hidden_dim: channels of the first stage.
         num_layers: residual blocks of each stage.
-        channels_last: see :func:`~dtrain.models.images.layout.in_layout`.
+        channels_last: see ``dtrain.models.images.layout.in_layout``.
     """
 
     def __init__(

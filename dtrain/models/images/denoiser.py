@@ -73,7 +73,7 @@ class Upsample(nn.Module):
 
 
 class Denoiser(nn.Module):
-    """Predicts the velocity of noisy images of a class at a time (:mod:`dtrain.tasks.denoising`).
+    """Predicts the velocity of noisy images of a class at a time (``dtrain.tasks.denoising``).
 
     Three levels with 1, 2 and 4 times ``hidden_dim`` channels at 1, 1/2 and 1/4 of the size: blocks on the way down,
     two at the last level, and blocks on the way up that also read those on the way down.
@@ -82,7 +82,7 @@ class Denoiser(nn.Module):
         task: its images, classes and times.
         hidden_dim: channels of the first level, a multiple of 8.
         num_layers: blocks of a level on each way.
-        channels_last: see :func:`~dtrain.models.images.layout.in_layout`.
+        channels_last: see ``dtrain.models.images.layout.in_layout``.
     """
 
     def __init__(self, task: Denoising, hidden_dim: int, num_layers: int, channels_last: Any = "auto") -> None:
@@ -133,7 +133,7 @@ class Denoiser(nn.Module):
         return out
 
     def _waves(self, times: Tensor) -> Tensor:
-        """Returns sines and cosines of ``times`` at periods from 2 pi to :data:`_LONGEST_PERIOD`, [B, hidden_dim]."""
+        """Returns sines and cosines of ``times`` at periods from 2 pi to ``_LONGEST_PERIOD``, [B, hidden_dim]."""
         half = self.hidden_dim // 2
         exponents = torch.arange(half, device=times.device, dtype=torch.float32) / half
         # in thousandths of the way to noise, so that the periods suit any number of times

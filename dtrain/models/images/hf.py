@@ -43,7 +43,7 @@ class HFImageModel(nn.Module):
 
     Attributes:
         hf: the model of transformers. Its parameters are called ``hf.`` and transformers' name.
-        channels_last: see :func:`~dtrain.models.images.layout.in_layout`.
+        channels_last: see ``dtrain.models.images.layout.in_layout``.
     """
 
     def __init__(self, hf: Any, channels_last: Any = "auto") -> None:
@@ -103,7 +103,7 @@ def build(config: ModelConfig, task: Task) -> HFImageModel:
 
 
 def check_model(config: ModelConfig) -> None:
-    """Checks the folder without reading weights, whatever the data are; raises ``ConfigError`` as :func:`build`."""
+    """Checks the folder without reading weights, whatever the data are; raises ``ConfigError`` as ``build``."""
     _model_class(config, _read_config(config))
 
 
@@ -116,7 +116,7 @@ def _source(config: ModelConfig) -> str:
 
 
 def _read_config(config: ModelConfig) -> Any:
-    """Returns the configuration of transformers, of the folder or of ``model.args`` alone; raises as :func:`build`."""
+    """Returns the configuration of transformers, of the folder or of ``model.args`` alone; raises as ``build``."""
     if config.path is None:
         check_installed(config)
         values = {"model_type": config.args["model_type"]} if "model_type" in config.args else _SMALL_VIT
@@ -132,7 +132,7 @@ def _read_config(config: ModelConfig) -> Any:
 
 
 def _hf_config(config: ModelConfig, task: Task, shape: tuple[int, int, int]) -> Any:
-    """Returns the configuration of transformers, with the outputs of ``task`` in it; raises as :func:`build`."""
+    """Returns the configuration of transformers, with the outputs of ``task`` in it; raises as ``build``."""
     hf_config = _read_config(config)
     if not _loads(config):
         channels, height, width = shape

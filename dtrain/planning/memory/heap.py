@@ -21,7 +21,7 @@ _CACHED = 2 * 7  # remainders that malloc's cache of a thread keeps: about seven
 
 
 class Heap:
-    """Simulates glibc's heap: best fit, neighboring holes merge, blocks from :data:`LIMIT` on are mapped.
+    """Simulates glibc's heap: best fit, neighboring holes merge, blocks from ``LIMIT`` on are mapped.
 
     ``peak`` are the bytes that malloc has taken from the system at most, mapped blocks included.
     """

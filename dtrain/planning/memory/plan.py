@@ -107,7 +107,7 @@ class MemoryPlan:
 
 
 def plan_memory(run: PlannedRun, num_steps: int = 2) -> MemoryPlan:
-    """Returns the memory of ``run``, of which ``num_steps`` steps are recorded; raises as :meth:`PlannedRun.record`."""
+    """Returns the memory of ``run``, of which ``num_steps`` steps are recorded; raises as ``PlannedRun.record``."""
     return memory_of(run.record(num_steps=num_steps))
 
 
@@ -173,7 +173,7 @@ def _notes(run: PlannedRun, host: Mapping[str, int]) -> Iterator[str]:
 
 
 def saved_copy(run: PlannedRun, saved: int) -> int:
-    """Returns the bytes of :data:`SAVED_COPY` while a step runs, of a rank that saves ``saved``."""
+    """Returns the bytes of ``SAVED_COPY`` while a step runs, of a rank that saves ``saved``."""
     config = run.config
     is_copied = config.checkpoint.asynchronous and 0 < config.train.save_every < config.train.steps
     return saved if run.device.type == "cpu" and is_copied else 0

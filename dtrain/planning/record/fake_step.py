@@ -129,7 +129,7 @@ def fake_engine(
 
     Args:
         model: on ``meta`` or with values.
-        comm: from :func:`dtrain.planning.record.ranks.planned_ranks`.
+        comm: from ``dtrain.planning.record.ranks.planned_ranks``.
 
     Raises:
         ConfigError: the model makes a tensor whose size depends on values in another way.

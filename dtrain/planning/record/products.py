@@ -40,8 +40,8 @@ class MatrixProduct:
 
     Attributes:
         call: of the operation; one of backward bears the module of its forward.
-        part: one of :data:`FPROP`, :data:`DGRAD`, :data:`WGRAD`. Gradients of attention, and of products of two
-            activations, are :data:`DGRAD`.
+        part: one of ``FPROP``, ``DGRAD``, ``WGRAD``. Gradients of attention, and of products of two
+            activations, are ``DGRAD``.
         flops: two for each multiplication and addition; attention is counted in full, also if it is causal.
         nbytes: of operands and results, each read or written once.
         channels: that go into a convolution's forward, and that come out of it.

@@ -47,7 +47,7 @@ class Transfer:
 
 
 class TransferLog:
-    """Interface that :class:`PlannedRanks` calls for each collective; this base class records nothing."""
+    """Interface that ``PlannedRanks`` calls for each collective; this base class records nothing."""
 
     def start(self, transfer: Transfer) -> int:
         """Returns the number of ``transfer``, which starts now."""
@@ -67,7 +67,7 @@ class TransferLog:
 def planned_ranks(world_size: int, transport: str, device: torch.device, log: TransferLog) -> Communicator:
     """Returns the communicator of rank 0 of ``world_size``, whose tensors are on ``device``.
 
-    ``transport`` is one of :data:`HOST`, :data:`SOCKETS`, :data:`NCCL`; ``log`` is told of the transfers.
+    ``transport`` is one of ``HOST``, ``SOCKETS``, ``NCCL``; ``log`` is told of the transfers.
     """
     if world_size == 1:
         return _PlannedRank(device) if transport == NCCL else SingleRank(device)
@@ -105,7 +105,7 @@ class _Announced:
 
 
 class PlannedRanks(Communicator):
-    """Rank 0 of several, see :func:`planned_ranks`; ``axis`` and ``stride`` are those of its transfers."""
+    """Rank 0 of several, see ``planned_ranks``; ``axis`` and ``stride`` are those of its transfers."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class PlannedRanks(Communicator):
         return self._start("reduce_scatter_sum", label, flat, flat.numel() * dtype.itemsize, *held)
 
     def all_to_all_single(self, output: Tensor, flat: Tensor, *, label: str) -> Handle:
-        """Does what :meth:`dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single` does."""
+        """Does what ``dtrain.distributed.transport.process_group.ProcessGroup.all_to_all_single`` does."""
         self._fill(output, flat)
         return self._start("all_to_all_single", label, flat, flat.nbytes, output, flat)
 

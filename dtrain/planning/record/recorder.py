@@ -46,7 +46,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """An operation and its arguments: tensors are :class:`TensorSpec`, lists tuples. Equal ones take equal time."""
+    """An operation and its arguments: tensors are ``TensorSpec``, lists tuples. Equal ones take equal time."""
 
     func: Any
     args: tuple[Any, ...]
@@ -71,7 +71,7 @@ class RecordedCall:
         module: name of the innermost module that was running, or whose forward made the node of backward.
         node: sequence number of the autograd node to which the call belongs.
         in_backward: whether the call is one of backward, recomputation of forward's calls included.
-        part: of the step: :data:`ACTIVATIONS` for forward, :data:`BACKWARD`, :data:`UPDATE` or :data:`OTHER`.
+        part: of the step: ``ACTIVATIONS`` for forward, ``BACKWARD``, ``UPDATE`` or ``OTHER``.
     """
 
     signature: Signature
@@ -278,7 +278,7 @@ class StepRecorder(TorchDispatchMode, TransferLog, StepWatch):
 
 
 def _describe(values: Iterable[Any], storages: list[int]) -> tuple[Any, ...]:
-    """Returns ``values`` with a :class:`TensorSpec` for each tensor, whose storage is added to ``storages``."""
+    """Returns ``values`` with a ``TensorSpec`` for each tensor, whose storage is added to ``storages``."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, Tensor):

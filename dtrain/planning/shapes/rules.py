@@ -20,7 +20,7 @@ class Cause:
     """A size that breaks a rule wherever it occurs.
 
     Attributes:
-        kind: :data:`BATCH` for rows of a micro-batch, :data:`SIZE` for one of a parameter, or :data:`HEAD_DIM`.
+        kind: ``BATCH`` for rows of a micro-batch, ``SIZE`` for one of a parameter, or ``HEAD_DIM``.
         sizes: ``size``, and those of its multiples that break the rule too.
         uses: (module, dimension) in forward.
         products: in all passes, that have one of the sizes.

@@ -59,7 +59,7 @@ class _Clock(TransferLog):
         self._begin = self._mark()
 
     def seconds(self) -> float:
-        """Returns the seconds since :meth:`restart`; on a GPU the host waits for the work until here."""
+        """Returns the seconds since ``restart``; on a GPU the host waits for the work until here."""
         spans = [(self._begin, self._mark()), *self._absences]
         if self._is_cuda:
             spans[0][1].synchronize()
@@ -87,7 +87,7 @@ class PlannedRank:
         """Takes the largest batch of ``config``, and a learning rate of 0: the gradients of others are made up.
 
         Blocks are not compiled. More than one rank take the native engine. ``transport`` is that of
-        :func:`dtrain.planning.record.ranks.planned_ranks`.
+        ``dtrain.planning.record.ranks.planned_ranks``.
         """
         if num_ranks > 1:
             config = replace(config, engine=config.engine.as_native())
@@ -108,7 +108,7 @@ class PlannedRank:
         """Times steps for about ``budget_s`` seconds, after two that are not counted.
 
         Returns the milliseconds of a step in each of some windows, without waits for other ranks; and their medians by
-        phase of :data:`PHASES`. On a GPU only the wait for data is among these, because the host runs ahead. ``ready``
+        phase of ``PHASES``. On a GPU only the wait for data is among these, because the host runs ahead. ``ready``
         waits for the processes that share the host, before the steps that count.
         """
         steps = _STEPS_OF_WINDOW[self.engine.device.type]

@@ -142,7 +142,7 @@ class PricedRun:
         return PricedRun(recorded, traces, Parts(*map(partial(_extended, recorded.num_more), parts[-1], parts[0])))
 
     def predict(self, assumed: Assumptions) -> Prediction:
-        """Returns the step of the run; raises as :meth:`Assumptions.links`."""
+        """Returns the step of the run; raises as ``Assumptions.links``."""
         recorded, run = self.recorded, self.recorded.run
         links = assumed.links(run)
         overlaps = run.transport == NCCL  # else the rank itself moves the bytes
@@ -222,7 +222,7 @@ def moved_bytes(call: RecordedCall) -> int:
 
 
 def predict(run: PlannedRun, assumed: Assumptions) -> Prediction:
-    """Returns the step of ``run``; raises as :meth:`PricedRun.of` and :meth:`PricedRun.predict`."""
+    """Returns the step of ``run``; raises as ``PricedRun.of`` and ``PricedRun.predict``."""
     assumed.links(run)  # a network that does not fit is an error before anything is recorded
     return PricedRun.of(run.record(for_time=True), assumed.efficiency).predict(assumed)
 

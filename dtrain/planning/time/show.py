@@ -29,7 +29,7 @@ _NUM_ITEMS = 5
 
 @dataclass(frozen=True)
 class RankTime:
-    """The measurements of one rank by :class:`PlannedRank`; ``speedups`` are those of its products, by format."""
+    """The measurements of one rank by ``PlannedRank``; ``speedups`` are those of its products, by format."""
 
     busy_ms: list[float]
     phases_ms: dict[str, float]

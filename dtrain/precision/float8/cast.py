@@ -85,7 +85,7 @@ def dequantize(matrix: Quantized) -> Tensor:
 
 
 def quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
-    """Returns the values and the scale of :func:`quantize`."""
+    """Returns the values and the scale of ``quantize``."""
     scale = scale_of(_amax(x, rowwise=rowwise), dtype)
     return cast(x, scale.unsqueeze(-1) if rowwise else scale, dtype).contiguous(), scale
 

@@ -69,7 +69,7 @@ def decide_float8(
 
     Args:
         candidates: Linears that can compute in FP8. Each shape is timed once.
-        options: resolved for the training device by :func:`dtrain.precision.float8.options.resolve_float8`.
+        options: resolved for the training device by ``dtrain.precision.float8.options.resolve_float8``.
             ``choice=all`` decides by shape alone.
         device: device that ``choice=timed`` runs the matmuls on, with ``num_rows`` rows each.
         casts_each_time: whether the engine casts the weight in each forward and backward (then the cast is timed too)

@@ -1,4 +1,4 @@
-"""The FP8 cast as compiled code, which gives the bits of the tensor code in :mod:`dtrain.precision.float8.cast`."""
+"""The FP8 cast as compiled code, which gives the bits of the tensor code in ``dtrain.precision.float8.cast``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dtrain.precision.float8.proof import proves_quantize
 
 
 def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, compiled: bool) -> Quantized:
-    """Returns what :func:`dtrain.precision.float8.cast.quantize` does; ``compiled``: in compiled code, same bits."""
+    """Returns what ``dtrain.precision.float8.cast.quantize`` does; ``compiled``: in compiled code, same bits."""
     values, scale = _casts(cast.quantized, x, dtype, rowwise, compiled=compiled)(x, dtype, rowwise)[:2]
     return Quantized(values, scale)
 

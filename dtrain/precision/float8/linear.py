@@ -25,9 +25,9 @@ _INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Float8Linear(nn.Linear):
-    """A Linear whose matmuls are FP8 and whose bias is added in the output's dtype. :func:`convert` makes it.
+    """A Linear whose matmuls are FP8 and whose bias is added in the output's dtype. ``convert`` makes it.
 
-    In a :func:`dtrain.full_precision` region it multiplies in FP32, with the dequantized weight. It also does so if
+    In a ``dtrain.full_precision`` region it multiplies in FP32, with the dequantized weight. It also does so if
     code inside an engine's forward has switched autocast off. In compiled code its products are operators.
     """
 
@@ -43,7 +43,7 @@ class Float8Linear(nn.Linear):
         """Weight [N, K] in the dtype of the parameter; gradients flow through it.
 
         If an engine stores the weight in FP8 only, this is a read-only dequantized copy: writes to it are lost, and
-        hooks and ``requires_grad_`` raise :class:`dtrain.errors.UsageError`.
+        hooks and ``requires_grad_`` raise ``dtrain.errors.UsageError``.
         """
         return self.quantized_weight.dequantized(self.weight_parameter)
 

@@ -5,8 +5,8 @@
 
 - Compute capability 8.9 or later. The left operand is row-major, the right one column-major: the transpose of a
   row-major [N, K]. Capability 10.0 takes other layouts of tensorwise products too, 8.9 and 9.0 do not.
-- K and N are multiples of 16, and so is every row's address; M is any number. :func:`operand` pads N and K, and
-  :func:`multiply` pads K on the left.
+- K and N are multiples of 16, and so is every row's address; M is any number. ``operand`` pads N and K, and
+  ``multiply`` pads K on the left.
 - One operand may be E5M2, not both. Row by row only the left one may, and PyTorch's own tests have E4M3 alone there.
 - Scales are FP32 on the same GPU. Tensorwise: one element, of any shape, so 0-dim too. Rowwise: [M, 1] and [1, N],
   contiguous, both or neither. Kernels may read scales of rows in vectors, so tables of scales keep each weight's on 16
@@ -38,7 +38,7 @@ def multiply(
 
     Args:
         left: E4M3 or E5M2.
-        right: E4M3; its values may already be an :func:`operand`.
+        right: E4M3; its values may already be an ``operand``.
         out_dtype: dtype that the FP32 sums are rounded to.
         emulate: multiply in FP32. On a CPU this gives the bits of ``torch._scaled_mm``, except for fewer than 12 rows,
             which that function sums in another order.

@@ -1,6 +1,6 @@
 """FP8 products as operators, for code that ``torch.compile`` traces: padding, cached operands and kernels stay inside.
 
-The weight of a Linear enters by its key, a 0-dim tensor that selects a :class:`QuantizedWeight`, so that equal blocks
+The weight of a Linear enters by its key, a 0-dim tensor that selects a ``QuantizedWeight``, so that equal blocks
 share a graph. The stored copies that backward needs are arguments too: autograd saves them, and an engine may free them
 in between and provide them again (stage 3).
 """
@@ -32,8 +32,8 @@ def float8_linear(
 
     Args:
         weight: the parameter, which may stand for a weight that is stored in FP8 only.
-        key: :attr:`QuantizedWeight.key`.
-        copies: :meth:`QuantizedWeight.stored`.
+        key: ``QuantizedWeight.key``.
+        copies: ``QuantizedWeight.stored``.
         out_dtype: of the recipe.
         rowwise: of the recipe.
         keeps_input: whether the transpose is needed; else it is empty.
@@ -80,7 +80,7 @@ def float8_linear_backward(
 
     Args:
         grad: gradient of the output, [M, N].
-        saved_weight: what :meth:`QuantizedWeight.backward` takes, or the parameter alone, which is cast.
+        saved_weight: what ``QuantizedWeight.backward`` takes, or the parameter alone, which is cast.
         columns: the FP8 transpose of the input, with its scale; empty: the weight needs no gradient.
         num_inputs: K.
         to_input: whether the input needs a gradient.

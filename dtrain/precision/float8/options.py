@@ -55,13 +55,13 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Resolved options of every matmul of a :class:`~dtrain.precision.float8.linear.Float8Linear`.
+    """Resolved options of every matmul of a ``dtrain.precision.float8.linear.Float8Linear``.
 
     Attributes:
         rowwise: whether each row has its own scale, instead of one scale per tensor.
         grad_dtype: E5M2 or E4M3, the format of the output gradient.
         out_dtype: dtype of the output and of both gradients.
-        emulate: see :func:`dtrain.precision.float8.matmul.multiply`.
+        emulate: see ``dtrain.precision.float8.matmul.multiply``.
         fast_accumulation: affects the forward matmul only.
     """
 
@@ -74,7 +74,7 @@ class Recipe:
 
     @staticmethod
     def of(options: Float8, out_dtype: torch.dtype) -> Recipe:
-        """Returns the recipe of resolved ``options`` (see :func:`resolve_float8`)."""
+        """Returns the recipe of resolved ``options`` (see ``resolve_float8``)."""
         assert isinstance(options.emulate, bool), options
         assert isinstance(options.compile, bool), options
         return Recipe(

@@ -43,8 +43,8 @@ def gradient_products(
 
     Args:
         rows: gradient of the output, [M, N].
-        saved_weight: what :meth:`QuantizedWeight.forward` returned to be saved.
-        columns: what :func:`output_product` returned; None: the weight needs no gradient.
+        saved_weight: what ``QuantizedWeight.forward`` returned to be saved.
+        columns: what ``output_product`` returned; None: the weight needs no gradient.
         to_input: whether the input needs one.
     """
     recipe = quantized.recipe

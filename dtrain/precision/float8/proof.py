@@ -110,7 +110,7 @@ def check_quantize(
 
 
 def check_weights(device: torch.device, *, rowwise: bool) -> str:
-    """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as :func:`check_quantize`."""
+    """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as ``check_quantize``."""
     from dtrain.kernels.float8 import ShardCasts, Transposes, WeightShard, set_scales
 
     for shape in ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3)):

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 class Cache(Enum):
-    """Time for which a :class:`QuantizedWeight` keeps the copies that it casts.
+    """Time for which a ``QuantizedWeight`` keeps the copies that it casts.
 
     Attributes:
         NEVER: it casts in each forward and again in each backward. For weights that are resharded between the two:
             autograd saves the parameter, which the engine unshards again, and no FP8 copy.
         UNTIL_WRITTEN: it casts on first use, and again if the weight is replaced or written to, or after
-            :meth:`QuantizedWeight.invalidate`, which writes need that PyTorch does not count (through ``.data``).
+            ``QuantizedWeight.invalidate``, which writes need that PyTorch does not count (through ``.data``).
     """
 
     NEVER = "never"
@@ -66,7 +66,7 @@ class TransposeSet:
 
 @dataclass(frozen=True, eq=False)
 class Bound:
-    """The weight is stored in FP8 only: its engine casts it, and binds the copies with :meth:`QuantizedWeight.bind`.
+    """The weight is stored in FP8 only: its engine casts it, and binds the copies with ``QuantizedWeight.bind``.
 
     Attributes:
         name: name of the weight.
@@ -87,9 +87,9 @@ class Bound:
 class QuantizedWeight:
     """Provides the weight [N, K] of a Float8Linear as the right operand of its two matmuls with the weight.
 
-    Operands are cached as long as the copies that they are made from, but no longer than until :meth:`invalidate`. A
+    Operands are cached as long as the copies that they are made from, but no longer than until ``invalidate``. A
     forward may pass another weight than the module's own (``torch.func.functional_call``), and a backward may run after
-    :meth:`invalidate`. Operands of copies that are no longer held, or never were, are made on each call and not cached.
+    ``invalidate``. Operands of copies that are no longer held, or never were, are made on each call and not cached.
 
     [Note: one copy] The input gradient sums over the N rows of the weight: dx = g @ (scale * values), with a scale for
     each row, is (g * scale) @ values. So a row-wise copy serves both products if the gradient is multiplied by its
@@ -102,7 +102,7 @@ class QuantizedWeight:
 
     Attributes:
         recipe, cache: see above.
-        key: 0-dim, in host memory; :meth:`of_key` finds the object by it.
+        key: 0-dim, in host memory; ``of_key`` finds the object by it.
     """
 
     def __init__(self, recipe: Recipe, cache: Cache | Bound = Cache.NEVER) -> None:
@@ -125,9 +125,9 @@ class QuantizedWeight:
     # -- the operands ----------------------------------------------------------------------------------------------
 
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Returns the operand for the output, and the tensors that autograd saves for :meth:`backward`.
+        """Returns the operand for the output, and the tensors that autograd saves for ``backward``.
 
-        The operand is [N, K], as :func:`dtrain.precision.float8.matmul.operand` returns it, with its scale.
+        The operand is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale.
         """
         saved: tuple[Tensor, ...]
         if self.cache is Cache.NEVER:
@@ -138,9 +138,9 @@ class QuantizedWeight:
         return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
 
     def stored(self, weight: Tensor) -> list[Tensor]:
-        """Returns the copies of a :class:`Bound` weight that compiled code passes; empty if ``weight`` is cast.
+        """Returns the copies of a ``Bound`` weight that compiled code passes; empty if ``weight`` is cast.
 
-        They are the values and scale for :meth:`stored_operand`, then what :meth:`backward` takes.
+        They are the values and scale for ``stored_operand``, then what ``backward`` takes.
         """
         if not isinstance(self.cache, Bound) or weight is not self.cache.parameter:
             return []
@@ -148,7 +148,7 @@ class QuantizedWeight:
         return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
 
     def saved(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Returns what :meth:`backward` takes for a weight that is not :class:`Bound`."""
+        """Returns what ``backward`` takes for a weight that is not ``Bound``."""
         return (weight,) if self.cache is Cache.NEVER else self._saved(*self.copies(weight))
 
     def _saved(self, rowwise: Quantized, columnwise: Quantized) -> tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class QuantizedWeight:
         return columnwise.values, columnwise.scale
 
     def stored_operand(self, copies: Sequence[Tensor]) -> Quantized:
-        """Returns the operand for the output, as :meth:`forward`, from what :meth:`stored` returned."""
+        """Returns the operand for the output, as ``forward``, from what ``stored`` returned."""
         return Quantized(self._operand(copies[0], transposed=False), copies[1])
 
     def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
@@ -202,7 +202,7 @@ class QuantizedWeight:
     # -- the copies ------------------------------------------------------------------------------------------------
 
     def bind(self, copies: Sequence[Tensor]) -> None:
-        """Reads a :class:`Bound` weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
+        """Reads a ``Bound`` weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
         assert isinstance(self.cache, Bound)
         scales = self.cache.scales if copies else ()
         self._copies = [Quantized(values, scale) for values, scale in zip(copies, scales, strict=True)]
@@ -266,7 +266,7 @@ class QuantizedWeight:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.
 
         A bound weight is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
-        :class:`dtrain.errors.UsageError`, which refers to the parameter. While it is sharded, it is NaN, as the
+        ``dtrain.errors.UsageError``, which refers to the parameter. While it is sharded, it is NaN, as the
         parameter.
         """
         if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:

@@ -27,7 +27,7 @@ class Curve:
 
     Attributes:
         label: in the legend.
-        color: an index into :data:`COLORS`.
+        color: an index into ``COLORS``.
         steps, values: of equal length.
         low, high: bounds of a band at ``steps``; empty: none.
         is_dashed: whether the line is.

@@ -15,7 +15,7 @@ _BOM = "\ufeff"
 
 
 def documents(source: Source, text_key: str) -> Iterator[tuple[str, int]]:
-    """Yields the text of each document and its position for :func:`place`; empty ones too.
+    """Yields the text of each document and its position for ``place``; empty ones too.
 
     Raises:
         DataError: a document is not readable text; the message names file and line or row.

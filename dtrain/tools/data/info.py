@@ -26,7 +26,7 @@ def run(values: Mapping[str, Any]) -> int:
 
 
 def tables(folder: Path, vocab_size: int | None) -> list[Table]:
-    """Returns the tables of a folder; raises as :meth:`TokenShards.open`."""
+    """Returns the tables of a folder; raises as ``TokenShards.open``."""
     manifest_file = folder / MANIFEST
     manifest = (
         ShardManifest.from_bytes(manifest_file.read_bytes(), str(manifest_file)) if manifest_file.is_file() else None

@@ -66,7 +66,7 @@ def resume_or_start(out: Path, job: Mapping[str, Any]) -> None:
     """Records the job, or compares it with the one that was interrupted.
 
     Args:
-        job: options by name, and ``files`` from :func:`describe_files`.
+        job: options by name, and ``files`` from ``describe_files``.
 
     Raises:
         ConfigError: the folder belongs to another job; the message states what differs.

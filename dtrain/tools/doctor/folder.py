@@ -1,7 +1,7 @@
 """Tests whether a folder has what a checkpoint's commit and the lease need, in one process and between two hosts.
 
 The second process, on this host or another one, answers through the folder itself. Names, renames and contents that one
-side has changed must be seen by the other one as :mod:`dtrain.checkpoint.shared_folder` looks for them.
+side has changed must be seen by the other one as ``dtrain.checkpoint.shared_folder`` looks for them.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ def _read(path: Path, limit: int) -> bytes:
 
 
 def answer(path: Path) -> None:
-    """Answers one :func:`check_folder`; raises ``CheckpointError`` if it does not see a change, or not as it should."""
+    """Answers one ``check_folder``; raises ``CheckpointError`` if it does not see a change, or not as it should."""
     probe = path / PROBE
     look = partial(os.lstat, probe)
     status = until_seen(look, probe, "this process", "dtrain doctor folder PATH --other-host creates")

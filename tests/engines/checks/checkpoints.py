@@ -125,7 +125,7 @@ def held_up(name: str = "create") -> Iterator[None]:
 
 
 def contents(path: Path) -> dict[str, str]:
-    """Digests of the tensors in a checkpoint, as :func:`state_digests` gives them of an engine."""
+    """Digests of the tensors in a checkpoint, as ``state_digests`` gives them of an engine."""
     reader = open_newest(path, ALONE)
     return {t.label: digest(reader.read(t.kind, t.name).view(t.shape)) for t in reader.tensors}
 

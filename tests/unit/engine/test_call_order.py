@@ -1,6 +1,6 @@
 """The order of an engine's calls: what is refused has no effect, and what ends a batch early.
 
-A script is a row of words, each a call (see :meth:`Player.call`); ``word!key`` is refused with ``ERRORS[key]``.
+A script is a row of words, each a call (see ``Player.call``); ``word!key`` is refused with ``ERRORS[key]``.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def test_rank_0_names_a_slow_rank_once(clock: list[float], caplog: pytest.LogCap
 
 
 class Device:
-    """A GPU on which each step of :func:`gpu_step` is busy for 15 ms; what the host launches happens later."""
+    """A GPU on which each step of ``gpu_step`` is busy for 15 ms; what the host launches happens later."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.finished = 0.0, 0.0  # ms; until the second the device has come

@@ -25,7 +25,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, family: str, classes: int = 5) -> Path:
-    """Writes a model for :data:`TASK` with weights so large that the classes differ, whose files say BF16."""
+    """Writes a model for ``TASK`` with weights so large that the classes differ, whose files say BF16."""
     import transformers
 
     config = transformers.AutoConfig.for_model(family, **FAMILIES[family], num_labels=classes, image_size=16)

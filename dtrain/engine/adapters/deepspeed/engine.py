@@ -208,7 +208,7 @@ class DeepSpeedEngine(StepEngine):
     def _update(self, scalars: UpdateScalars) -> None:
         """See the base class; waits for the decision, because DeepSpeed would ignore ``found_inf``.
 
-        This is the exception to [Note: the update is always launched] in :mod:`dtrain.engine.step`.
+        This is the exception to [Note: the update is always launched] in ``dtrain.engine.step``.
         """
         if scalars.found_inf.item():
             return

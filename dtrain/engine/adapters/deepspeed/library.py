@@ -68,7 +68,7 @@ def _join(deepspeed: ModuleType) -> None:
 
 
 def start(model: nn.Module, optimizer: torch.optim.Optimizer, config: Mapping[str, Any], device: torch.device) -> Any:
-    """Returns DeepSpeed's engine for ``model``, whose values are equal on all ranks; raises as :func:`load`."""
+    """Returns DeepSpeed's engine for ``model``, whose values are equal on all ranks; raises as ``load``."""
     library = load(device)
     logger = logging.getLogger("DeepSpeed")
     level = logger.level

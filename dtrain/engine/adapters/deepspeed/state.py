@@ -1,7 +1,7 @@
 """The model states in DeepSpeed's optimizers on this rank, by stage: masters, gradients, compute weights.
 
 DeepSpeed concatenates the parameters of each weight-decay class and splits the result among the ranks (stages 1 and 2),
-or splits each parameter (stage 3). Each local tensor becomes a :class:`Partition` with the intervals of parameters in
+or splits each parameter (stage 3). Each local tensor becomes a ``Partition`` with the intervals of parameters in
 it, so that the engine is the same for every optimizer of DeepSpeed.
 """
 

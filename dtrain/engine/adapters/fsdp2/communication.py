@@ -230,7 +230,7 @@ class UnitGradient:
         return weights[0]
 
     def check_slots(self) -> None:
-        """Checks after a reduction that ``fully_shard`` lays the gradients out as :meth:`slots` does.
+        """Checks after a reduction that ``fully_shard`` lays the gradients out as ``slots`` does.
 
         Raises:
             ContractError: its layout differs.

@@ -1,7 +1,7 @@
 """PyTorch's ``fully_shard`` (FSDP2) under dtrain's contract, reduction, vote and update.
 
 ``fully_shard`` unshards weights and calls a reduction when the gradients of a unit are complete. The reduction itself
-is dtrain's (:mod:`dtrain.engine.adapters.fsdp2.communication`), so that sums are weighted and in FP32.
+is dtrain's (``dtrain.engine.adapters.fsdp2.communication``), so that sums are weighted and in FP32.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def plan_units(model: nn.Module, groups: Sequence[ParamGroup], contract: Contrac
 
     Args:
         model: not sharded yet.
-        groups: of :func:`dtrain.parameters.groups.find_groups`.
+        groups: of ``dtrain.parameters.groups.find_groups``.
         contract: the dtype of each parameter.
     """
     modules = {

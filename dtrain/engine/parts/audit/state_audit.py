@@ -83,7 +83,7 @@ class StateAudit(StepPart):
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Keeps a :class:`CorruptionError` of the block, which later calls raise again until a checkpoint is loaded."""
+        """Keeps a ``CorruptionError`` of the block, which later calls raise again until a checkpoint is loaded."""
         try:
             yield
         except CorruptionError as error:
@@ -183,7 +183,7 @@ class StateAudit(StepPart):
         Args:
             written: parameters that the user has written since the record.
             written_hash: hash of what was written; if the ranks differ there, the vote that follows names it.
-            saves: a save follows, which compares what this rank writes with :meth:`expected`.
+            saves: a save follows, which compares what this rank writes with ``expected``.
 
         Raises:
             CorruptionError: the same on every rank.

@@ -82,7 +82,7 @@ class Checkpointer(StepPart):
         asynchronous: bool = False,
         expected: Mapping[tuple[str, str, int], int] | None = None,
     ) -> Path:
-        """Saves the state; ``expected``: fingerprints that intervals must have, as in :class:`Snapshot`."""
+        """Saves the state; ``expected``: fingerprints that intervals must have, as in ``Snapshot``."""
         self.wait()
         names = plain_names(tensor_names(self._states))
         snapshots: list[Snapshot] = []

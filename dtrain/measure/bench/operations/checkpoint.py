@@ -67,7 +67,7 @@ def _measure(bench: CheckpointBenchConfig) -> list[OperationTiming]:
 
 
 def time_sizes(rank: Rank) -> list[OperationTiming]:
-    """Times the saves on one rank; see :func:`time_on_ranks`."""
+    """Times the saves on one rank; see ``time_on_ranks``."""
     bench, folder = from_plain(CheckpointBenchConfig, rank.job["bench"]), Path(rank.job["folder"])
     comm = make_communicator(dist.group.WORLD if bench.ranks > 1 else None, rank.torch_device())
     timings = [timing for size in bench.sizes for timing in _time_size(comm, folder, size * 10**6, bench.rounds)]

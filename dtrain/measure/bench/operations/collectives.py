@@ -47,7 +47,7 @@ def run_collectives_suite(config: BenchSuite[CollectivesBenchConfig], command: s
 
 
 def time_sizes(rank: Rank) -> list[OperationTiming]:
-    """Times the collectives on one rank; see :func:`time_on_ranks`."""
+    """Times the collectives on one rank; see ``time_on_ranks``."""
     bench = from_plain(CollectivesBenchConfig, rank.job["bench"])
     comms = communicators(rank.torch_device())
     timings = [timing for size in bench.sizes for timing in _time_size(comms, size, bench.rounds)]

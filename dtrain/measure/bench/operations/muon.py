@@ -88,7 +88,7 @@ class MuonPhase:
         return torch_sequence(optimizer, self._matrices(self.replica), grads)
 
     def dtrain_step(self) -> Callable[[], None]:
-        """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`MatrixUpdate`."""
+        """Returns the engine's phase on one rank: norm, skip and clip on the device, then ``MatrixUpdate``."""
         whole = UpdateSlice(
             UpdateClass(weight_decay=self.record.weight_decay),
             (0, 0),

@@ -132,7 +132,7 @@ class OptimizerPhase:
         return torch_sequence(_torch_optimizer(self.record, masters, kind), self.replica.split(_PARAMETER), grads)
 
     def _dtrain(self, record: Any, *, norm: bool = True) -> Callable[[], None]:
-        """Returns the engine's phase on one rank: norm, skip and clip on the device, then :class:`FlatUpdate`."""
+        """Returns the engine's phase on one rank: norm, skip and clip on the device, then ``FlatUpdate``."""
         rule = rule_of(record)
         states = tuple(spec.like(self.master) for spec in rule.states)
         update_class = UpdateClass(weight_decay=record.decay)

@@ -22,7 +22,7 @@ from dtrain.tools.tables import plural
 
 @dataclass(frozen=True)
 class Operation:
-    """A function to time; see :class:`OperationTiming` for what it must move and compute."""
+    """A function to time; see ``OperationTiming`` for what it must move and compute."""
 
     run: Callable[[], object]
     nbytes: int

@@ -34,7 +34,7 @@ class Report:
         return "\n\n".join([*self.facts, *(table.markdown() for table in self.tables[:1])])
 
     def print(self) -> None:
-        """Prints all parts: on a terminal with drawn tables, elsewhere as :meth:`markdown`."""
+        """Prints all parts: on a terminal with drawn tables, elsewhere as ``markdown``."""
         print(redact_text("\n\n".join(self.facts)), end="\n\n")
         show(self.tables)
         print(redact_text("\n\n".join(self.notes)), flush=True)

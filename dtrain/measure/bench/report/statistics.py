@@ -26,7 +26,7 @@ def ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
 
 
 def cpu_ratios(result: CaseResult, baseline: CaseResult) -> list[float]:
-    """Returns ``result``'s processor time of a step over ``baseline``'s in each round, as :func:`ratios`."""
+    """Returns ``result``'s processor time of a step over ``baseline``'s in each round, as ``ratios``."""
     pairs = zip(result.rounds, baseline.rounds, strict=False)  # of a run that was ended
     return [median(own.cpu_ms) / median(other.cpu_ms) for own, other in pairs]
 

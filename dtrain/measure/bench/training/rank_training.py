@@ -23,7 +23,7 @@ class RankTraining:
 
     Attributes:
         step: trains on the next batch; returns a function that reads the loss.
-        facts: fields of :class:`Footprint` that only the one that trains knows.
+        facts: fields of ``Footprint`` that only the one that trains knows.
         parts: stopwatches around parts of a step, by name.
         activations: takes one more step; None: they are not measured.
     """

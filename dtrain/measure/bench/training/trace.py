@@ -72,7 +72,7 @@ _VIEWS = re.compile(
 
 
 def kernel_class(name: str) -> str:
-    """Returns one of :data:`CLASSES` for the name of a kernel, or of an operation on a CPU."""
+    """Returns one of ``CLASSES`` for the name of a kernel, or of an operation on a CPU."""
     return next((found for found, pattern in _COMPILED if pattern.search(name)), "other")
 
 

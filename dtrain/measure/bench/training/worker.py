@@ -1,4 +1,4 @@
-"""One rank of a benchmark case, a job of :mod:`dtrain.measure.worker`.
+"""One rank of a benchmark case, a job of ``dtrain.measure.worker``.
 
 The first result comes after the first step: the seconds in which model and engine were built. Then that of
 ``{"steps": n}`` holds times and losses of n steps, and that of ``{"last": bool}`` is a ``Footprint``; after the last
@@ -136,7 +136,7 @@ class RankCase:
 
 
 def serve(rank: Rank) -> Generator[Any, Any, None]:
-    """Serves the requests of :class:`CaseProcesses`; see above."""
+    """Serves the requests of ``CaseProcesses``; see above."""
     job = from_plain(RankJob, rank.job)
     start = time.perf_counter()
     with kept_warnings() as warnings:
