@@ -114,7 +114,9 @@ def texts(output: Any) -> list[str]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@pytest.mark.parametrize(
+    "name", [name if name == "own_loop.py" else pytest.param(name, marks=pytest.mark.exhaustive) for name in NOTEBOOKS]
+)
 def test_a_notebook_shows_what_it_promises(name: str, tmp_path_factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path_factory.mktemp("nb")  # the path of a socket is short
     outputs = [output for cell in run(name, folder, monkeypatch).cells for output in cell.get("outputs", ())]

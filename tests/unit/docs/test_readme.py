@@ -39,7 +39,7 @@ MORE = {
     "train in FP8": (f"{_SHORT} {_SMALL} run_dir=out", "out/summary.json"),
     "know whether it fits": ("", "."),
     "know whether a format is safe": (
-        f"{_SMALL} steps=4 seeds=2 train.micro_batch_size=2 train.global_batch_size=4 run_dir=out",
+        f"{_SMALL} steps=8 seeds=2 train.micro_batch_size=2 train.global_batch_size=4 run_dir=out",
         "out/probe.json",
     ),
     "know why a step was skipped": ("out=out", "out/replay.json"),
@@ -50,6 +50,7 @@ MORE = {
     "export to Hugging Face": ("", "exported/model.safetensors"),
     "track it": (f"{_SHORT} {_SMALL} run_dir=out", "out/wandb"),
 }
+SLOW = ("use nodes of SLURM", "know whether it fits", "train adapters (LoRA)")  # other tests try them in short
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +88,9 @@ def run(rank: int, world: int, folder: Path, words: list[str]) -> int:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wish", MORE)
+@pytest.mark.parametrize(
+    "wish", [pytest.param(wish, marks=pytest.mark.exhaustive) if wish in SLOW else wish for wish in MORE]
+)
 def test_the_command_of_a_wish_runs(wish: str, prepared: Path, tmp_path: Path) -> None:
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True)
     words, (more, file) = shlex.split(WANTED[wish]), MORE[wish]
