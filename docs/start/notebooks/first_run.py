@@ -101,5 +101,5 @@ display(HTML(f'<div><iframe srcdoc="{html.escape(page)}" width="100%" height="60
 # ## What next
 #
 # - The same run without the notebook: `dtrain train experiment=smoke run_dir=runs/first`.
-# - Your own text: `data=text data.path=FOLDER`. Your own model: `model.factory=my_model:build`.
+# - Your own text: `data=text data.files=FOLDER/*.txt`. Your own model: `model.factory=my_model:build`.
 # - The steps in your own hands: `dtrain.Session`, or `dtrain.initialize` in the notebook `own_loop.py`.
