@@ -126,7 +126,7 @@ def test_figures_of_faults_are_the_recorded_ones() -> None:
 
 
 def test_speed_ups_are_those_of_the_stored_results() -> None:
-    peers = {"DDP": "ddp", "FSDP2": "fsdp2_no_reshard", "DeepSpeed": "deepspeed_2"}
+    peers = {"DDP": "ddp", "FSDP2, not resharded": "fsdp2_no_reshard", "DeepSpeed": "deepspeed_2"}
     for name, peer in peers.items():
         stage_2 = [cell(peer, shape).split(", ")[1] for shape in SHAPES]
         assert f"| {name} | {' | '.join(stage_2)} |" in README
