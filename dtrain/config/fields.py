@@ -68,8 +68,8 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def group(kind: type[Any], doc: str = "") -> Any:
-    """A record of keys inside another; its docstring up to the examples documents it unless ``doc`` does."""
-    own = (inspect.getdoc(kind) or "").partition("\n\nExamples:")[0]
+    """A record of keys inside another; its docstring up to attributes or examples documents it unless ``doc`` does."""
+    own = re.split(r"\n\n(?:Attributes|Examples):", inspect.getdoc(kind) or "")[0]
     return field(default_factory=kind, metadata={"doc": doc or own})
 
 
