@@ -60,11 +60,7 @@ class TokensDataConfig(DataConfig):
     """Token shards that `dtrain data tokenize` has written, or those of llm.c or Megatron."""
 
     name: str = option("tokens")
-    path: str = setting(
-        "",
-        "Folder of token shards (required, unless mixture is given) or of images by class, or file of arrays.",
-        is_path=True,
-    )
+    path: str = setting("", "Folder of token shards; required, unless mixture is given.", is_path=True)
     mixture: dict[str, float] = setting(
         {}, "Folders of token shards and their weights, such as {web: 0.7, code: 0.3}.", is_path=True
     )
@@ -72,7 +68,7 @@ class TokensDataConfig(DataConfig):
         None, 1, "Vocabulary of shards of llm.c or Megatron, whose headers lack it; null for those of dtrain."
     )
     validation_path: str | None = setting(
-        None, "Folder or file like path to validate on; null: validation_percent.", is_path=True
+        None, "Folder of token shards to validate on; null: validation_percent.", is_path=True
     )
     documents: str = one_of(
         "mask", "cross", doc="mask: tokens do not see other documents, and loss stops at the border; cross: one stream."

@@ -67,10 +67,10 @@ def default_of(item: Field[Any]) -> Any:
     return item.default_factory() if item.default_factory is not MISSING else item.default
 
 
-def group(kind: type[Any], doc: str = "") -> Any:
-    """A record of keys inside another; its docstring up to the examples documents it unless ``doc`` does."""
-    own = (inspect.getdoc(kind) or "").partition("\n\nExamples:")[0]
-    return field(default_factory=kind, metadata={"doc": doc or own})
+def group(kind: type[Any], base: type[Any] | None = None) -> Any:
+    """A record of keys inside another; the docstring of ``base``, else its own, documents it up to its sections."""
+    doc = re.split(r"\n\n(?:Attributes|Examples):", inspect.getdoc(base or kind) or "")[0]
+    return field(default_factory=kind, metadata={"doc": doc})
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,17 @@ def _merge(by_option: dict[str, Key], options: tuple[str, ...]) -> Key:
     first = next(iter(by_option.values()))
     others = [f"{option}: {key.default}" for option, key in by_option.items() if key.default != first.default]
     default = f"{first.default} ({', '.join(others)})" if others else first.default
-    return Key(first.path, default, first.doc, first.values, options)
+    doc = _joined({option: key.doc for option, key in by_option.items()}, " ")
+    values = _joined({option: key.values for option, key in by_option.items()}, "; ")
+    return Key(first.path, default, doc, values, options)
+
+
+def _joined(texts: dict[str, str], separator: str) -> str:
+    by_text: dict[str, list[str]] = {}
+    for option, text in texts.items():
+        by_text.setdefault(text, []).append(option)
+    named = (f"{', '.join(options)}: {text}" for text, options in by_text.items())
+    return separator.join(by_text if len(by_text) == 1 else named)
 
 
 def _record_keys(record: Any, prefix: str) -> Iterator[Key]:

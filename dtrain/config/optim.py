@@ -184,7 +184,9 @@ class Muon(Optimizer):
     )
     betas: tuple[float, float] = setting((0.9, 0.95), "Decay rates of AdamW's moments, each in [0, 1).")
     eps: float = at_least(1e-8, 0.0, "Term added to AdamW's denominator.")
-    compile: bool | str = one_of("auto", True, False, doc=f"AdamW's part: {_COMPILE}")
+    compile: bool | str = one_of(
+        "auto", True, False, doc="Compile AdamW's part, which takes seconds; auto: on a GPU with a compiler."
+    )
 
     @property
     def for_vectors(self) -> AdamW:

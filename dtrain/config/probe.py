@@ -71,9 +71,9 @@ class ProbeConfig(CheckedRecord):
     train: ProbeBatchConfig = group(ProbeBatchConfig)
     precision: ProbePrecisionConfig = group(ProbePrecisionConfig)
     model: ModelConfig = group(ModelConfig)
-    data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
-    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
-    schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
+    data: DataConfig = group(StdlibDataConfig, DataConfig)
+    optim: OptimKeys = group(OptimConfig, Optimizer)
+    schedule: ScheduleConfig = group(Cosine, ScheduleConfig)
     launch: ProbeLaunchConfig = group(ProbeLaunchConfig)
 
     def _check(self) -> None:

@@ -320,7 +320,7 @@ class ProfileSuite(CheckedRecord, Generic[Bench]):
     seed: int = at_least(0, 0, "Seed of the weights.")
     bench: Bench = group(ProfileBenchConfig)
     model: ModelConfig = group(ModelConfig)
-    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
+    optim: OptimKeys = group(OptimConfig, Optimizer)
 
 
 @dataclass(frozen=True)
@@ -330,8 +330,8 @@ class TrainingSuite(CheckedRecord, Generic[TrainingBench]):
     seed: int = at_least(0, 0, "Seed of weights and samples.")
     bench: TrainingBench = group(BenchConfig)
     model: ModelConfig = group(ModelConfig)
-    data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
-    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
+    data: DataConfig = group(StdlibDataConfig, DataConfig)
+    optim: OptimKeys = group(OptimConfig, Optimizer)
 
 
 @dataclass(frozen=True)
@@ -393,9 +393,9 @@ class ParitySuiteConfig(CheckedRecord):
     engines: EngineSettings = group(EngineSettings)
     precision: PrecisionConfig = group(PrecisionConfig)
     model: ModelConfig = group(ModelConfig)
-    data: DataConfig = group(StdlibDataConfig, DataConfig.__doc__ or "")
-    optim: OptimKeys = group(OptimConfig, Optimizer.__doc__ or "")
-    schedule: ScheduleConfig = group(Cosine, ScheduleConfig.__doc__ or "")
+    data: DataConfig = group(StdlibDataConfig, DataConfig)
+    optim: OptimKeys = group(OptimConfig, Optimizer)
+    schedule: ScheduleConfig = group(Cosine, ScheduleConfig)
 
     def training(self, engine: str) -> RunConfig:
         parity = self.parity
