@@ -7,6 +7,7 @@ so that help and misspelled names are answered at once.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
@@ -73,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:  # this process is the command
         sys.excepthook = _print_without_secrets
+        if {"-h", "--help"} & {*sys.argv}:
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # "| head" ends it without a traceback
     verb, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if verb in ("-h", "--help"):
         print(_usage())

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -56,3 +58,14 @@ def test_documents_have_the_generated_table(name: str, capsys: pytest.CaptureFix
     if (topic := name.split()[-1]) != "records":
         assert main(["doctor", topic]) == 0
         assert TABLES[topic][1]().markdown() in capsys.readouterr().out
+
+
+@pytest.mark.processes
+def test_a_reader_may_end_early() -> None:
+    script = "import sys; from dtrain.__main__ import main; sys.exit(main())"  # what the command runs
+    argv = [sys.executable, "-c", script, "train", "--help"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()  # as head does
+        assert process.stderr.read() == ""
