@@ -81,7 +81,8 @@ sys.path.insert(0, str(folder))
 # ## Probe it
 #
 # Give the keys of your training, above all `optim.lr`. The data is the source text of Python's standard library; with
-# `data=text data.files=FOLDER/*.txt` it is yours. The default of 20 steps and 3 other seeds is enough for a first answer.
+# `data=text data.files=FOLDER/*.txt` it is yours. The default of 20 steps and 3 other seeds is enough for a first
+# answer.
 #
 # How to read the tables:
 #
