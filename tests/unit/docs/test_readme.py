@@ -28,7 +28,7 @@ _SHORT = "train.steps=2 train.micro_batch_size=1 train.global_batch_size=2 train
 _SMALL = "model.num_layers=1 model.hidden_dim=32 model.num_heads=2 model.max_seq_len=32"
 # What each command gets more, so that it ends in seconds, and the file that it has to write.
 MORE = {
-    "train on my own text": (f"{_SHORT} {_SMALL} run_dir=out", "out/summary.json"),
+    "train on my own text": (f"{_SHORT} {_SMALL}", "runs/mine/summary.json"),
     "train a model of Hugging Face": (f"{_SHORT} model.max_seq_len=32 run_dir=out", "out/summary.json"),
     "train adapters (LoRA)": (f"{_SHORT} model.max_seq_len=32 run_dir=out", "out/summary.json"),
     "train on my images": (f"{_SHORT} run_dir=out", "out/summary.json"),
