@@ -140,7 +140,7 @@ class Float8(CheckedRecord):
 
 @dataclass(frozen=True)
 class PrecisionConfig(CheckedRecord):
-    """Formats in which the model computes; masters and states are always FP32. See docs/precision/precision.md."""
+    """Formats in which the model computes. Masters are FP32. See docs/precision/precision.md."""
 
     name: str = one_of("auto", "fp32", "tf32", "bf16", "fp16", "fp8", doc="")
     rules: dict[Any, str] = setting(
