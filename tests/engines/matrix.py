@@ -6,6 +6,7 @@ asserts; what it returns must be equal on all ranks. ``check`` says on which axe
 
 from __future__ import annotations
 
+import importlib
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -188,19 +189,20 @@ def check(
     return register
 
 
-def tiers() -> Iterator[tuple[str, Case, bool]]:
-    """Yields the name of each check with its cases, and whether only an exhaustive run takes the case."""
+def tiers(package: str) -> Iterator[tuple[str, Case, bool]]:
+    """Yields the name of each check of ``package``, its cases, and whether only an exhaustive run takes the case."""
     uses: Counter[Any] = Counter()
     for name, check in CHECKS.items():
+        if not check.run.__module__.startswith(package):
+            continue
         default = covering(check.cases, every_value, uses)
         for place, case in enumerate(covering(check.cases, every_pair, uses, default)):
             yield name, case, place >= len(default)
         uses.update(case.values[0] for case in default)
 
 
-def _run(rank: int, world: int, name: str, case: Case, folder: Path, saved: Any, is_source: bool) -> Any:
-    import tests.engines.checks  # noqa: F401 - registers them, in a resident process too
-
+def _run(rank: int, world: int, module: str, name: str, case: Case, folder: Path, saved: Any, is_source: bool) -> Any:
+    importlib.import_module(module)  # registers it, in a resident process too
     check = CHECKS[name]
     run: Any = check.source if is_source else check.run
     return run(Trial(case, rank, folder, check.variants[case.variant], saved))
@@ -208,12 +210,12 @@ def _run(rank: int, world: int, name: str, case: Case, folder: Path, saved: Any,
 
 def _outcome(check: Check, case: Case) -> Any:
     """What the check returns, on all ranks the same."""
-    name, saved = check.run.__name__, None
+    place, saved = (check.run.__module__, check.run.__name__), None
     with tempfile.TemporaryDirectory() as folder:
         if case.source is not None:
             source = replace(case.source, precision=case.precision, variant=case.variant)
-            saved = run_ranks(source.ranks, _run, name, source, Path(folder), None, True)[0]
-        first, *others = run_ranks(case.ranks, _run, name, case, Path(folder), saved, False)
+            saved = run_ranks(source.ranks, _run, *place, source, Path(folder), None, True)[0]
+        first, *others = run_ranks(case.ranks, _run, *place, case, Path(folder), saved, False)
     for other in others:
         assert first == other, f"the ranks disagree: {_differing(first, other)}"
     return first

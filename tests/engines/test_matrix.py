@@ -9,7 +9,7 @@ from tests.engines.matrix import CHECKS, Case, tiers
 
 CASES = [
     pytest.param(name, case, id=f"{name}-{case}", marks=[pytest.mark.exhaustive] if is_exhaustive else [])
-    for name, case, is_exhaustive in tiers()
+    for name, case, is_exhaustive in tiers("tests.engines")
 ]
 
 
