@@ -34,7 +34,7 @@ NADAM = dtrain.TorchOptimizer(torch.optim.NAdam, lr=3e-3, weight_decay=0.1, grou
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "adamw": {"optimizer": AdamW(lr=3e-3, groups=SLOWER)},
     "adam": {"optimizer": Adam(lr=3e-3, weight_decay=0.01, groups=SLOWER)},
-    "sgd": {"optimizer": SGD(lr=0.3, nesterov=True, weight_decay=0.01, groups=SLOWER)},
+    "sgd": {"optimizer": SGD(lr=0.02, nesterov=True, weight_decay=0.01, groups=SLOWER)},
     "lion": {"optimizer": Lion(lr=1e-3, groups=SLOWER)},
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
