@@ -13,7 +13,19 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 LENGTH, VOCAB = 3, 5
-SMOOTH = ("linear", "mlp", "layer_norm", "rms_norm", "conv", "attention", "gru", "scale", "buffer", "recomputed")
+SMOOTH = (
+    "linear",
+    "linear",
+    "mlp",
+    "layer_norm",
+    "rms_norm",
+    "conv",
+    "attention",
+    "gru",
+    "scale",
+    "buffer",
+    "recomputed",
+)
 """Kinds whose gradients change little with a rounded input."""
 KINDS = (*SMOOTH, "lstm", "experts", "weight_norm", "nested")
 
