@@ -104,14 +104,14 @@ class _Piped(nn.Module):
             self.factor = nn.Parameter(torch.rand(() if inner == 1 else dim) + 0.5)
         elif kind == "buffer":
             self.register_buffer("shift", torch.rand(dim, dtype=torch.float64))
-            self.register_buffer("count", torch.tensor([inner]), persistent=inner > 1)
+            self.register_buffer("sign", torch.tensor([-1 if inner == 1 else 1]), persistent=inner > 1)
 
     def forward(self, x: Tensor, use: int) -> Tensor:
         kind = self.kind
         if kind == "scale":
             return x * self.factor
         if kind == "buffer":
-            return x + self.shift.to(x.dtype) * self.count
+            return x + self.shift.to(x.dtype) * self.sign
         if kind == "recomputed":
             return x + torch.tanh(checkpoint(self.layer, x, use_reentrant=False))
         if kind == "conv":
