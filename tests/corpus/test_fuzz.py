@@ -5,13 +5,20 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.corpus.fuzz.cases import FuzzCase, cases
+from tests.corpus.fuzz.cases import FuzzCase, Place, cases
+from tests.corpus.fuzz.models import Model
 from tests.corpus.fuzz.plants import PLANTS
 from tests.corpus.fuzz.run import difference
 
 pytestmark = pytest.mark.processes
 CASES, CHUNKS, PLANTED = 2_000, 8, 300
 _DRAWN = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+DIFFERED = {
+    "a BF16 model in FP32 with deepspeed": FuzzCase(Model(dtype="bfloat16"), places=(Place("deepspeed", 2),)),
+}
+"""Cases that the fuzz has found, made small."""
 
 
 class Found(AssertionError):
@@ -22,6 +29,11 @@ class Found(AssertionError):
 @given(cases())
 def test_some_cases_train_as_in_plain_torch(case: FuzzCase) -> None:
     assert not difference(case)
+
+
+@pytest.mark.parametrize("name", DIFFERED)
+def test_cases_that_differed_no_longer_do(name: str) -> None:
+    assert not difference(DIFFERED[name])
 
 
 @pytest.mark.exhaustive

@@ -69,12 +69,14 @@ class DeepSpeedEngine(StepEngine):
         stage = self.options.zero_stage
         self.forward_communicates = stage == 3
         self.library_config = deepspeed_config.generate(request)
-        for parameter in model.parameters():
-            # DeepSpeed supports row-major parameters only; contiguous() misses strides of dimensions of size 1
-            parameter.data = parameter.data.reshape(-1).view(parameter.shape)
+        dtypes, numbers = self.contract.replica_dtypes, states.plan.numbers
+        for name, parameter in model.named_parameters():
+            # DeepSpeed casts none to FP32, and supports row-major parameters only; contiguous() misses strides of
+            # dimensions of size 1
+            data = parameter.data.float() if dtypes[name] == torch.float32 else parameter.data
+            parameter.data = data.reshape(-1).view(parameter.shape)
         # before DeepSpeed rounds the weights and makes its masters from the rounded ones
         originals = self._originals(trained)
-        dtypes, numbers = self.contract.replica_dtypes, states.plan.numbers
         specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], numbers[name]) for name, p in trained.items()}
         self._order: list[int] = []  # numbers of this micro-batch's gradients in the order of backward
         self._record_gradients(trained)
