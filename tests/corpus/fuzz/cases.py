@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +15,24 @@ PLACES = [*[("native", stage) for stage in (0, 1, 2, 3) * 2], ("fsdp2", 2), ("fs
 SLOW = [("deepspeed", stage) for stage in (0, 1, 2, 3)]  # ten times as slow to start
 
 
+OPTIONS: list[tuple[str, Any]] = [("reproducible", True), ("offload", "cpu")]
+SHARDED: list[tuple[str, Any]] = [("prefetch", 0), ("prefetch", 2), ("reshard_after_forward", False)]
+"""Options of ``native``, and those of its stage 3."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """Where a case trains, with the number of its steps there; the next place loads what it has saved."""
+    """Where a case trains, with the number of its steps there; the next place loads what it has saved.
+
+    Attributes:
+        options: of the engine's record.
+    """
 
     engine: str = "native"
     stage: int = 0
     ranks: int = 1
     steps: int = 1
+    options: tuple[tuple[str, Any], ...] = ()
 
     @property
     def shares_modules(self) -> bool:
@@ -96,17 +107,20 @@ def _steps(draw: Any, shares_modules: bool, is_smooth: bool) -> Step:
 
 
 @st.composite
+def _places(draw: Any, kinds: Sequence[tuple[str, int]]) -> Place:
+    engine, stage = draw(st.sampled_from(kinds))
+    options: tuple[tuple[str, Any], ...] = ()
+    if engine == "native" and draw(st.booleans()):
+        options = (draw(st.sampled_from(OPTIONS + SHARDED * (stage == 3))),)
+    return Place(engine, stage, draw(st.sampled_from((1, 2))), draw(st.integers(1, 2)), options)
+
+
+@st.composite
 def cases(draw: Any, precisions: tuple[str, ...] = ("fp32", "fp32", "fp32", "bf16", "fp8")) -> FuzzCase:
     """Draws a case; the simplest is one Linear for one step on one rank of ``native``."""
     precision = draw(st.sampled_from(precisions))
     kinds = PLACES if precision == "fp8" or draw(st.integers(0, 7)) else SLOW
-    place = st.builds(
-        lambda kind, **sizes: Place(*kind, **sizes),
-        st.sampled_from(kinds),
-        ranks=st.sampled_from((1, 2)),
-        steps=st.integers(1, 2),
-    )
-    places = tuple(draw(st.lists(place, min_size=1, max_size=2)))
+    places = tuple(draw(st.lists(_places(kinds), min_size=1, max_size=2)))
     shares_modules = any(place.shares_modules for place in places)
     steps = _steps(shares_modules, True)
     loop = Loop(
@@ -121,9 +135,22 @@ def cases(draw: Any, precisions: tuple[str, ...] = ("fp32", "fp32", "fp32", "bf1
 
 
 def _made_possible(case: FuzzCase) -> FuzzCase:
-    """Takes out what is documented as impossible, so that few cases are refused."""
+    """Takes out what dtrain refuses by name, so that an error is a finding."""
     steps = [
         replace(step, before="write") if step.before == "write in place" and not case.takes_writes(index) else step
         for index, step in enumerate(case.loop.steps)
     ]
-    return replace(case, loop=replace(case.loop, steps=tuple(steps)))
+    places = [
+        replace(place, options=()) if place.options == (OPTIONS[1],) and not _offloads(case, place) else place
+        for place in case.places
+    ]
+    case = replace(case, loop=replace(case.loop, steps=tuple(steps)), places=tuple(places))
+    if any((place.engine, place.stage) == ("deepspeed", 3) for place in places):
+        # neither parameters without dimensions nor without elements
+        parts = [replace(part, inner=3) if part.kind == "scale" else part for part in case.model.parts]
+        return replace(case, model=replace(case.model, parts=tuple(parts), unused=False))
+    return case
+
+
+def _offloads(case: FuzzCase, place: Place) -> bool:
+    return place.stage > 0 and case.precision != "fp8"

@@ -50,7 +50,8 @@ def _train(rank: int, world: int, case: FuzzCase, number: int, steps: range, fol
     place = case.places[number]
     with PLANTS[plant]() if plant else nullcontext():
         # another place begins with other weights, which its load must replace
-        engine = start(case.model, case.loop, case.precision, number, place.engine, place.stage)
+        options = dict(place.options)
+        engine = start(case.model, case.loop, case.precision, number, place.engine, place.stage, **options)
         if number:
             engine.load(folder / "saved")
         found = by_engine(engine, case.model, case.loop, steps, folder)

@@ -342,10 +342,11 @@ class DeepSpeedStates(ModelStates):
 
 def _check_model(request: EngineRequest) -> None:
     model, stage = request.model, request.step.zero_stage
-    scalar = next((name for name, p in model.named_parameters() if not p.dim()), None)
-    if stage == 3 and scalar is not None:
+    odd = next((name for name, p in model.named_parameters() if not p.dim() or not p.numel()), None)
+    if stage == 3 and odd is not None:
+        lacks = "elements" if model.get_parameter(odd).dim() else "dimensions"
         raise ModelError(
-            f"'{scalar}' has no dimensions, and DeepSpeed's stage 3 fails on such a parameter; give it the shape [1], "
+            f"'{odd}' has no {lacks}, and DeepSpeed's stage 3 fails on such a parameter; give it the shape [1], "
             f"or use zero_stage=2 or engine=native"
         )
     for name, module in model.named_modules():

@@ -62,10 +62,11 @@ def one_rank(rank: int, world: int, extensions: str) -> None:
     assert not os.path.isdir(extensions) or os.listdir(extensions) == [], "nothing is compiled on a CPU"
     disconnect()  # as between the runs of a Hydra sweep
     assert all(step(start(zero_stage=s, precision="bf16"), "mlp", [0]).applied for s in range(4))
-    scalar = nn.Module()
-    scalar.scale = nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ModelError, match="'scale' has no dimensions"):
-        start(scalar, zero_stage=3)
+    for lacks, values in {"dimensions": torch.tensor(1.0), "elements": torch.empty(0, 2)}.items():
+        odd = nn.Module()
+        odd.scale = nn.Parameter(values)
+        with pytest.raises(ModelError, match=f"'scale' has no {lacks}"):
+            start(odd, zero_stage=3)
     engine, entry = start(zero_stage=2), make("mlp")
     for index in engine.accumulate([0, 1]):
         loss = entry.loss(engine, entry.batch(index))
