@@ -280,6 +280,10 @@ class _Sharded(ZeroState):
                 offset += size
             yield Partition(master, tuple(found), self.specs[id(parameters[0])].update_class)
 
+    def begin_backward(self) -> None:
+        # DeepSpeed's own call is in its forward: of several backwards after the last forward, each overwrote the others
+        self.optimizer.clear_backward_seen_flag()
+
     def reduce(self) -> None:
         # as at stage 2
         optimizer = self.optimizer
