@@ -81,10 +81,10 @@ def tied_weights_are_those_of_their_partner_after_save_and_load(trial: Trial) ->
     saving, loading = start(trial, build()), start(trial, build(seed=1))
     step_of(saving, batch(0))
     loading.load(saving.save(trial.folder))
-    masters = loading.master_state()
-    plain = build()
+    saved, masters, plain = saving.master_state(), loading.master_state(), build()
     if masters:
         assert "tied.weight" not in masters
+        assert torch.equal(masters["back.weight"], saved["back.weight"])
         plain.load_state_dict(masters, strict=False)
         assert torch.equal(plain.get_submodule("tied").weight, masters["back.weight"])
     with loading.full_model() as whole:
@@ -104,7 +104,7 @@ def training_goes_on_from_weights_that_are_loaded_into_the_engine(trial: Trial) 
     engine, loaded = start(trial, build()), build(seed=1)
     with engine.modify_weights():
         engine.module.load_state_dict(loaded.state_dict())
-    oracle, before = Oracle(loaded, optimizer=SETTINGS), None
+    oracle = Oracle(loaded, optimizer=SETTINGS)
     if masters := engine.master_state():
         assert all(torch.equal(value, loaded.get_parameter(name)) for name, value in masters.items())
     before = oracle.masters()
