@@ -55,7 +55,7 @@ class Capabilities:
         weights: dtype of the weights that a forward reads, for people.
         held: the same for ``dtrain.precision.contract.resolve``.
         accumulation: where the gradients of micro-batches are summed; the sums are FP32 in every engine.
-        weighting: what a micro-batch's weight multiplies, in FP32.
+        weighting: what a micro-batch's weight multiplies; in FP32 unless it says another dtype.
         torch: the oldest PyTorch that it runs on.
         package: a package that it needs besides PyTorch.
         supported: supported values by key; a key that is absent takes every value of ``SETTINGS``.
@@ -142,7 +142,7 @@ CAPABILITIES: dict[str, Capabilities] = {
         weights="compute dtype, norms compute in FP32; stage 0: FP32, cast by autocast",
         held="compute",
         accumulation="stages 0, 1: on each rank; 2, 3: over the ranks, each micro-batch",
-        weighting="the loss",
+        weighting="gradients, in the weights' dtype",
         package="deepspeed",
         supported={
             "compile": _FUSED_UPDATE,

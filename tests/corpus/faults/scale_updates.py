@@ -172,13 +172,8 @@ class Balanced(nn.Module):
     precisions=("fp32", "bf16"),
 )
 def a_side_loss_that_enters_in_the_backward_is_averaged_as_the_loss(trial: Trial) -> None:
-    """With unequal weights too, except under DeepSpeed, where the weight multiplies the loss that enters a backward.
-
-    A gradient that does not depend on the loss then goes without its weight, which nothing in a backward shows.
-    """
     draw = torch.Generator().manual_seed(1)
-    weights = [1.0 if trial.case.engine == "deepspeed" else 1.0 + i for i in range(6)]
-    steps: Steps = [[({"x": torch.randn(3, 4, generator=draw)}, weight) for weight in weights] for _ in range(2)]
+    steps: Steps = [[({"x": torch.randn(3, 4, generator=draw)}, 1.0 + i) for i in range(6)] for _ in range(2)]
     follows_oracle(trial, lambda: seeded(Balanced), steps)
 
 

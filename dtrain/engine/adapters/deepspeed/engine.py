@@ -54,8 +54,8 @@ def build(request: EngineRequest) -> Engine:
 class DeepSpeedEngine(StepEngine):
     """The step over DeepSpeed's engine.
 
-    A micro-batch's weight multiplies its loss, in FP32, because DeepSpeed has no hook between backward and reduction
-    that could multiply the gradient. So large weights reduce the usable range of FP16.
+    A micro-batch's weight multiplies each gradient in the dtype of its parameter, by a hook before those of DeepSpeed
+    that reduce. So large weights reduce the usable range of FP16.
     """
 
     name = "deepspeed"
@@ -79,6 +79,7 @@ class DeepSpeedEngine(StepEngine):
         originals = self._originals(trained)
         specs = {id(p): ParamSpec(name, tuple(p.shape), dtypes[name], numbers[name]) for name, p in trained.items()}
         self._order: list[int] = []  # numbers of this micro-batch's gradients in the order of backward
+        self._weight: Weight  # of this micro-batch
         self._record_gradients(trained)
         self._is_finished = self._has_stepped = False  # of the step under way
         self._reduce_dtype_check: ReduceDtypeCheck | None = None  # until the first step is done
@@ -111,14 +112,16 @@ class DeepSpeedEngine(StepEngine):
         return (Phase.DATA,) if self.options.zero_stage == 3 else (Phase.DATA, Phase.FORWARD)
 
     def _record_gradients(self, trained: Mapping[str, nn.Parameter]) -> None:
-        def record(number: int, grad: Tensor | None) -> None:
+        def record(number: int, grad: Tensor | None) -> Tensor | None:
             if running_engine() is not self:
                 self._refuse(self._backward_names[number])
             self._order.append(number)
             if grad is None:  # a backward of the user's own has returned None
-                return
+                return None
             self.monitor.receive(number)
-            self.monitor.record_magnitude(number, grad)
+            weighted = grad if self._weight.is_one else grad * self._weight.value
+            self.monitor.record_magnitude(number, weighted)
+            return weighted
 
         def record_finiteness(number: int, parameter: Tensor) -> None:
             if parameter.grad is not None:
@@ -164,8 +167,9 @@ class DeepSpeedEngine(StepEngine):
         self._deepspeed.set_gradient_accumulation_boundary(self._batch.current.is_last)
         self._order.clear()
         self._zero.begin_backward()
+        self._weight = weight
         with self._observed():
-            self._run_backward(scaled if weight.is_one else scaled * weight.value)
+            self._run_backward(scaled)
         if self._zero.reduces_each:
             # DeepSpeed fills its buckets in this order; gloo would sum two different orders silently
             order = zlib.crc32(repr(self._order).encode())
