@@ -50,7 +50,9 @@ class Tied(nn.Module):
 def all_rows_of_a_tied_weight_are_updated_on_uneven_ranks(trial: Trial) -> None:
     draw = torch.Generator().manual_seed(1)
     steps = [[({"tokens": torch.randint(7, (2, 4), generator=draw)}, 1.0) for _ in range(6)] for _ in range(3)]
-    units = {"sharding_units": ["embedding", "head"]} if trial.case.engine in ("native", "fsdp2") else {}
+    units: dict[str, Any] = (
+        {"sharding_units": ["embedding", "head"]} if trial.case.engine in ("native", "fsdp2") else {}
+    )
     follows_oracle(trial, lambda: seeded(Tied), steps, **units)
 
 
@@ -65,7 +67,7 @@ class Recycled(nn.Module):
         with torch.no_grad():
             h = torch.tanh(self.block(torch.tanh(self.first(x))))
         h = torch.tanh(self.block(h + self.first(x)))
-        return self.head(h).float().square().mean()
+        return self.head(h).float().square().mean()  # type: ignore[no-any-return]
 
 
 @fault(
@@ -87,7 +89,7 @@ class Routed(nn.Module):
         self.heads = nn.ModuleList([nn.Linear(7, 3), nn.Linear(7, 3)])
 
     def forward(self, x: Tensor, head: int) -> Tensor:
-        return self.heads[head](torch.tanh(self.body(x))).float().square().mean()
+        return self.heads[head](torch.tanh(self.body(x))).float().square().mean()  # type: ignore[no-any-return]
 
 
 @fault(

@@ -27,7 +27,7 @@ class Averaging(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             self.mean = 0.75 * self.mean + 0.25 * x.detach().mean(0)
-        return self.linear(x - self.mean).float().square().mean()
+        return self.linear(x - self.mean).float().square().mean()  # type: ignore[no-any-return]
 
 
 @fault(
@@ -137,7 +137,8 @@ def an_infinity_among_offloaded_gradients_stops_all_ranks(trial: Trial) -> str |
     bad = [({**micro_batch, "factor": math.inf if i == 5 else 1.0}, w) for i, (micro_batch, w) in enumerate(second)]
     outcome = step_of(engine, bad)
     after = engine.master_state()
-    assert not outcome.applied and math.isfinite(outcome.loss)
+    assert not outcome.applied
+    assert math.isfinite(outcome.loss)
     assert all(torch.equal(after[name], masters[name]) for name in masters)
     assert step_of(engine, second).applied
-    return outcome.reason  # type: ignore[no-any-return]
+    return outcome.reason
