@@ -50,9 +50,8 @@ class Tied(nn.Module):
 def all_rows_of_a_tied_weight_are_updated_on_uneven_ranks(trial: Trial) -> None:
     draw = torch.Generator().manual_seed(1)
     steps = [[({"tokens": torch.randint(7, (2, 4), generator=draw)}, 1.0) for _ in range(6)] for _ in range(3)]
-    units: dict[str, Any] = (
-        {"sharding_units": ["embedding", "head"]} if trial.case.engine in ("native", "fsdp2") else {}
-    )
+    has_units = trial.case.engine in ("native", "fsdp2")
+    units: dict[str, Any] = {"sharding_units": ["embedding", "head"]} if has_units else {}
     follows_oracle(trial, lambda: seeded(Tied), steps, **units)
 
 
