@@ -117,7 +117,7 @@ class Normalized(nn.Module):
 @fault(
     "huggingface/peft#1732",
     "Running statistics in a frozen base model move in training and are not saved; a loaded model gives other outputs.",
-    peers="PEFT before 0.12",
+    peers="PEFT",
 )
 def running_statistics_of_frozen_layers_are_saved(trial: Trial) -> None:
     first, second = start(trial, seeded(Normalized)), start(trial, seeded(Normalized))
