@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from tests.corpus.faults.loops_beside import seeded
 from tests.corpus.rows import fault
 from tests.corpus.training import start
 from tests.engines.matrix import Trial
+from tests.helpers.oracle import assert_close_to_largest
 
 SEED, SAMPLES, STEP = 3, 10, 6  # an epoch is no whole number of steps
 
@@ -76,8 +78,9 @@ def resumed(trial: Trial, build: Callable[[], nn.Module], num_steps: int) -> tup
 def a_resume_within_the_second_epoch_goes_on_with_its_order(trial: Trial) -> None:
     first, second = resumed(trial, Dropped, num_steps=2)
     assert second.data_cursor == 12
-    seen, losses = train(first, 2)
-    assert (seen, losses) == train(second, 2)
+    (seen, losses), (seen_again, losses_again) = train(first, 2), train(second, 2)
+    assert seen == seen_again
+    assert losses == pytest.approx(losses_again, rel=1e-5)
     source = Numbers()
     order = BatchLoader(source, SEED, 1, STEP)
     for _ in range(5):
@@ -94,12 +97,13 @@ def a_resume_within_the_second_epoch_goes_on_with_its_order(trial: Trial) -> Non
     peers="transformers before 4.19",
 )
 def dropout_goes_on_after_a_resume_as_if_nothing_had_been(trial: Trial) -> None:
+    """Up to rounding: with ``ddp`` a new engine sums its first step over three ranks in another order."""
     first, second = resumed(trial, lambda: Dropped(0.5), num_steps=1)
     torch.manual_seed(7)  # the loop's own random state is another after a restart
     (_, losses), before = train(first, 2), first.master_state()
     torch.manual_seed(8)
-    assert losses == train(second, 2)[1]
-    assert all(torch.equal(master, before[name]) for name, master in second.master_state().items())
+    assert losses == pytest.approx(train(second, 2)[1], rel=1e-5)
+    assert_close_to_largest(second.master_state(), before, 1e-5)
 
 
 class Normalized(nn.Module):
