@@ -177,6 +177,7 @@ class BetweenSteps:
                 with suppress(CorruptionError), self.parts.audit.noting():
                     self.parts.checkpointer.wait()
                 extra = self.parts.checkpointer.load(directory)
+                self._batch.current.num_stale = self._batch.current.num_forwards
                 self.states.refresh()  # only now: compute weights follow from the masters and the restored state
                 self._check_contract()
         logger.info(f"loaded step {self._run.attempted_steps} ({self._run.applied_steps} applied)")
@@ -247,6 +248,7 @@ class BetweenSteps:
         with self.comm.schedule.method("modify_weights"):
             with self.parts.written.modified(patterns):
                 yield
+            self._batch.current.num_stale = self._batch.current.num_forwards
             self.parts.audit.renew()
             self.parts.statistics.forget()  # the user may have written them too
 

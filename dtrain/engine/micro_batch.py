@@ -29,12 +29,14 @@ class MicroBatch:
         state: ``unmarked``, if the caller marks no micro-batches, so that a step has one; ``open`` inside
             ``engine.micro_batch``; ``closed`` after it; ``over`` if none can follow it in this step.
         num_forwards: forwards of it in training mode so far.
+        num_stale: those of them before the last write or load of weights.
     """
 
     number: int = 0
     is_last: bool = True
     state: Literal["unmarked", "open", "closed", "over"] = "unmarked"
     num_forwards: int = 0
+    num_stale: int = 0
 
     def following(self, *, is_last: bool, has_backward: bool) -> MicroBatch:
         """Returns the micro-batch after this one, open.
@@ -67,7 +69,12 @@ class MicroBatch:
         return MicroBatch(0, is_last, "open", self.num_forwards)
 
     def require_open(self) -> None:
-        """Raises ``UsageError`` if a backward now would belong to no micro-batch."""
+        """Raises ``UsageError`` if a backward now would belong to no micro-batch, or to weights that are gone."""
+        if self.num_forwards and self.num_forwards == self.num_stale:
+            raise UsageError(
+                "engine.backward of a forward before engine.modify_weights or engine.load, whose weights are gone; run "
+                "the forward again"
+            )
         if self.state in ("closed", "over"):
             raise UsageError(
                 f"engine.backward outside a micro-batch, after micro-batch {self.number}; put every backward of a step "

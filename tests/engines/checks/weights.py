@@ -70,6 +70,24 @@ def has_placeholders(case: Case) -> bool:
     return case.stage == 3 and (case.engine == "deepspeed" or (case.engine == "native" and case.ranks > 1))
 
 
+@check(ranks=(2, 1))
+def a_backward_of_a_forward_before_a_write_is_refused(trial: Trial) -> None:
+    """Its weights are gone, and an engine that gathers in backward would take the new ones without a word."""
+    engine = trial.start()
+    engine.save(trial.folder)
+    for write in (lambda: _halve(engine), lambda: engine.load(trial.folder)):
+        loss = engine(tokens=batch(engine.rank))
+        write()
+        with pytest.raises(UsageError, match="of a forward before engine"):
+            engine.backward(loss)
+        assert train_step(engine, trial.ranks).applied
+
+
+def _halve(engine: StepEngine) -> None:
+    with engine.modify_weights():
+        engine.module.scale.mul_(0.5)
+
+
 @check(
     ranks=(2, 1),
     variants={"in_place": {}, "modify_weights": {}},
