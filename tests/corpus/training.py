@@ -26,9 +26,7 @@ def loss_of_model(model: Callable[..., Any], micro_batch: MicroBatch) -> Tensor:
 
 def start(trial: Trial, model: nn.Module, **options: Any) -> Any:
     """The engine of the trial with AdamW of ``SETTINGS`` and without clipping, unless ``options`` say otherwise."""
-    optimizer = dtrain.AdamW(
-        lr=SETTINGS.lr, eps=SETTINGS.eps, betas=SETTINGS.betas, weight_decay=SETTINGS.weight_decay
-    )
+    optimizer = dtrain.AdamW(lr=SETTINGS.lr, eps=SETTINGS.eps, betas=SETTINGS.betas, weight_decay=SETTINGS.weight_decay)
     return trial.engine(model, **{"optimizer": optimizer, "max_grad_norm": None, **trial.options, **options})
 
 
