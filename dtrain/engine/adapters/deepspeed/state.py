@@ -280,6 +280,10 @@ class _Sharded(ZeroState):
                 offset += size
             yield Partition(master, tuple(found), self.specs[id(parameters[0])].update_class)
 
+    def begin_backward(self) -> None:
+        # only a forward counts the backward before it, so two in a row would leave the second's gradients alone
+        self.optimizer.clear_backward_seen_flag()
+
     def reduce(self) -> None:
         # as at stage 2
         optimizer = self.optimizer
