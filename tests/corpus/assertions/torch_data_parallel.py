@@ -53,7 +53,7 @@ def groups_of_a_sharded_optimizer_have_their_own_weight_decay(trial: Trial) -> N
 )
 def a_loaded_momentum_goes_on_from_its_value(trial: Trial) -> None:
     sgd = dtrain.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)
-    engine, other = dot_engine(trial, torch.ones(3), optimizer=sgd), dot_engine(trial, optimizer=sgd)
+    engine = dot_engine(trial, torch.ones(3), optimizer=sgd)
     assert step_on(engine, [torch.ones(3)] * trial.ranks).applied
     expect_weight(engine, torch.full((3,), 0.9))
     folder = engine.save(trial.folder)
