@@ -102,13 +102,13 @@ def without_a_setting_gradients_are_clipped_at_norm_one(trial: Trial) -> None:
     "Weights that only the first rank has initialized are those of all ranks from the first forward on.",
 )
 def all_ranks_start_from_the_weights_of_the_first(trial: Trial) -> None:
-    initial = torch.arange(7.0) / 8 if trial.rank == 0 else torch.full((7,), -9.0)
-    engine = dot_engine(trial, initial)
+    size = 4099  # more than a shard of native, whose first rank would own fewer elements alone
+    engine = dot_engine(trial, torch.full((size,), 0.5 if trial.rank == 0 else -9.0))
     for number in range(3):
         with engine.eval():
-            assert engine(torch.ones(7)).item() == sum(range(7)) / 8 - 7 * number
-        assert step_on(engine, [torch.ones(7)] * 2 * trial.ranks).applied
-    expect_weight(engine, torch.arange(7.0) / 8 - 3, rtol=0)
+            assert engine(torch.ones(size)).item() == (0.5 - number) * size
+        assert step_on(engine, [torch.ones(size)] * 2 * trial.ranks).applied
+    expect_weight(engine, torch.full((size,), -2.5), rtol=0)
 
 
 @assertion(
