@@ -1,0 +1,111 @@
+"""DeepSpeed's tests of loss scales and dtypes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.errors import UsageError
+from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, TESTS, X, dot_engine, expect_weight, step_on
+from tests.corpus.rows import assertion
+from tests.corpus.training import step_of
+from tests.engines.helpers import held, same
+from tests.engines.matrix import Trial
+
+SCALES = f"{TESTS}/runtime/half_precision/test_dynamic_loss_scale.py::TestFused"
+
+
+@assertion(
+    f"{SCALES}::test_no_overflow",
+    "A dynamic loss scale doubles after each window of two steps without an overflow, and only then.",
+    precisions=("fp16", "fp32"),
+)
+def a_loss_scale_doubles_after_each_clean_window_and_moves_no_weight(trial: Trial) -> None:
+    engine = dot_engine(trial, loss_scale=dtrain.LossScale("dynamic", init=256.0, growth_interval=2))
+    for number, scale in enumerate((256, 256, 512, 512), 1):
+        assert step_on(engine, [X] * 6).loss_scale == scale
+        expect_weight(engine, -number * X)  # each gradient is divided by the scale that multiplied it
+    assert engine.loss_scale.scale == 1024
+
+
+@assertion(
+    f"{SCALES}::test_all_overflow",
+    "Each overflow halves the dynamic loss scale, whether it is Inf, -Inf or NaN, down to the minimum and not below.",
+    precisions=("fp16", "fp32"),
+)
+def every_kind_of_overflow_halves_the_loss_scale_down_to_its_minimum(trial: Trial) -> None:
+    engine = dot_engine(trial, X, loss_scale=dtrain.LossScale("dynamic", init=4.0, growth_interval=2, min=1.0))
+    before = held(engine)
+    for factor, scale in ((math.inf, 2), (-math.inf, 1), (math.nan, 1), (math.inf, 1)):
+        outcome = step_on(engine, [X] * trial.ranks, factor)
+        assert (outcome.applied, outcome.reason) == (False, "overflow")
+        assert engine.loss_scale.scale == scale
+    assert same(held(engine), before)
+
+
+@assertion(
+    f"{SCALES}::test_some_overflow",
+    "After overflows the loss scale grows again only when a whole window is clean, and the next overflow halves it.",
+    precisions=("fp16", "fp32"),
+)
+def an_overflow_restarts_the_window_of_the_loss_scale(trial: Trial) -> None:
+    engine = dot_engine(trial, loss_scale=dtrain.LossScale("dynamic", init=256.0, growth_interval=2))
+    for factor, scale in ((1, 256), (math.inf, 128), (1, 128), (1, 256), (math.nan, 128)):
+        step_on(engine, [X] * trial.ranks, factor)
+        assert engine.loss_scale.scale == scale
+    expect_weight(engine, -3 * X)
+
+
+@assertion(
+    f"{TESTS}/v1/zero/test_zero_user_backward.py::TestZeroUserBackwardWithScale::"
+    "test_error_when_backward_without_scale_fp16",
+    "A backward that passes by the loss scale raises an error instead of giving unscaled gradients.",
+    precisions=("fp16", "fp32"),
+)
+def a_backward_past_the_loss_scale_is_an_error(trial: Trial) -> None:
+    engine = dot_engine(trial, loss_scale=dtrain.LossScale("dynamic", init=256.0))
+    with pytest.raises(UsageError, match="backward"):
+        engine(X).backward()
+
+
+class Rotary(nn.Module):
+    """A layer whose output is multiplied by a constant that BF16 and FP16 would round."""
+
+    inverse: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5, bias=False)
+        self.register_buffer("inverse", constant())
+        self.seen: set[torch.dtype] = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add(self.inverse.dtype)
+        return (self.layer(x).float() * self.inverse).sum()
+
+
+def constant() -> Tensor:
+    return 10000 ** (-torch.arange(5.0) / 5)
+
+
+@assertion(
+    f"{TESTS}/v1/half_precision/test_mixed_precision_dtype.py::TestMixedPrecisionDtypeEndToEnd::"
+    "test_buffer_preserved_by_default",
+    "Where weights become BF16, a buffer of FP32 stays FP32.",
+    precisions=("bf16", "fp16"),
+)
+def a_buffer_of_fp32_keeps_its_bits_beside_reduced_weights(trial: Trial) -> None:
+    """Its values decide the output, which is exact as long as they are not rounded."""
+    model = Rotary()
+    nn.init.ones_(model.layer.weight)
+    engine = trial.engine(model, optimizer=PLAIN_SGD, max_grad_norm=None, loss_scale=1.0)
+    with engine.eval():
+        assert engine(torch.ones(5)).item() == (torch.full((5,), 5.0) * constant()).sum().item()
+    assert step_of(engine, [({"x": torch.ones(5)}, 1.0)] * trial.ranks).applied
+    assert engine.module.seen == {torch.float32}
+    assert engine.module.inverse.dtype == torch.float32
+    assert torch.equal(engine.module.inverse, constant())

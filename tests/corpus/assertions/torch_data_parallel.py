@@ -1,0 +1,138 @@
+"""Assertions of PyTorch's tests of DistributedDataParallel and of its sharded optimizer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
+
+import dtrain
+from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, X, dot_engine, expect_weight, odd, step_on
+from tests.corpus.assertions.torch_fully_shard import inputs
+from tests.corpus.rows import assertion
+from tests.corpus.training import step_of
+from tests.engines.checks.optimizers import follows_torch
+from tests.engines.matrix import Trial
+
+SHARDED = "pytorch/pytorch test/distributed/optim/test_zero_redundancy_optimizer.py::TestZeroRedundancyOptimizer"
+
+assertion(
+    f"{SHARDED}Distributed::test_local_optimizer_parity",
+    "A sharded optimizer leaves the weights that its class leaves when it is whole on every rank.",
+)(follows_torch)
+
+
+@assertion(
+    f"{SHARDED}Distributed::test_multiple_param_groups",
+    "Groups with weight decay on biases and none on weights train as under an optimizer that is not sharded.",
+)
+def groups_of_a_sharded_optimizer_have_their_own_weight_decay(trial: Trial) -> None:
+    groups = {"*.bias": {"weight_decay": 0.3}, "*.weight": {"weight_decay": 0.0}}
+    optimizer = dtrain.AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-3, groups=groups)
+    engine, plain = trial.engine(odd(), optimizer=optimizer, max_grad_norm=None), odd()
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [layer.weight for layer in plain.layers], "weight_decay": 0.0},
+            {"params": [layer.bias for layer in plain.layers], "weight_decay": 0.3},
+        ],
+        lr=0.01,
+        eps=1e-3,
+    )
+    for step in inputs(3, 4, 5):
+        theirs.zero_grad()
+        torch.stack([plain(**micro_batch) for micro_batch, _ in step]).mean().backward()
+        theirs.step()
+        assert step_of(engine, step).applied
+    for name, weight in engine.master_state().items():
+        torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
+
+
+@assertion(
+    f"{SHARDED}SingleRank::test_state_dict",
+    "A reloaded momentum of 1 makes the second update at rate 0.1 a step from 0.9 to 0.71.",
+)
+def a_loaded_momentum_goes_on_from_its_value(trial: Trial) -> None:
+    sgd = dtrain.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)
+    engine = dot_engine(trial, torch.ones(3), optimizer=sgd)
+    assert step_on(engine, [torch.ones(3)] * trial.ranks).applied
+    expect_weight(engine, torch.full((3,), 0.9))
+    folder = engine.save(trial.folder)
+    other = dot_engine(trial, torch.zeros(3), optimizer=sgd)
+    other.load(folder)
+    assert step_on(other, [torch.ones(3)] * trial.ranks).applied
+    expect_weight(other, torch.full((3,), 0.71))
+
+
+@assertion(
+    f"{SHARDED}Distributed::test_lr_scheduler",
+    "A scheduler of torch over a sharded optimizer gives the weights that it gives over one that is not sharded.",
+)
+def a_scheduler_of_torch_moves_sharded_weights_as_whole_ones(trial: Trial) -> None:
+    schedule = dtrain.TorchSchedule(StepLR, step_size=1, gamma=0.1)
+    engine, plain = dot_engine(trial, schedule=schedule), nn.Parameter(torch.zeros(5))
+    theirs = torch.optim.SGD([plain], lr=PLAIN_SGD.lr)
+    scheduler = StepLR(theirs, step_size=1, gamma=0.1)
+    for _ in range(4):
+        theirs.zero_grad()
+        (plain * X).sum().backward()
+        theirs.step()
+        scheduler.step()
+        assert step_on(engine, [X] * trial.ranks).applied
+        expect_weight(engine, plain.detach().clone())
+
+
+@assertion(
+    "pytorch/pytorch torch/testing/_internal/distributed/distributed_test.py::DistributedTest::"
+    "test_ddp_grad_div_uneven_inputs",
+    "If a rank has run out of data, the gradient is the mean over the ranks that still have some.",
+    ranks=(2, 3),
+)
+def a_rank_without_data_does_not_count_in_the_mean(trial: Trial) -> None:
+    """The last rank has data in the first step only; then its dummy micro-batches have weight 0."""
+    engine = dot_engine(trial)
+    for number in range(1, 4):
+        has_data = number == 1 or trial.rank < trial.ranks - 1
+        for x in engine.accumulate([50 * X, 50 * X]):
+            engine.backward(engine(x if has_data else 3 * x), weight=float(has_data))
+        assert engine.step().applied
+        expect_weight(engine, -50 * number * X)
+
+
+class Task(nn.Module):
+    """A weight whose gradient is the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.p * x
+
+
+class Tasks(nn.Module):
+    """Three modules, of which a forward uses the one it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tasks = nn.ModuleList([Task() for _ in range(3)])
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        return self.tasks[task](x).sum()
+
+
+@assertion(
+    "pytorch/pytorch test/distributed/test_c10d_gloo.py::DistributedDataParallelTest::"
+    "test_global_local_unused_params_grad",
+    "A parameter that one rank alone uses has a gradient on all ranks; one that no rank uses has none.",
+    ranks=(2,),
+    refused=dict.fromkeys(("native-3", "fsdp2", "deepspeed-2", "deepspeed-3"), "the ranks have diverged"),
+)
+def a_parameter_that_one_rank_uses_is_trained_and_one_that_none_uses_is_not(trial: Trial) -> None:
+    decayed = dtrain.AdamW(lr=0.5, groups={"tasks.*": {"weight_decay": 0.1}})
+    engine = trial.engine(Tasks(), optimizer=decayed, max_grad_norm=None)
+    engine.backward(engine(torch.ones(3), task=trial.rank))
+    assert engine.step().applied
+    if masters := engine.master_state():
+        for name, weight in masters.items():
+            moved = 0.0 if name == "tasks.2.p" else 0.5 + 0.5 * 0.1
+            torch.testing.assert_close(weight, torch.full((3,), 1 - moved), rtol=0, atol=1e-6)
