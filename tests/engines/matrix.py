@@ -189,14 +189,36 @@ def check(
     return register
 
 
-def tiers(package: str) -> Iterator[tuple[str, Case, bool]]:
-    """Yields the name of each check of ``package``, its cases, and whether only an exhaustive run takes the case."""
-    uses: Counter[Any] = Counter()
+def one_case(case: Case) -> set[Any]:
+    """What a run has seen once that takes one case of a check, by turns of another engine and stage."""
+    return {""}
+
+
+def every_stage(case: Case) -> set[Any]:
+    """What a run has seen once that takes each stage of each engine, and each other value."""
+    return set(case.values)
+
+
+Parts = Callable[[Case], set[Any]]
+
+
+def tiers(
+    package: str,
+    default_parts: Parts = every_value,
+    exhaustive_parts: Parts = every_pair,
+    used: Mapping[tuple[str, int], int] = {},
+) -> Iterator[tuple[str, Case, bool]]:
+    """Yields the name of each check of ``package``, its cases, and whether only an exhaustive run takes the case.
+
+    A default run sees all ``default_parts`` once, an exhaustive run besides all ``exhaustive_parts``. ``used`` is how
+    often an engine and stage count as used at first, so that slow ones have fewer turns.
+    """
+    uses: Counter[Any] = Counter(used)
     for name, check in CHECKS.items():
         if not check.run.__module__.startswith(package):
             continue
-        default = covering(check.cases, every_value, uses)
-        for place, case in enumerate(covering(check.cases, every_pair, uses, default)):
+        default = covering(check.cases, default_parts, uses)
+        for place, case in enumerate(covering(check.cases, exhaustive_parts, uses, default)):
             yield name, case, place >= len(default)
         uses.update(case.values[0] for case in default)
 

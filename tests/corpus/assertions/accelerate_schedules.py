@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import dtrain
 from tests.corpus.assertions.accelerate_micro_batches import micro_batches, regression
+from tests.corpus.faults.loops_schedules import a_skipped_step_does_not_advance_the_schedule
 from tests.corpus.rows import assertion
 from tests.corpus.training import start, step_of
 from tests.engines.checks.skips import skips_a_bad_number_on_all_ranks_and_nothing_of_it_is_left
@@ -54,30 +55,6 @@ def the_rate_advances_once_an_update_whatever_its_micro_batches(trial: Trial) ->
 
 
 @assertion(
-    "huggingface/accelerate tests/test_scheduler.py::test_lambda_scheduler_steps_with_optimizer_multiprocess",
-    "A step that the optimizer skips because of an overflow does not advance the learning rate.",
-)
-def a_skipped_step_does_not_advance_the_rate(trial: Trial) -> None:
-    """An overflow on one rank only, whose learning rate the others keep too."""
-    engine = start(trial, regression(), optimizer=dtrain.AdamW(lr=RATE), schedule=dtrain.Schedule(falling))
-    pairs, found = micro_batches([1] * trial.ranks), []
-    for factor in (1.0, math.inf, math.nan, 1.0):
-        batch, weight = pairs[trial.rank]
-        loss = engine(**batch)
-        engine.backward(loss * factor if trial.rank == trial.ranks - 1 else loss, weight=weight)
-        outcome = engine.step()
-        assert outcome.applied == (factor == 1.0)
-        found.append(outcome.lr)
-    want = rates_of_torch(falling, 3)
-    assert (found[0], found[3]) == (want[0], want[1])
-    assert step_of(engine, pairs).lr == want[2]
-
-
-def falling(step: int) -> float:
-    return 1 - step / 10
-
-
-@assertion(
     "huggingface/accelerate tests/test_scheduler.py::test_accumulation",
     "A linear schedule reaches zero after exactly its number of updates, with 1, 2 and 4 micro-batches an update.",
 )
@@ -98,3 +75,8 @@ assertion(
     "huggingface/accelerate tests/test_optimizer.py::test_accelerated_optimizer_step_was_skipped",
     "A step whose gradients have a NaN is reported as skipped, and the next one with finite gradients is not.",
 )(skips_a_bad_number_on_all_ranks_and_nothing_of_it_is_left)
+
+assertion(
+    "huggingface/accelerate tests/test_scheduler.py::test_lambda_scheduler_steps_with_optimizer_multiprocess",
+    "A step that the optimizer skips because of an overflow does not advance the learning rate.",
+)(a_skipped_step_does_not_advance_the_schedule)

@@ -10,6 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
+from tests.corpus.assertions.olmo_steps import each_update_is_at_the_rate_of_warmup_and_cosine
+from tests.corpus.faults.deepspeed_gradients import the_last_micro_batch_of_every_rank_is_in_the_gradient
+from tests.corpus.faults.torch_states import all_ranks_begin_with_the_weights_and_buffers_of_rank_0
 from tests.corpus.rows import assertion
 from tests.corpus.training import follows_oracle, step_of
 from tests.engines.matrix import Trial
@@ -72,19 +75,6 @@ def a_step_of_plain_descent_moves_by_the_average_gradient(trial: Trial) -> None:
 
 
 @assertion(
-    f"{TESTS}/v1/zero/test_zero.py::TestBF16OptimizerGradReduction::test_boundary_microbatch_grad_is_reduced",
-    "The gradient of the last micro-batch before the step is reduced over the ranks like those before it.",
-    precisions=("bf16", "fp32"),
-)
-def the_last_micro_batch_is_in_the_reduced_gradient(trial: Trial) -> None:
-    engine = dot_engine(trial, torch.ones(5))
-    first = [X + 18 * rank for rank in range(trial.ranks)]
-    last = [10 * X + 7 * rank for rank in range(trial.ranks)]
-    assert step_on(engine, [*first, *last]).applied
-    expect_weight(engine, 1 - torch.stack([*first, *last]).mean(dim=0))
-
-
-@assertion(
     f"{TESTS}/v1/half_precision/test_gradient_clipping_default.py::TestGradientClippingEndToEnd::"
     "test_init_without_gradient_clipping_defaults_to_one",
     "If no clipping is configured, gradients are clipped at a norm of 1.",
@@ -98,20 +88,6 @@ def without_a_setting_gradients_are_clipped_at_norm_one(trial: Trial) -> None:
 
 
 @assertion(
-    f"{TESTS}/v1/zero/test_zero.py::TestZero3ParamPartitioningLargeParam::test",
-    "Weights that only the first rank has initialized are those of all ranks from the first forward on.",
-)
-def all_ranks_start_from_the_weights_of_the_first(trial: Trial) -> None:
-    size = 4099  # more than a shard of native, whose first rank would own fewer elements alone
-    engine = dot_engine(trial, torch.full((size,), 0.5 if trial.rank == 0 else -9.0))
-    for number in range(3):
-        with engine.eval():
-            assert engine(torch.ones(size)).item() == (0.5 - number) * size
-        assert step_on(engine, [torch.ones(size)] * 2 * trial.ranks).applied
-    expect_weight(engine, torch.full((size,), -2.5), rtol=0)
-
-
-@assertion(
     f"{TESTS}/v1/zero/test_zero.py::TestZeroAdamOptimizerStepCount::test",
     "The step count of Adam is the number of updates, not that of micro-batches, for every parameter.",
 )
@@ -122,20 +98,6 @@ def bias_correction_counts_updates_and_not_micro_batches(trial: Trial) -> None:
         assert step_on(engine, [X] * 6).applied
         assert engine.applied_steps == number
         expect_weight(engine, torch.full((5,), -0.01 * number), rtol=1e-5)
-
-
-@assertion(
-    f"{TESTS}/runtime/test_lr_schedulers.py::TestWarmupCosineLR::test_lr",
-    "The rate is the peak at the end of the warm-up and falls along a cosine to the minimum at the end.",
-)
-def weights_move_by_the_rate_of_warm_up_and_cosine(trial: Trial) -> None:
-    schedule = dtrain.Cosine(warmup_steps=2, total_steps=3, min_ratio=0.1)
-    engine = dot_engine(trial, optimizer=dtrain.SGD(lr=0.4, momentum=0.0, weight_decay=0.0), schedule=schedule)
-    moved = 0.0
-    for rate in (0.2, 0.4, 0.4, 0.04):
-        assert step_on(engine, [X] * trial.ranks).lr == pytest.approx(rate, rel=1e-6)
-        moved += rate
-        expect_weight(engine, -moved * X)
 
 
 class Odd(nn.Module):
@@ -166,3 +128,19 @@ def every_step_divides_by_its_own_number_of_micro_batches(trial: Trial) -> None:
         [({"x": torch.randn(4, 5, generator=draw)}, 1.0) for _ in range(count * trial.ranks)] for count in (2, 1, 3)
     ]
     follows_oracle(trial, odd, steps)
+
+
+assertion(
+    f"{TESTS}/v1/zero/test_zero.py::TestBF16OptimizerGradReduction::test_boundary_microbatch_grad_is_reduced",
+    "The gradient of the last micro-batch before the step is reduced over the ranks like those before it.",
+)(the_last_micro_batch_of_every_rank_is_in_the_gradient)
+
+assertion(
+    f"{TESTS}/v1/zero/test_zero.py::TestZero3ParamPartitioningLargeParam::test",
+    "Weights that only the first rank has initialized are those of all ranks from the first forward on.",
+)(all_ranks_begin_with_the_weights_and_buffers_of_rank_0)
+
+assertion(
+    f"{TESTS}/runtime/test_lr_schedulers.py::TestWarmupCosineLR::test_lr",
+    "The rate is the peak at the end of the warm-up and falls along a cosine to the minimum at the end.",
+)(each_update_is_at_the_rate_of_warmup_and_cosine)

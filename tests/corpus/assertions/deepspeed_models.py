@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import dtrain
-from tests.corpus.assertions.deepspeed_gradients import TESTS, X, dot_engine, expect_weight, step_on
+from tests.corpus.assertions.deepspeed_gradients import TESTS
+from tests.corpus.faults.scale_updates import a_resumed_run_goes_on_at_its_place_in_the_schedule
 from tests.corpus.rows import assertion
 from tests.corpus.training import MicroBatch, follows_oracle, start, step_of
 from tests.engines.checks.checkpoints import loads_what_any_other_saved
@@ -147,18 +146,7 @@ def a_checkpoint_of_tied_weights_loads_strictly_under_both_names(trial: Trial) -
         assert torch.equal(masters["embedding.weight"], plain.embedding.weight.detach())
 
 
-@assertion(
+assertion(
     f"{TESTS}/checkpoint/test_lr_scheduler.py::TestLRSchedulerCheckpoint::test_checkpoint_lr_scheduler",
     "A loaded checkpoint restores the state of the schedule, so that the next rate is that of the run that saved.",
-)
-def a_loaded_schedule_goes_on_at_the_step_that_was_saved(trial: Trial) -> None:
-    """It was saved after two applied steps and a skipped one, which does not count."""
-    rates = (0.25, 0.5, 0.125, 2.0)
-    schedule = dtrain.Schedule(lambda step: rates[step])
-    engine, other = (dot_engine(trial, schedule=schedule) for _ in range(2))
-    for factor in (1.0, torch.inf, 1.0):
-        step_on(engine, [X] * trial.ranks, factor)
-    other.load(engine.save(trial.folder))
-    for rate, moved in ((0.125, 0.875), (2.0, 2.875)):
-        assert step_on(other, [X] * trial.ranks).lr == pytest.approx(rate)
-        expect_weight(other, -moved * X)
+)(a_resumed_run_goes_on_at_its_place_in_the_schedule)

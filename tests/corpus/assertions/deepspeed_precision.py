@@ -6,13 +6,13 @@ import math
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import dtrain
 from dtrain.errors import UsageError
-from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, TESTS, X, dot_engine, expect_weight, step_on
+from tests.corpus.assertions.deepspeed_gradients import TESTS, X, dot_engine, expect_weight, step_on
+from tests.corpus.faults.deepspeed_weights import a_buffer_keeps_its_dtype_and_its_large_values
 from tests.corpus.rows import assertion
-from tests.corpus.training import step_of
 from tests.engines.helpers import held, same
 from tests.engines.matrix import Trial
 
@@ -72,40 +72,12 @@ def a_backward_past_the_loss_scale_is_an_error(trial: Trial) -> None:
         engine(X).backward()
 
 
-class Rotary(nn.Module):
-    """A layer whose output is multiplied by a constant that BF16 and FP16 would round."""
-
-    inverse: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(5, 5, bias=False)
-        self.register_buffer("inverse", constant())
-        self.seen: set[torch.dtype] = set()
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.add(self.inverse.dtype)
-        return (self.layer(x).float() * self.inverse).sum()
-
-
 def constant() -> Tensor:
     return 10000 ** (-torch.arange(5.0) / 5)
 
 
-@assertion(
+assertion(
     f"{TESTS}/v1/half_precision/test_mixed_precision_dtype.py::TestMixedPrecisionDtypeEndToEnd::"
     "test_buffer_preserved_by_default",
-    "Where weights become BF16, a buffer of FP32 stays FP32.",
-    precisions=("bf16", "fp16"),
-)
-def a_buffer_of_fp32_keeps_its_bits_beside_reduced_weights(trial: Trial) -> None:
-    """Its values decide the output, which is exact as long as they are not rounded."""
-    model = Rotary()
-    nn.init.ones_(model.layer.weight)
-    engine = trial.engine(model, optimizer=PLAIN_SGD, max_grad_norm=None, loss_scale=1.0)
-    with engine.eval():
-        assert engine(torch.ones(5)).item() == (torch.full((5,), 5.0) * constant()).sum().item()
-    assert step_of(engine, [({"x": torch.ones(5)}, 1.0)] * trial.ranks).applied
-    assert engine.module.seen == {torch.float32}
-    assert engine.module.inverse.dtype == torch.float32
-    assert torch.equal(engine.module.inverse, constant())
+    "If weights become BF16, a buffer of FP32 stays FP32.",
+)(a_buffer_keeps_its_dtype_and_its_large_values)

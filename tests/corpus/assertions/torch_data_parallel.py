@@ -7,10 +7,12 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import StepLR
 
 import dtrain
-from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, X, dot_engine, expect_weight, odd, step_on
-from tests.corpus.assertions.torch_fully_shard import inputs
+from tests.corpus.assertions.accelerate_micro_batches import (
+    a_rank_without_data_takes_part_by_a_dummy_that_counts_for_nothing,
+)
+from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, X, dot_engine, expect_weight, step_on
+from tests.corpus.assertions.megatron_states import an_override_of_decay_by_name_acts_on_what_matches_only
 from tests.corpus.rows import assertion
-from tests.corpus.training import step_of
 from tests.engines.checks.optimizers import follows_torch
 from tests.engines.matrix import Trial
 
@@ -20,31 +22,6 @@ assertion(
     f"{SHARDED}Distributed::test_local_optimizer_parity",
     "A sharded optimizer leaves the weights that its class leaves when it is whole on every rank.",
 )(follows_torch)
-
-
-@assertion(
-    f"{SHARDED}Distributed::test_multiple_param_groups",
-    "Groups with weight decay on biases and none on weights train as under an optimizer that is not sharded.",
-)
-def groups_of_a_sharded_optimizer_have_their_own_weight_decay(trial: Trial) -> None:
-    groups = {"*.bias": {"weight_decay": 0.3}, "*.weight": {"weight_decay": 0.0}}
-    optimizer = dtrain.AdamW(lr=0.01, betas=(0.9, 0.999), eps=1e-3, groups=groups)
-    engine, plain = trial.engine(odd(), optimizer=optimizer, max_grad_norm=None), odd()
-    theirs = torch.optim.AdamW(
-        [
-            {"params": [layer.weight for layer in plain.layers], "weight_decay": 0.0},
-            {"params": [layer.bias for layer in plain.layers], "weight_decay": 0.3},
-        ],
-        lr=0.01,
-        eps=1e-3,
-    )
-    for step in inputs(3, 4, 5):
-        theirs.zero_grad()
-        torch.stack([plain(**micro_batch) for micro_batch, _ in step]).mean().backward()
-        theirs.step()
-        assert step_of(engine, step).applied
-    for name, weight in engine.master_state().items():
-        torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
 @assertion(
@@ -79,23 +56,6 @@ def a_scheduler_of_torch_moves_sharded_weights_as_whole_ones(trial: Trial) -> No
         scheduler.step()
         assert step_on(engine, [X] * trial.ranks).applied
         expect_weight(engine, plain.detach().clone())
-
-
-@assertion(
-    "pytorch/pytorch torch/testing/_internal/distributed/distributed_test.py::DistributedTest::"
-    "test_ddp_grad_div_uneven_inputs",
-    "If a rank has run out of data, the gradient is the mean over the ranks that still have some.",
-    ranks=(2, 3),
-)
-def a_rank_without_data_does_not_count_in_the_mean(trial: Trial) -> None:
-    """The last rank has data in the first step only; then its dummy micro-batches have weight 0."""
-    engine = dot_engine(trial)
-    for number in range(1, 4):
-        has_data = number == 1 or trial.rank < trial.ranks - 1
-        for x in engine.accumulate([50 * X, 50 * X]):
-            engine.backward(engine(x if has_data else 3 * x), weight=float(has_data))
-        assert engine.step().applied
-        expect_weight(engine, -50 * number * X)
 
 
 class Task(nn.Module):
@@ -136,3 +96,15 @@ def a_parameter_that_one_rank_uses_is_trained_and_one_that_none_uses_is_not(tria
         for name, weight in masters.items():
             moved = 0.0 if name == "tasks.2.p" else 0.5 + 0.5 * 0.1
             torch.testing.assert_close(weight, torch.full((3,), 1 - moved), rtol=0, atol=1e-6)
+
+
+assertion(
+    "pytorch/pytorch "
+    "torch/testing/_internal/distributed/distributed_test.py::DistributedTest::test_ddp_grad_div_uneven_inputs",
+    "If a rank has run out of data, the gradient is the mean over the ranks that still have some.",
+)(a_rank_without_data_takes_part_by_a_dummy_that_counts_for_nothing)
+
+assertion(
+    f"{SHARDED}Distributed::test_multiple_param_groups",
+    "Groups with their own weight decay, such as on biases, train as under an optimizer that is not sharded.",
+)(an_override_of_decay_by_name_acts_on_what_matches_only)

@@ -12,8 +12,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
+from tests.corpus.assertions.accelerate_micro_batches import (
+    forwards_that_run_before_the_first_backward_have_their_gradients,
+)
 from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, dot_engine, expect_weight, odd, step_on
-from tests.corpus.assertions.deepspeed_models import Tied, seeded
+from tests.corpus.assertions.deepspeed_models import seeded
+from tests.corpus.assertions.megatron_steps import bf16_gradients_are_summed_in_fp32
+from tests.corpus.faults.torch_gradients import all_rows_of_a_tied_weight_are_updated_on_uneven_ranks
 from tests.corpus.rows import assertion
 from tests.corpus.training import SETTINGS, MicroBatch, follows_oracle, start
 from tests.engines.checks.skips import skips_a_bad_number_on_all_ranks_and_nothing_of_it_is_left
@@ -32,18 +37,6 @@ def inputs(num_steps: int, *shape: int) -> list[list[tuple[dict[str, Any], float
     """Six micro-batches a step, of weight 1."""
     draw = torch.Generator().manual_seed(5)
     return [[({"x": torch.randn(*shape, generator=draw)}, 1.0) for _ in range(6)] for _ in range(num_steps)]
-
-
-@assertion(
-    f"{TESTS}_training.py::TestFullyShardSharedParams::test_train_shared_params_uneven_shard",
-    "Every row of a tied weight is trained, also those in the short shard of the last rank.",
-)
-def every_row_of_a_tied_weight_of_odd_size_is_trained(trial: Trial) -> None:
-    step = [({"tokens": torch.arange(7).roll(i)[: 5 + i % 3]}, 1.0) for i in range(6)]
-    engine = follows_oracle(trial, seeded(Tied), [step] * 2)
-    initial = seeded(Tied)().embedding.weight
-    if masters := engine.master_state():
-        assert masters["embedding.weight"].ne(initial).any(dim=1).all()
 
 
 class TwoOutputs(nn.Module):
@@ -124,19 +117,6 @@ def biases_train_beside_frozen_weights_of_the_same_unit(trial: Trial) -> None:
 
 
 @assertion(
-    f"{TESTS}_mixed_precision.py::TestFullyShardMixedPrecisionTraining::test_grad_acc_with_reduce_dtype",
-    "Gradients of micro-batches that compute in BF16 are accumulated and reduced in FP32.",
-    precisions=("bf16", "fp16"),
-)
-def gradients_of_bf16_micro_batches_are_summed_in_fp32(trial: Trial) -> None:
-    """A sum in BF16 would lose each 1 after 512, in FP16 after 2048."""
-    largest = 512 if trial.case.precision == "bf16" else 2048
-    engine = dot_engine(trial, optimizer=dtrain.SGD(lr=6.0, momentum=0.0, weight_decay=0.0), loss_scale=1.0)
-    assert step_on(engine, [torch.full((5,), float(largest)), *[torch.ones(5)] * 5]).applied
-    expect_weight(engine, torch.full((5,), -(largest + 5.0)), rtol=1e-6)
-
-
-@assertion(
     f"{TESTS}_mixed_precision.py::TestFullyShardMixedPrecisionTraining::test_reduce_dtype_after_frozen_first_forward",
     "A first forward while everything is frozen does not change the FP32 in which later gradients are reduced.",
     precisions=("bf16",),
@@ -203,16 +183,17 @@ def a_part_of_the_model_that_is_called_itself_trains(trial: Trial) -> None:
         torch.testing.assert_close(weight, plain.get_parameter(name).detach(), rtol=1e-5, atol=1e-6)
 
 
-@assertion(
+assertion(
     f"{TESTS}_training.py::TestFullyShardGradientAccumulation::test_1f1b_microbatching",
     "Forwards of several micro-batches before their backwards give the gradients of one after the other.",
-)
-def forwards_before_all_backwards_give_the_same_gradients(trial: Trial) -> None:
-    step = inputs(1, 4, 5)[0]
-    engine, want = start(trial, odd()), Oracle(odd(), optimizer=SETTINGS).step(step)
-    own = step[engine.rank :: engine.world_size]
-    losses = [engine(**micro_batch) for micro_batch, _ in own]
-    for index, loss in enumerate(losses):
-        with engine.micro_batch(last=index == len(losses) - 1):
-            engine.backward(loss)
-    assert engine.step().grad_norm == pytest.approx(want.grad_norm, rel=1e-5)
+)(forwards_that_run_before_the_first_backward_have_their_gradients)
+
+assertion(
+    f"{TESTS}_mixed_precision.py::TestFullyShardMixedPrecisionTraining::test_grad_acc_with_reduce_dtype",
+    "Gradients of micro-batches that compute in BF16 are accumulated and reduced in FP32.",
+)(bf16_gradients_are_summed_in_fp32)
+
+assertion(
+    f"{TESTS}_training.py::TestFullyShardSharedParams::test_train_shared_params_uneven_shard",
+    "Every row of a tied weight is trained, also those in the short shard of the last rank.",
+)(all_rows_of_a_tied_weight_are_updated_on_uneven_ranks)

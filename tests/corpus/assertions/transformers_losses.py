@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.corpus.faults.deepspeed_weights import a_resumed_run_has_the_frozen_weights_of_the_one_that_saved
+from tests.corpus.faults.loops_accumulation import tokens_count_alike_in_micro_batches_of_unequal_length
 from tests.corpus.rows import assertion
 from tests.corpus.training import SETTINGS, TOLERANCES, compare_masters, start
-from tests.engines.helpers import digest, state_digests
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
 
@@ -64,19 +65,6 @@ def follow_whole_batches(trial: Trial, engine: Any, backward: Any) -> None:
 
 
 @assertion(
-    "huggingface/transformers tests/trainer/test_trainer.py::test_gradient_accumulation_loss_alignment_with_model_loss",
-    "Losses with gradient accumulation are those of whole batches, if micro-batches have other numbers of tokens.",
-)
-def means_over_tokens_are_those_of_the_whole_batch(trial: Trial) -> None:
-    engine = start(trial, bigram())
-
-    def backward(batch: dict[str, Tensor], _: int) -> None:
-        engine.backward(engine(**batch), weight=counted(batch))
-
-    follow_whole_batches(trial, engine, backward)
-
-
-@assertion(
     "huggingface/transformers tests/trainer/test_trainer_distributed_loss.py::test_trainer",
     "Losses on several ranks are those on one, if each divides its summed loss by all ranks' number of tokens.",
 )
@@ -99,27 +87,19 @@ def frozen(seed: int) -> Bigram:
     return model
 
 
-@assertion(
-    "huggingface/transformers tests/trainer/test_trainer_checkpointing.py::test_resume_training_with_frozen_params",
-    "A resumed run with a frozen parameter ends as one without a stop; the parameter keeps its value and is still "
-    "frozen.",
-)
-def a_resumed_run_keeps_its_frozen_weights(trial: Trial) -> None:
-    """Into a model whose frozen layer has other values."""
-    first, resumed = (start(trial, frozen(seed)) for seed in (2, 3))
-    kept = {name: digest(value) for name, value in first.states.full_frozen()}
-    train(trial, first, 0)
-    first.save(trial.folder)
-    resumed.load(trial.folder)
-    for engine in (first, resumed):
-        train(trial, engine, 1)
-        assert {name: digest(value) for name, value in engine.states.full_frozen()} == kept
-        assert [name for name, p in engine.module.named_parameters() if not p.requires_grad] == [*kept]
-    assert state_digests(resumed) == state_digests(first)
-
-
 def train(trial: Trial, engine: Any, step: int) -> None:
     batch = rows(step)
     for row in engine.accumulate(range(trial.rank, 6, trial.ranks)):
         engine.backward(engine(**{name: value[row : row + 1] for name, value in batch.items()}))
     assert engine.step().applied
+
+
+assertion(
+    "huggingface/transformers tests/trainer/test_trainer_checkpointing.py::test_resume_training_with_frozen_params",
+    "A resumed run with a frozen parameter ends as one without a stop; the parameter keeps its value.",
+)(a_resumed_run_has_the_frozen_weights_of_the_one_that_saved)
+
+assertion(
+    "huggingface/transformers tests/trainer/test_trainer.py::test_gradient_accumulation_loss_alignment_with_model_loss",
+    "Losses with gradient accumulation are those of whole batches, if micro-batches have other numbers of tokens.",
+)(tokens_count_alike_in_micro_batches_of_unequal_length)

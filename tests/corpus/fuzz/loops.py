@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,7 @@ def schedule_factor(name: str, applied: int) -> float:
     return 1 - 0.9 * falls
 
 
+@lru_cache(maxsize=2)
 def plain(model: Model, loop: Loop) -> Trained:
     """Trains by plain torch in FP32."""
     module, found = model.build().float(), Trained()
