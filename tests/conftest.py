@@ -45,7 +45,9 @@ else:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options of the fault suite, and a random order."""
     parser.addoption("--random-order", type=int, metavar="SEED", help="run the tests in an order drawn with SEED")
-    parser.addoption("--fuzz-seed", type=int, default=0, help="draws the cases of tests/corpus/test_fuzz.py")
+    fuzz = parser.getgroup("fuzz")
+    fuzz.addoption("--fuzz-cases", type=int, default=240, help="how many cases tests/corpus/test_fuzz.py trains")
+    fuzz.addoption("--fuzz-seed", type=int, default=0, help="draws them")
     group = parser.getgroup("faults")
     group.addoption("--fault-counts", choices=("ci", "full"), default="ci", help="how many faults tests/faults tries")
     group.addoption("--fault-results", type=Path, metavar="DIR", help="where each of these tests writes what it found")

@@ -11,8 +11,8 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import wraps
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
 from typing import Any, Literal
 
 import pytest
@@ -39,8 +39,8 @@ class Row:
     kind: Literal["fault", "assertion"]
     source: str
     says: str
-    peers: str
-    check: str
+    peers: str = ""
+    check: str = ""
     refused: Mapping[str, str] = field(default_factory=dict)
     skipped: Mapping[str, str] = field(default_factory=dict)
 
@@ -53,54 +53,44 @@ class Row:
 ROWS: list[Row] = []
 
 
-def fault(
-    source: str,
-    says: str,
-    *,
-    peers: str,
-    refused: Mapping[str, str] = {},
-    skipped: Mapping[str, str] = {},
-    ranks: Sequence[int] = (2, 1, 3),
-    unless: Callable[[Case], bool] = lambda case: False,
-    **axes: Any,
-) -> Callable[[Run], Run]:
-    """Registers a check as a row, over all engines and stages unless ``axes`` (those of ``check``) say otherwise."""
+def fault(source: str, says: str, *, peers: str, **options: Any) -> Callable[[Run], Run]:
+    """Makes a check of a function, or of a check of the matrix a row.
 
-    def register(run: Run) -> Run:
-        ROWS.append(Row("fault", source, says, peers, run.__name__, refused, skipped))
-        return _registered(run, ROWS[-1], ranks, unless, axes)
-
-    return register
+    Args:
+        source: as in ``Row``; ``says`` and ``peers`` too.
+        options: ``refused`` and ``skipped`` as in ``Row``, and the axes of ``check``, by default all engines with all
+            their stages on 1, 2 and 3 ranks. What is a check already has its axes, and if it is a row, its refusals.
+    """
+    return partial(_row, Row("fault", source, says, peers), **options)
 
 
-def assertion(
-    source: str,
-    says: str,
+def assertion(source: str, says: str, **options: Any) -> Callable[[Run], Run]:
+    """As ``fault``, for what a test of another trainer asserts."""
+    return partial(_row, Row("assertion", source, says), **options)
+
+
+def _row(
+    row: Row,
+    run: Run,
     *,
     refused: Mapping[str, str] = {},
     skipped: Mapping[str, str] = {},
     ranks: Sequence[int] = (2, 1, 3),
     unless: Callable[[Case], bool] = lambda case: False,
     **axes: Any,
-) -> Callable[[Run], Run]:
-    """As ``fault``. A function that is a check of the matrix already becomes a row and is not registered again."""
-
-    def register(run: Run) -> Run:
-        ROWS.append(Row("assertion", source, says, "", run.__name__, refused, skipped))
-        if run.__name__ in CHECKS:
-            assert not axes, "the check has its axes"
-            return run
-        return _registered(run, ROWS[-1], ranks, unless, axes)
-
-    return register
-
-
-def _registered(
-    run: Run, row: Row, ranks: Sequence[int], unless: Callable[[Case], bool], axes: Mapping[str, Any]
 ) -> Run:
+    name = run.__name__
+    row = replace(row, check=name, refused=refused, skipped=skipped)
+    if name in CHECKS:
+        assert not axes, "the check has its axes"
+        same = next((other for other in ROWS if other.check == name), row)
+        ROWS.append(replace(row, refused=same.refused, skipped=same.skipped))
+        return run
+    ROWS.append(row)
+
     @wraps(run)
     def required(trial: Trial) -> Any:
-        message = _of(row.refused, trial.case)
+        message = _of(refused, trial.case)
         if message is None:
             return run(trial)
         with pytest.raises(DtrainError, match=re.escape(message)):
@@ -108,7 +98,7 @@ def _registered(
         return None
 
     def leaves_out(case: Case) -> bool:
-        return unless(case) or _of(row.skipped, case) is not None
+        return unless(case) or _of(skipped, case) is not None
 
     turn = len(ROWS) % len(ranks)  # so that the first numbers of ranks, which a default run takes, differ
     return check(ranks=(*ranks[turn:], *ranks[:turn]), unless=leaves_out, **axes)(required)

@@ -11,7 +11,7 @@ from tests.corpus.fuzz.plants import PLANTS
 from tests.corpus.fuzz.run import difference, diverges
 
 pytestmark = pytest.mark.processes
-CASES, CHUNKS, PLANTED = 2_000, 8, 300
+CHUNKS, PLANTED = 8, 300
 _DRAWN = settings(database=None, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -25,7 +25,7 @@ class Found(AssertionError):
     """The planted fault was found."""
 
 
-@settings(_DRAWN, max_examples=10, derandomize=True)
+@settings(_DRAWN, max_examples=8, derandomize=True)
 @given(cases())
 def test_some_cases_train_as_in_plain_torch(case: FuzzCase) -> None:
     assume(not diverges(case))
@@ -41,7 +41,7 @@ def test_cases_that_differed_no_longer_do(name: str) -> None:
 @pytest.mark.parametrize("chunk", range(CHUNKS))
 def test_many_cases_train_as_in_plain_torch(chunk: int, pytestconfig: pytest.Config) -> None:
     @seed(CHUNKS * pytestconfig.getoption("fuzz_seed") + chunk)
-    @settings(_DRAWN, max_examples=CASES // CHUNKS)
+    @settings(_DRAWN, max_examples=pytestconfig.getoption("fuzz_cases") // CHUNKS)
     @given(cases())
     def train(case: FuzzCase) -> None:
         assume(not diverges(case))

@@ -194,11 +194,6 @@ def one_case(case: Case) -> set[Any]:
     return {""}
 
 
-def every_stage(case: Case) -> set[Any]:
-    """What a run has seen once that takes each stage of each engine, and each other value."""
-    return set(case.values)
-
-
 Parts = Callable[[Case], set[Any]]
 
 

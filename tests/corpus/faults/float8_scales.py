@@ -115,7 +115,7 @@ def a_float8_block_that_is_computed_again_gives_the_same_bits(trial: Trial) -> N
     "NVIDIA/Megatron-LM#6666",
     "After a load the FP8 weights are cast from values that were FP8 before, not from the FP32 masters, and differ "
     "from those that were saved.",
-    peers="Megatron-LM core before September 2026",
+    peers="Megatron-LM core",
     precisions=("fp8",),
     variants=RECIPES,
 )

@@ -25,6 +25,11 @@ def tokens_count_alike_in_micro_batches_of_unequal_length(trial: Trial) -> None:
 
 
 @fault(
+    "deepspeedai/DeepSpeed#7718",
+    "With ZeRO-2 the gradient norms are far smaller than with ZeRO-3 at the same losses.",
+    peers="DeepSpeed from 0.17.6 on",
+)
+@fault(
     "axolotl-ai-cloud/axolotl#2262",
     "Loss and gradient norm are multiplied by the number of accumulated micro-batches, compared with one large batch.",
     peers="axolotl in January 2025",

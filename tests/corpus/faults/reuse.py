@@ -39,7 +39,7 @@ def batches(num_steps: int) -> list[list[tuple[dict[str, Tensor], float]]]:
 @fault(
     "deepspeedai/DeepSpeed#8224",
     "If a submodule is used twice in a step, the gradients of ZeRO-2 in BF16 are wrong on several ranks.",
-    peers="DeepSpeed 0.18.2 to 0.19.3",
+    peers="DeepSpeed up to 0.19.3",
     precisions=("bf16", "fp32"),
 )
 def a_submodule_used_twice_has_the_sum_of_both_gradients(trial: Trial) -> None:

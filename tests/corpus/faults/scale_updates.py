@@ -93,7 +93,7 @@ def the_first_update_of_adam_is_that_of_step_one_after_a_load_or_a_skip_too(tria
 @fault(
     "pytorch/torchtitan#275",
     "The state of the learning rate's schedule is not in the checkpoint, so that a resumed run begins it at step 0.",
-    peers="torchtitan before May 2024",
+    peers="torchtitan",
 )
 def a_resumed_run_goes_on_at_its_place_in_the_schedule(trial: Trial) -> None:
     def run(num_steps: int, load: bool) -> list[float]:
@@ -123,7 +123,7 @@ class Scaled(nn.Module):
 @fault(
     "NVIDIA-NeMo/Speech#6297",
     "Gradients of the embedding that are to be summed in FP32 are summed in BF16.",
-    peers="NeMo 1.17 with distributed_fused_adam",
+    peers="NeMo with distributed_fused_adam",
     precisions=("bf16",),
 )
 def small_gradients_are_not_lost_beside_a_large_one(trial: Trial) -> None:
@@ -168,7 +168,7 @@ class Balanced(nn.Module):
     "NVIDIA/Megatron-LM#4070",
     "A side loss whose gradient enters in the backward is not averaged over micro-batches, so that it weighs more the "
     "more micro-batches a step has.",
-    peers="Megatron-LM core before April 2026",
+    peers="Megatron-LM core",
     precisions=("fp32", "bf16"),
 )
 def a_side_loss_that_enters_in_the_backward_is_averaged_as_the_loss(trial: Trial) -> None:
@@ -194,7 +194,7 @@ class Noisy(nn.Module):
 @fault(
     "pytorch/torchtitan#1946",
     "Ranks that replicate the weights draw the same noise, because they have the same seed.",
-    peers="torchtitan before November 2025",
+    peers="torchtitan",
 )
 def noise_in_a_forward_differs_between_ranks_micro_batches_and_steps(trial: Trial) -> None:
     """Though the user has seeded all ranks alike."""

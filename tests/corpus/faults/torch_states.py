@@ -124,7 +124,7 @@ class Overflowing(Mixed):
 @fault(
     "pytorch/pytorch#115710",
     "If gradients are offloaded to the CPU, other ranks do not hear of an infinity on one, update, and keep the scale.",
-    peers="FSDP's ShardedGradScaler before 2.3",
+    peers="FSDP's ShardedGradScaler",
     engines=("native", "deepspeed"),
     stages=(1, 2, 3),
 )
