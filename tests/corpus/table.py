@@ -65,7 +65,7 @@ def _link(source: str) -> str:
 
 def _test(source: str) -> str:
     repository, place = source.split(" ", 1)
-    return f"{repository}: `{place}`"
+    return f"{repository}: `{place.rpartition('/')[2]}`"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ STEMS = ("quantis", "initialis", "normalis", "serialis", "synchronis", "optimis"
 PHRASES = ("for ever", "so many", "part company", "sign of life", "one rank alone", "(?:the|all|num) leaves")
 
 # names of libraries and terms of the field that contain one of the words
-ALLOWED = re.compile(r"tree_leaves|is_leaf|leaf tensors?|leaf modules?|torn (?:and reordered )?write|optimistic", re.I)
+ALLOWED = re.compile(
+    r"tree_leaves|(?:is|non)_leaf|leaf tensors?|leaf modules?|torn (?:and reordered )?write|optimistic", re.I
+)
 _WORD = re.compile(rf"(?<![a-z])({WORDS}|(?:{'|'.join(STEMS)})[a-z]*|{'|'.join(PHRASES)})(?![a-z])")
 
 

@@ -83,7 +83,7 @@ class Tasks(nn.Module):
 @assertion(
     "pytorch/pytorch test/distributed/test_c10d_gloo.py::DistributedDataParallelTest::"
     "test_global_local_unused_params_grad",
-    "A parameter that one rank alone uses has a gradient on all ranks; one that no rank uses has none.",
+    "A parameter that only one rank uses has a gradient on all ranks; one that no rank uses has none.",
     ranks=(2,),
     refused=dict.fromkeys(("native-3", "fsdp2", "deepspeed-2", "deepspeed-3"), "the ranks have diverged"),
 )
