@@ -2,7 +2,7 @@
 
 A row is a check of the matrix of engines (``tests/engines/matrix.py``) with a source. The check asserts what is right.
 An engine that does not do it must refuse it by name, with the words that the row states; so the table of
-``docs/trust/corpus.md`` follows from the rows, and is true if their tests pass.
+``docs/trust/silent-faults.md`` follows from the rows, and is true if their tests pass.
 """
 
 from __future__ import annotations

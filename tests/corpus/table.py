@@ -28,7 +28,7 @@ def outcomes(row: Row, engine: str) -> str:
         if str(case.stage) not in found:
             found.append(str(case.stage))
     if not stages:
-        return f"left out: {row.skipped[engine]}" if engine in row.skipped else "does not have it"
+        return f"left out: {row.skipped[engine]}" if engine in row.skipped else "not available"
     if len(stages) == 1:
         return next(iter(stages))
     return "<br>".join(f"stage {', '.join(numbers)}: {outcome}" for outcome, numbers in stages.items())

@@ -24,7 +24,7 @@ def test_the_page_has_the_tables_of_the_rows() -> None:
 
 def test_the_readme_has_the_numbers_of_the_faults() -> None:
     faults = counts("fault")
-    line = f"{faults.total()} [silent faults that users of other trainers published](docs/trust/silent-faults.md)"
+    line = f"{faults.total()} [silent faults that users of other trainers reported](docs/trust/silent-faults.md)"
     numbers = f"{faults['right']} right, {faults['refused']} refused by name, 0 wrong"
     assert f"{line}: {numbers}" in " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
     assert faults.total() >= 30

@@ -41,7 +41,7 @@ BUDGETS = {
     "docs/trust/benchmarks.md": 1130,
     "docs/trust/parity.md": 800,
     "docs/trust/reliability.md": 1300,
-    "docs/trust/silent-faults.md": 400,
+    "docs/trust/silent-faults.md": 430,
     "docs/trust/vote.md": 890,
 }
 TOTAL = 32_000

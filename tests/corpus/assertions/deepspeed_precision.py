@@ -63,7 +63,7 @@ def an_overflow_restarts_the_window_of_the_loss_scale(trial: Trial) -> None:
 @assertion(
     f"{TESTS}/v1/zero/test_zero_user_backward.py::TestZeroUserBackwardWithScale::"
     "test_error_when_backward_without_scale_fp16",
-    "A backward that passes by the loss scale raises an error instead of giving unscaled gradients.",
+    "A backward that bypasses loss scaling raises an error instead of giving unscaled gradients.",
     precisions=("fp16", "fp32"),
 )
 def a_backward_past_the_loss_scale_is_an_error(trial: Trial) -> None:

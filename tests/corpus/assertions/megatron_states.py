@@ -169,7 +169,7 @@ class Counting(torch.optim.Optimizer):
 
 @assertion(
     f"{OPTIMIZER}::test_distrib_optimizer_save_load_with_non_tensor_state",
-    "States of an optimizer that are no tensors, such as a count of updates, do not disturb a save and a load.",
+    "States of an optimizer that are not tensors, such as a count of updates, do not disturb a save and a load.",
 )
 def a_number_that_an_optimizer_keeps_comes_through_a_checkpoint(trial: Trial) -> None:
     """The update after a load is that of a run without it; each gradient is 1. A flag is refused by its name."""

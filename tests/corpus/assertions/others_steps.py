@@ -99,7 +99,7 @@ def bf16_weights_are_the_masters_rounded(trial: Trial) -> None:
 
 @assertion(
     f"{SANITY}::test_quantized_model_init_high_precision_init_val",
-    "The weights' values of before the first rounding can be had, and rounding them gives the weights.",
+    "The original FP32 weights remain available, and rounding them gives the model's weights.",
     precisions=("bf16", "fp8"),
 )
 def masters_have_the_initial_values_before_any_rounding(trial: Trial) -> None:

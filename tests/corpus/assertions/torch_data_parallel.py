@@ -26,7 +26,7 @@ assertion(
 
 @assertion(
     f"{SHARDED}SingleRank::test_state_dict",
-    "A reloaded momentum of 1 makes the second update at rate 0.1 a step from 0.9 to 0.71.",
+    "After a load, a momentum of 1, a decay of 0.9, a gradient of 1 and a rate of 0.1 move a weight from 0.9 to 0.71.",
 )
 def a_loaded_momentum_goes_on_from_its_value(trial: Trial) -> None:
     sgd = dtrain.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)

@@ -57,7 +57,7 @@ def of_used_outputs(model: Callable[..., Any], micro_batch: MicroBatch) -> Tenso
 
 @assertion(
     f"{TESTS}_autograd.py::TestFullyShardAutograd::test_unused_forward_output",
-    "Gradients are those of one process when steps stop to use one of the outputs of the forward.",
+    "Gradients are those of one process if some steps do not use one of the outputs of the forward.",
 )
 def an_output_that_the_loss_ignores_leaves_the_other_gradients_right(trial: Trial) -> None:
     steps = inputs(4, 3, 5)

@@ -110,7 +110,7 @@ def an_fp8_linear_keeps_18_db_of_output_and_17_db_of_gradient(trial: Trial) -> N
 
 @assertion(
     f"{BASE}::TestScaledMM::test_pad_inner_dim",
-    "A product whose inner dimension 16 does not divide is padded, and its output is that of the product as it is.",
+    "Matrices whose inner dimension is not a multiple of 16 are padded, and the product is unchanged.",
     precisions=("fp8",),
 )
 def an_fp8_product_of_a_dimension_16_does_not_divide_is_padded(trial: Trial) -> None:
@@ -166,7 +166,7 @@ def a_gradient_passes_unchanged_through_a_cast(trial: Trial) -> None:
 
 @assertion(
     f"{FSDP2}::TestFloat8MultiProcess::test_transformer_parity",
-    "FP8 weights that each rank casts before they are gathered give the losses of weights that are not sharded.",
+    "Sharded weights that are cast to FP8 equal weights that are cast whole.",
     precisions=("fp8",),
     ranks=(2, 3, 1),
     variants=RECIPES,

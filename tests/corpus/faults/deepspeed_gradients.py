@@ -144,7 +144,7 @@ def large_gradients_are_clipped_and_small_ones_are_left(trial: Trial) -> None:
 
 @fault(
     "deepspeedai/DeepSpeed#8475",
-    "In FP32 clipping, the norms of ranks whose gradients are of different experts are averaged, not combined.",
+    "In FP32 clipping, the norms of ranks that use different experts are averaged, not combined.",
     peers="DeepSpeed AutoEP",
 )
 def the_norm_is_that_of_the_whole_gradient_wherever_it_arises(trial: Trial) -> None:
