@@ -119,7 +119,7 @@ class DeepSpeedEngine(StepEngine):
             if grad is None:  # a backward of the user's own has returned None
                 return None
             self.monitor.receive(number)
-            weighted = grad if self._weight.is_one else grad * self._weight.value
+            weighted = grad if self._weight.is_one else (grad * self._weight.value).to(grad.dtype)
             self.monitor.record_magnitude(number, weighted)
             return weighted
 
