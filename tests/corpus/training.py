@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 import dtrain
@@ -13,10 +14,18 @@ from tests.engines.matrix import Trial
 from tests.helpers.oracle import AdamWSettings, Oracle, OracleStep, assert_close_to_largest, normwise_error
 
 MicroBatch = Mapping[str, Any]
+Built = TypeVar("Built", bound=nn.Module)
 Loss = Callable[[Callable[..., Any], MicroBatch], Tensor]
 SETTINGS = AdamWSettings(lr=0.01, eps=1e-2)  # of Adam's square root, so that rounding of small gradients stays small
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.2}
 """Of the change of all masters together; in FP32 of the largest element of each."""
+
+
+def seeded(build: Callable[[], Built], seed: int = 0) -> Built:
+    """What ``build`` makes, with the same weights at each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
 
 
 def loss_of_model(model: Callable[..., Any], micro_batch: MicroBatch) -> Tensor:

@@ -13,7 +13,16 @@ from torch.nn import functional as F
 
 import dtrain
 from tests.corpus.rows import assertion
-from tests.corpus.training import SETTINGS, TOLERANCES, compare_masters, follows_oracle, loss_of_model, start, step_of
+from tests.corpus.training import (
+    SETTINGS,
+    TOLERANCES,
+    compare_masters,
+    follows_oracle,
+    loss_of_model,
+    seeded,
+    start,
+    step_of,
+)
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle, normwise_error
 
@@ -33,9 +42,7 @@ class Regression(nn.Module):
 
 
 def regression() -> Regression:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        return Regression()
+    return seeded(Regression, 3)
 
 
 def samples(number: int, seed: int = 0) -> tuple[Tensor, Tensor]:

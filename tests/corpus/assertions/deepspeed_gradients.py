@@ -14,7 +14,7 @@ from tests.corpus.assertions.olmo_steps import each_update_is_at_the_rate_of_war
 from tests.corpus.faults.deepspeed_gradients import the_last_micro_batch_of_every_rank_is_in_the_gradient
 from tests.corpus.faults.torch_states import all_ranks_begin_with_the_weights_and_buffers_of_rank_0
 from tests.corpus.rows import assertion
-from tests.corpus.training import follows_oracle, step_of
+from tests.corpus.training import follows_oracle, seeded, step_of
 from tests.engines.matrix import Trial
 
 TESTS = "deepspeedai/DeepSpeed tests/unit"
@@ -112,9 +112,7 @@ class Odd(nn.Module):
 
 
 def odd() -> Odd:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Odd()
+    return seeded(Odd)
 
 
 @assertion(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.corpus.assertions.deepspeed_gradients import TESTS
 from tests.corpus.faults.scale_updates import a_resumed_run_goes_on_at_its_place_in_the_schedule
 from tests.corpus.rows import assertion
-from tests.corpus.training import MicroBatch, follows_oracle, start, step_of
+from tests.corpus.training import MicroBatch, follows_oracle, seeded, start, step_of
 from tests.engines.checks.checkpoints import loads_what_any_other_saved
 from tests.engines.checks.modules import a_weight_that_leaves_its_unit_has_its_values_or_is_refused
 from tests.engines.matrix import Trial
@@ -28,17 +29,6 @@ assertion(
     f"{TESTS}/checkpoint/test_universal_checkpoint.py::TestZeROUniversalCheckpointDP::test_dp_world_size_2to4",
     "A checkpoint that another number of ranks loads gives the same weights, optimizer states and next losses.",
 )(loads_what_any_other_saved)
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> Callable[[], nn.Module]:
-    """A function that makes the module with the weights of ``seed``."""
-
-    def build() -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return make()
-
-    return build
 
 
 class ThreeOutputs(nn.Module):
@@ -76,7 +66,7 @@ def the_sum_of_three_losses_of_a_forward_has_the_gradients_of_all(trial: Trial) 
         ]
         for _ in range(2)
     ]
-    follows_oracle(trial, seeded(ThreeOutputs), steps, loss=summed)
+    follows_oracle(trial, partial(seeded, ThreeOutputs), steps, loss=summed)
 
 
 class Adapted(nn.Module):
@@ -109,8 +99,8 @@ class Adapted(nn.Module):
 def adapters_of_recomputed_frozen_layers_train(trial: Trial) -> None:
     draw = torch.Generator().manual_seed(4)
     steps = [[({"x": torch.randn(4, 5, generator=draw)}, 1.0) for _ in range(6)] for _ in range(3)]
-    engine = follows_oracle(trial, seeded(Adapted), steps)
-    fresh = dict(seeded(Adapted)().named_parameters())
+    engine = follows_oracle(trial, partial(seeded, Adapted), steps)
+    fresh = dict(seeded(Adapted).named_parameters())
     for name, value in engine.states.full_frozen():
         assert torch.equal(value.float(), fresh[name]), name
 
@@ -132,11 +122,11 @@ class Tied(nn.Module):
     "Weights from the checkpoint of a model with a tied weight load strictly into a new one, under both names.",
 )
 def a_checkpoint_of_tied_weights_loads_strictly_under_both_names(trial: Trial) -> None:
-    engine, other = start(trial, seeded(Tied)()), start(trial, seeded(Tied, seed=1)())
+    engine, other = start(trial, seeded(Tied)), start(trial, seeded(Tied, seed=1))
     assert step_of(engine, [({"tokens": torch.arange(7)}, 1.0)] * trial.ranks).applied
     other.load(engine.save(trial.folder))
     with engine.full_model() as trained, other.full_model() as loaded:
-        values, plain = loaded.state_dict(), seeded(Tied, seed=2)()
+        values, plain = loaded.state_dict(), seeded(Tied, seed=2)
         plain.load_state_dict(values, strict=True)
         assert sorted(values) == ["embedding.weight", "head.weight"]
         for name, want in trained.state_dict().items():

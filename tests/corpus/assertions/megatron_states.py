@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 import dtrain
 from dtrain.errors import CheckpointError, ConfigError
-from tests.corpus.assertions.megatron_steps import built, constant, total, two_layers
+from tests.corpus.assertions.megatron_steps import constant, total, two_layers
 from tests.corpus.rows import assertion
-from tests.corpus.training import follows_oracle, start, step_of
+from tests.corpus.training import follows_oracle, seeded, start, step_of
 from tests.engines.checks.checkpoints import loads_what_any_other_saved
 from tests.engines.helpers import state_digests
 from tests.engines.matrix import Trial
@@ -52,7 +52,7 @@ class Tied(nn.Module):
 def a_tied_weight_is_stored_and_updated_once(trial: Trial) -> None:
     draw = torch.Generator().manual_seed(3)
     steps = [[({"tokens": torch.randint(7, (2, 4), generator=draw)}, 1.0) for _ in range(6)] for _ in range(2)]
-    engine = follows_oracle(trial, lambda: built(Tied), steps)
+    engine = follows_oracle(trial, lambda: seeded(Tied), steps)
     assert engine.num_parameters == 35
     assert sorted(engine.master_state()) == ([] if trial.rank else ["embedding.weight"])
     assert engine.module.head.weight is engine.module.embedding.weight
@@ -76,7 +76,7 @@ def frozen_weights_take_no_gradients_and_no_states(trial: Trial) -> None:
     """Beside them, the trained ones take what they take alone; between backward and step, when gradients exist."""
     memories = []
     for frozen in (True, False):
-        engine = start(trial, built(lambda frozen=frozen: HalfFrozen(frozen=frozen)))
+        engine = start(trial, seeded(lambda frozen=frozen: HalfFrozen(frozen=frozen)))
         engine.backward(total(engine, {"x": torch.ones(2, 7)}))
         memories.append({kind: engine.memory()[kind] for kind in ("main_grad", "master", "moments")})
         assert engine.step().applied
@@ -124,7 +124,7 @@ def a_weight_of_another_size_is_not_loaded(trial: Trial) -> None:
 )
 def loading_only_the_weights_keeps_the_optimizer_states(trial: Trial) -> None:
     given = [({"x": torch.ones(2, 7)}, 1.0)] * trial.ranks
-    engine, other = (start(trial, built(lambda: HalfFrozen(frozen=False), seed)) for seed in (0, 1))
+    engine, other = (start(trial, seeded(lambda: HalfFrozen(frozen=False), seed)) for seed in (0, 1))
     for each in (engine, other):
         step_of(each, given, total)
     other.save(trial.folder)

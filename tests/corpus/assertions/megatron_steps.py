@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import dtrain
 from tests.corpus.assertions.olmo_steps import each_update_is_at_the_rate_of_warmup_and_cosine
 from tests.corpus.rows import assertion
-from tests.corpus.training import follows_oracle, step_of
+from tests.corpus.training import follows_oracle, seeded, step_of
 from tests.engines.matrix import Trial
 
 FULLY_SHARD = "NVIDIA/Megatron-LM tests/unit_tests/distributed/mfsdp_v2/test_fully_shard.py"
@@ -41,14 +41,8 @@ def total(model: Callable[..., Tensor], micro_batch: Mapping[str, Any]) -> Tenso
     return model(micro_batch["x"]).float().sum()
 
 
-def built(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return build()
-
-
 def two_layers() -> nn.Module:
-    return built(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    return seeded(lambda: nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
 
 
 def squared_error(model: Callable[..., Tensor], micro_batch: Mapping[str, Any]) -> Tensor:
@@ -134,7 +128,7 @@ class Scaled(nn.Module):
 
 
 def scaled() -> nn.Module:
-    return built(lambda: nn.ModuleDict({"blocks": nn.Sequential(Scaled(), Scaled(), nn.Linear(7, 1))})["blocks"])
+    return seeded(lambda: nn.ModuleDict({"blocks": nn.Sequential(Scaled(), Scaled(), nn.Linear(7, 1))})["blocks"])
 
 
 @assertion(

@@ -14,7 +14,7 @@ import dtrain
 from dtrain.errors import CheckpointError
 from tests.corpus.assertions.accelerate_micro_batches import micro_batches, regression
 from tests.corpus.rows import assertion
-from tests.corpus.training import start, step_of
+from tests.corpus.training import seeded, start, step_of
 from tests.engines.helpers import state_digests
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import assert_close_to_largest
@@ -34,9 +34,7 @@ class Embedded(nn.Module):
 
 
 def embedded() -> Embedded:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(11)
-        return Embedded()
+    return seeded(Embedded, 11)
 
 
 def tokens_of(step: int) -> Tensor:

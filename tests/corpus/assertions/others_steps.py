@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from tests.corpus.assertions.megatron_steps import built, start_sgd, total
+from tests.corpus.assertions.megatron_steps import start_sgd, total
 from tests.corpus.assertions.torchao_float8 import decibels
 from tests.corpus.rows import assertion
-from tests.corpus.training import start, step_of
+from tests.corpus.training import seeded, start, step_of
 from tests.engines.helpers import state_digests
 from tests.engines.matrix import Trial
 
@@ -60,11 +60,11 @@ def a_group_that_is_empty_on_a_rank_counts_its_steps(trial: Trial) -> None:
     """The bias correction follows the count; small betas make a wrong one visible."""
     groups = {"gate": {"betas": (0.6, 0.9)}}
     record = dtrain.AdamW(lr=0.05, betas=(0.5, 0.8), eps=1e-2, weight_decay=0.0, groups=groups)
-    plain = built(Gated)
+    plain = seeded(Gated)
     others = [p for name, p in plain.named_parameters() if name != "gate"]
     parts = [{"params": others}, {"params": [plain.get_parameter("gate")], "betas": (0.6, 0.9)}]
     optimizer = torch.optim.AdamW(parts, lr=0.05, betas=(0.5, 0.8), eps=1e-2, weight_decay=0.0)
-    first, resumed = (start(trial, built(Gated), optimizer=record) for _ in range(2))
+    first, resumed = (start(trial, seeded(Gated), optimizer=record) for _ in range(2))
     group_steps(first, plain, optimizer, seed=1)
     first.save(trial.folder)
     resumed.load(trial.folder)
@@ -78,8 +78,8 @@ def a_group_that_is_empty_on_a_rank_counts_its_steps(trial: Trial) -> None:
 )
 def bf16_weights_are_the_masters_rounded(trial: Trial) -> None:
     """An identity as input shows the weights of a forward; updates are far smaller than a step between BF16 numbers."""
-    plain = built(lambda: nn.Linear(7, 5, bias=False))
-    engine = start(trial, built(lambda: nn.Linear(7, 5, bias=False)), optimizer=dtrain.Adam(lr=2.0**-12, eps=1e-2))
+    plain = seeded(lambda: nn.Linear(7, 5, bias=False))
+    engine = start(trial, seeded(lambda: nn.Linear(7, 5, bias=False)), optimizer=dtrain.Adam(lr=2.0**-12, eps=1e-2))
     defaults = dtrain.Adam()
     optimizer = torch.optim.Adam(
         plain.parameters(), lr=2.0**-12, eps=1e-2, betas=defaults.betas, weight_decay=defaults.weight_decay
@@ -105,10 +105,10 @@ def bf16_weights_are_the_masters_rounded(trial: Trial) -> None:
 def masters_have_the_initial_values_before_any_rounding(trial: Trial) -> None:
     """Also those of other ranks' shares, before the first step and from a checkpoint of it."""
     build = lambda: nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 3))  # noqa: E731
-    want = built(build).state_dict()
-    engine = start(trial, built(build))
+    want = seeded(build).state_dict()
+    engine = start(trial, seeded(build))
     engine.save(trial.folder)
-    loaded = start(trial, built(build, seed=1))
+    loaded = start(trial, seeded(build, seed=1))
     loaded.load(trial.folder)
     for each in (engine, loaded):
         for name, master in each.master_state().items():
@@ -134,7 +134,7 @@ class Rows(nn.Module):
 )
 def a_micro_batch_of_no_rows_adds_nothing(trial: Trial) -> None:
     """On some ranks and in some micro-batches, then in all of a step, whose gradients are zeros."""
-    draw, plain, engine = torch.Generator().manual_seed(4), built(Rows), start_sgd(trial, built(Rows), lr=2.0**-6)
+    draw, plain, engine = torch.Generator().manual_seed(4), seeded(Rows), start_sgd(trial, seeded(Rows), lr=2.0**-6)
     given = [({"x": torch.randn(size, 16, generator=draw)}, 1.0) for size in (0, 3, 2, 0, 0, 4)]
     assert step_of(engine, given).applied
     (torch.stack([plain(**micro_batch) for micro_batch, _ in given]).sum() / 6).backward()

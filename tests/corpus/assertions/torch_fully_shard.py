@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,11 +17,10 @@ from tests.corpus.assertions.accelerate_micro_batches import (
     forwards_that_run_before_the_first_backward_have_their_gradients,
 )
 from tests.corpus.assertions.deepspeed_gradients import PLAIN_SGD, dot_engine, expect_weight, odd, step_on
-from tests.corpus.assertions.deepspeed_models import seeded
 from tests.corpus.assertions.megatron_steps import bf16_gradients_are_summed_in_fp32
 from tests.corpus.faults.torch_gradients import all_rows_of_a_tied_weight_are_updated_on_uneven_ranks
 from tests.corpus.rows import assertion
-from tests.corpus.training import SETTINGS, MicroBatch, follows_oracle, start
+from tests.corpus.training import SETTINGS, MicroBatch, follows_oracle, seeded, start
 from tests.engines.checks.skips import skips_a_bad_number_on_all_ranks_and_nothing_of_it_is_left
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
@@ -64,7 +64,7 @@ def an_output_that_the_loss_ignores_leaves_the_other_gradients_right(trial: Tria
     for number, step in enumerate(steps):
         for micro_batch, _ in step:
             micro_batch["uses_both"] = number % 3 == 0
-    follows_oracle(trial, seeded(TwoOutputs), steps, loss=of_used_outputs)
+    follows_oracle(trial, partial(seeded, TwoOutputs), steps, loss=of_used_outputs)
 
 
 class Looped(nn.Module):
@@ -89,7 +89,7 @@ class Looped(nn.Module):
     "Trained and frozen layers that take part several times, with and without gradients, train as in one process.",
 )
 def layers_that_run_with_and_without_gradients_in_a_forward_train(trial: Trial) -> None:
-    follows_oracle(trial, seeded(Looped), inputs(3, 4, 5))
+    follows_oracle(trial, partial(seeded, Looped), inputs(3, 4, 5))
 
 
 class OnlyBiases(nn.Module):
@@ -112,7 +112,7 @@ class OnlyBiases(nn.Module):
     "Trained biases beside frozen weights in the same unit train as under data parallelism, also with recomputation.",
 )
 def biases_train_beside_frozen_weights_of_the_same_unit(trial: Trial) -> None:
-    engine = follows_oracle(trial, seeded(OnlyBiases), inputs(3, 4, 5))
+    engine = follows_oracle(trial, partial(seeded, OnlyBiases), inputs(3, 4, 5))
     assert {name.rpartition(".")[2] for name in engine.master_state()} <= {"bias"}
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 from dtrain.config.precision import Float8
 from dtrain.precision.policy import PrecisionPolicy
-from tests.corpus.assertions.megatron_steps import built, squared_error, start_sgd, total
+from tests.corpus.assertions.megatron_steps import squared_error, start_sgd, total
 from tests.corpus.rows import assertion
-from tests.corpus.training import step_of
+from tests.corpus.training import seeded, step_of
 from tests.engines.checks.float8 import RECIPES
 from tests.engines.matrix import Trial
 
@@ -73,7 +73,7 @@ def drawn(*shape: int, seed: int = 1) -> Tensor:
 def a_cast_of_a_weight_keeps_25_db(trial: Trial) -> None:
     """An identity as input shows the FP8 weight itself; the rows differ by up to 2^12, which one scale cannot span."""
     rowwise = trial.case.variant == "rowwise"
-    model = built(lambda: Product(16, 32))
+    model = seeded(lambda: Product(16, 32))
     weight = drawn(32, 16).bfloat16().float()
     weight *= torch.exp2(torch.arange(32) % 13.0).unsqueeze(1) if rowwise else 1.0
     model.product.weight.data.copy_(weight)
@@ -94,8 +94,8 @@ def a_cast_of_a_weight_keeps_25_db(trial: Trial) -> None:
 )
 def an_fp8_linear_keeps_18_db_of_output_and_17_db_of_gradient(trial: Trial) -> None:
     """The bias is not rounded to FP8, so its gradient is nearer."""
-    plain, x, target = built(lambda: Product(16, 32, bias=True)), drawn(6, 3, 16), drawn(6, 3, 32, seed=2)
-    engine = start_float8(trial, built(lambda: Product(16, 32, bias=True)))
+    plain, x, target = seeded(lambda: Product(16, 32, bias=True)), drawn(6, 3, 16), drawn(6, 3, 32, seed=2)
+    engine = start_float8(trial, seeded(lambda: Product(16, 32, bias=True)))
     with engine.eval():
         assert decibels(plain(x), engine(x)) >= 18
     given = [({"x": x[i], "target": target[i]}, 1.0) for i in range(6)]
@@ -115,7 +115,7 @@ def an_fp8_linear_keeps_18_db_of_output_and_17_db_of_gradient(trial: Trial) -> N
 )
 def an_fp8_product_of_a_dimension_16_does_not_divide_is_padded(trial: Trial) -> None:
     """Of 41 numbers an output, forward and back; 43 rows, so that every dimension of all three products is odd."""
-    model = built(lambda: Product(41, 37))
+    model = seeded(lambda: Product(41, 37))
     weight = model.product.weight.data.bfloat16().float()
     model.product.weight.data.copy_(weight)
     engine, x = start_float8(trial, model), drawn(43, 41)
@@ -135,7 +135,7 @@ def an_fp8_product_of_a_dimension_16_does_not_divide_is_padded(trial: Trial) -> 
 )
 def very_small_numbers_have_a_finite_scale(trial: Trial) -> None:
     """448 / 2^-124 is above the largest FP32 number; the output is checked, and the gradient of a zero input."""
-    model, small = built(lambda: Product(16, 32)), 2.0**-124
+    model, small = seeded(lambda: Product(16, 32)), 2.0**-124
     weight = (drawn(32, 16) * 0.25).clamp(-1, 1).bfloat16().float()
     model.product.weight.data.copy_(weight * small)
     engine, x = start_float8(trial, model), drawn(8, 16, seed=2).bfloat16().float()
@@ -155,7 +155,7 @@ def very_small_numbers_have_a_finite_scale(trial: Trial) -> None:
 )
 def a_gradient_passes_unchanged_through_a_cast(trial: Trial) -> None:
     """Also that of the largest element, which a clamp would stop. Inputs and gradients are exact in FP8."""
-    model = built(lambda: Product(16, 32))
+    model = seeded(lambda: Product(16, 32))
     model.product.weight.data[0, 0] = 449.0
     before, x = model.product.weight.data.clone(), torch.exp2(torch.arange(16) % 3.0).expand(4, 16)
     engine = start_float8(trial, model, lr=0.5)
@@ -174,7 +174,7 @@ def a_gradient_passes_unchanged_through_a_cast(trial: Trial) -> None:
 def a_sharded_fp8_weight_has_the_scale_of_the_whole(trial: Trial) -> None:
     """A large number lies in one rank's share; before and after a step the weight is as if cast in one place."""
     rowwise = trial.case.variant == "rowwise"
-    model = built(lambda: Product(32, 48))
+    model = seeded(lambda: Product(32, 48))
     weight = model.product.weight.data.bfloat16().float()
     weight[1, 3] = 100.0
     model.product.weight.data.copy_(weight)
@@ -208,8 +208,8 @@ class FeedForward(nn.Module):
     variants=RECIPES,
 )
 def a_gated_network_in_fp8_keeps_20_db_in_every_gradient(trial: Trial) -> None:
-    plain, x = built(FeedForward), drawn(6, 8, 32)
-    engine = start_float8(trial, built(FeedForward))
+    plain, x = seeded(FeedForward), drawn(6, 8, 32)
+    engine = start_float8(trial, seeded(FeedForward))
     with engine.eval():
         assert decibels(plain(x), engine(x)) > 20
     step_of(engine, [({"x": x[i]}, 1.0) for i in range(6)], total)

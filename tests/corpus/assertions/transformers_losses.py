@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from tests.corpus.faults.deepspeed_weights import a_resumed_run_has_the_frozen_weights_of_the_one_that_saved
 from tests.corpus.faults.loops_accumulation import tokens_count_alike_in_micro_batches_of_unequal_length
 from tests.corpus.rows import assertion
-from tests.corpus.training import SETTINGS, TOLERANCES, compare_masters, start
+from tests.corpus.training import SETTINGS, TOLERANCES, compare_masters, seeded, start
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
 
@@ -32,9 +32,7 @@ class Bigram(nn.Module):
 
 
 def bigram() -> Bigram:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(2)
-        return Bigram()
+    return seeded(Bigram, 2)
 
 
 def rows(step: int) -> dict[str, Tensor]:
@@ -80,9 +78,7 @@ def summed_losses_over_the_tokens_of_all_ranks_are_those_of_the_whole_batch(tria
 
 def frozen(seed: int) -> Bigram:
     """With a frozen layer; another seed gives other weights."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = Bigram()
+    model = seeded(Bigram, seed)
     model.hidden.requires_grad_(False)
     return model
 

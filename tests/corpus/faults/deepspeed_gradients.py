@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.errors import DtrainError
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS, compare_masters, follows_oracle, loss_of_model, start
+from tests.corpus.training import SETTINGS, compare_masters, follows_oracle, loss_of_model, seeded, start
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
 
@@ -40,9 +40,7 @@ class Experts(nn.Module):
 
 
 def build(kind: type[nn.Module] = Net) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return kind()
+    return seeded(kind)
 
 
 def batches(factors: list[float], seed: int = 1) -> list[Batch]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import dtrain
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS, compare_masters, follows_oracle, start, step_of
+from tests.corpus.training import SETTINGS, compare_masters, follows_oracle, seeded, start, step_of
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
 
@@ -40,9 +40,7 @@ class Net(nn.Module):
 
 
 def build() -> Net:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Net()
+    return seeded(Net)
 
 
 def batches(bad: dict[int, float], num_steps: int) -> list[list[tuple[dict[str, Any], float]]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import dtrain
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS, compare_masters, start, step_of
+from tests.corpus.training import SETTINGS, compare_masters, seeded, start, step_of
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
 
@@ -43,9 +43,7 @@ class Positions(nn.Module):
 
 
 def build(kind: Callable[[], nn.Module] = Net, seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return kind()
+    return seeded(kind, seed)
 
 
 def batch(seed: int) -> list[tuple[dict[str, Tensor], float]]:

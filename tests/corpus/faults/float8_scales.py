@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dtrain
 from tests.corpus.rows import fault
-from tests.corpus.training import follows_oracle, start, step_of
+from tests.corpus.training import follows_oracle, seeded, start, step_of
 from tests.engines.helpers import digest
 from tests.engines.matrix import Trial
 
@@ -39,9 +39,7 @@ class Stack(nn.Module):
 
 
 def stack(seed: int = 0, **options: Any) -> Stack:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return Stack(**options)
+    return seeded(lambda: Stack(**options), seed)
 
 
 def micro_batches(count: int = 6) -> list[tuple[dict[str, Tensor], float]]:

@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import dtrain
-from tests.corpus.faults.loops_beside import Beside, Tagger, joined, positions, seeded
+from tests.corpus.faults.loops_beside import Beside, Tagger, joined, positions
 from tests.corpus.rows import fault
+from tests.corpus.training import seeded
 from tests.engines.matrix import ENGINES, Trial
 
 

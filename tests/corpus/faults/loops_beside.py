@@ -16,13 +16,6 @@ from tests.helpers.oracle import Oracle
 Step = Sequence[tuple[MicroBatch, float]]
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
-    """The model that ``build`` makes, with the same weights at each call."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return build()
-
-
 class Beside:
     """Trains ``model`` with the engine of the trial, and ``alike`` (the same model by default) with the oracle."""
 

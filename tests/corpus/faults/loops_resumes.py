@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from dtrain.data.dataset import SampleSource
 from dtrain.data.loader import BatchLoader
 from dtrain.data.sampling import Indices
-from tests.corpus.faults.loops_beside import seeded
 from tests.corpus.rows import fault
-from tests.corpus.training import start
+from tests.corpus.training import seeded, start
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import assert_close_to_largest
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from tests.corpus.faults.loops_beside import Beside, Step, seeded
+from tests.corpus.faults.loops_beside import Beside, Step
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS
+from tests.corpus.training import SETTINGS, seeded
 from tests.engines.matrix import Trial
 
 SCHEDULE = dtrain.TorchSchedule(torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.25)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.corpus.rows import fault
-from tests.corpus.training import follows_oracle
+from tests.corpus.training import follows_oracle, seeded
 from tests.engines.matrix import Trial
 
 
@@ -25,9 +25,7 @@ class Twice(nn.Module):
 
 
 def twice() -> Twice:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return Twice()
+    return seeded(Twice)
 
 
 def batches(num_steps: int) -> list[list[tuple[dict[str, Tensor], float]]]:

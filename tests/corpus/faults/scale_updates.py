@@ -11,16 +11,10 @@ from torch import Tensor, nn
 
 import dtrain
 from tests.corpus.rows import fault
-from tests.corpus.training import follows_oracle, start, step_of
+from tests.corpus.training import follows_oracle, seeded, start, step_of
 from tests.engines.matrix import Trial
 
 Steps = list[list[tuple[dict[str, Any], float]]]
-
-
-def seeded(build: type[nn.Module]) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return build()
 
 
 class Ordered(nn.Module):

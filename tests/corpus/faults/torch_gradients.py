@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,16 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.corpus.rows import fault
-from tests.corpus.training import follows_oracle, start, step_of
+from tests.corpus.training import follows_oracle, seeded, start, step_of
 from tests.engines.matrix import ENGINES, Trial
 
 Step = list[tuple[Mapping[str, Any], float]]
-
-
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return make()
 
 
 def inputs(num_steps: int, width: int = 5) -> list[Step]:

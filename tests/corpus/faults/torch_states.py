@@ -7,9 +7,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from tests.corpus.faults.torch_gradients import Mixed, inputs, seeded
+from tests.corpus.faults.torch_gradients import Mixed, inputs
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS, compare_masters, start, step_of
+from tests.corpus.training import SETTINGS, compare_masters, seeded, start, step_of
 from tests.engines.matrix import ENGINES, Trial
 from tests.helpers.oracle import Oracle
 
