@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import dtrain
 from tests.corpus.rows import fault
 from tests.corpus.training import follows_oracle, seeded, start, step_of
+from tests.engines.checks.checkpoints import loads_what_any_other_saved
 from tests.engines.matrix import Trial
 
 Steps = list[list[tuple[dict[str, Any], float]]]
@@ -201,3 +202,10 @@ def noise_in_a_forward_differs_between_ranks_micro_batches_and_steps(trial: Tria
     drawn = [draw for rank in range(trial.ranks) for draw in torch.load(trial.folder / f"{rank}.pt")]
     assert len(drawn) == 12
     assert all(abs(one - other) > 1e-6 for one, other in combinations(drawn, 2)), drawn
+
+
+fault(
+    "areal-project/AReaL#1468",
+    "A load of a distributed checkpoint drops the optimizer's moments.",
+    peers="AReaL with Megatron-LM core 0.17",
+)(loads_what_any_other_saved)
