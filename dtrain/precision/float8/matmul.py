@@ -40,7 +40,7 @@ def multiply(
         left: E4M3 or E5M2.
         right: E4M3; its values may already be an ``operand``.
         out_dtype: dtype that the FP32 sums are rounded to.
-        emulate: multiply in FP32. On a CPU this gives the bits of ``torch._scaled_mm``, except for fewer than 12 rows,
+        emulate: multiply in FP32. On a CPU this gives the bits of ``torch._scaled_mm``, except for fewer than 16 rows,
             which that function sums in another order.
         fast_accumulation: let Hopper accumulate in fewer bits than FP32 has. The emulation does not imitate this.
     """
