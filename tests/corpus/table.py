@@ -19,19 +19,28 @@ PAGE = ROOT / "docs/trust/silent-faults.md"
 TABLES = re.compile(r"(<!-- (faults|assertions) -->\n\n)(.*?)(\n\n<!-- end \2 -->)", re.DOTALL)
 
 
-def outcomes(row: Row, engine: str) -> str:
-    """What the engine does, by stage if they differ."""
-    cases = [case for case in CHECKS[row.check].cases if case.engine == engine]
-    stages: dict[str, list[str]] = {}
-    for case in sorted(cases, key=lambda case: case.stage):
-        found = stages.setdefault(row.outcome(case), [])
-        if str(case.stage) not in found:
-            found.append(str(case.stage))
-    if not stages:
-        return f"left out: {row.skipped[engine]}" if engine in row.skipped else "not available"
-    if len(stages) == 1:
-        return next(iter(stages))
-    return "<br>".join(f"stage {', '.join(numbers)}: {outcome}" for outcome, numbers in stages.items())
+def outcome(row: Row) -> str:
+    """What dtrain does, then the engines, or stages of them, that do something else."""
+    places: dict[str, dict[str, set[int]]] = {}  # stages by engine, by what they do
+    for engine in ENGINES:
+        cases = [case for case in CHECKS[row.check].cases if case.engine == engine]
+        if not cases:
+            missing = f"left out: {row.skipped[engine]}" if engine in row.skipped else "not available"
+            places.setdefault(missing, {})[engine] = set()
+        for case in cases:
+            places.setdefault(row.outcome(case), {}).setdefault(engine, set()).add(case.stage)
+    most = max(places, key=lambda found: sum(map(len, places[found].values())))
+    words = [most]
+    for found, engines in places.items():
+        if found != most:
+            named = (_stages(engine, stages, found, places) for engine, stages in engines.items())
+            words.append(f"{', '.join(named)}: {found}")
+    return "; ".join(words)
+
+
+def _stages(engine: str, stages: set[int], found: str, places: dict[str, dict[str, set[int]]]) -> str:
+    is_whole = not any(engine in engines for other, engines in places.items() if other != found)
+    return f"`{engine}`" if is_whole else f"`{engine}` {', '.join(map(str, sorted(stages)))}"
 
 
 def counts(kind: str) -> Counter[str]:
@@ -48,24 +57,20 @@ def rows(kind: str) -> list[Row]:
 def table(kind: str) -> str:
     """The table of ``faults`` or ``assertions`` in Markdown."""
     if kind == "faults":
-        faults = [(row.says, _link(row.source), row.peers, *_cells(row)) for row in rows("fault")]
-        return Table("", ("fault", "reported in", "had by", *ENGINES), faults).markdown()
-    assertions = [(row.says, _test(row.source), *_cells(row)) for row in rows("assertion")]
-    return Table("", ("assertion", "asserted in", *ENGINES), assertions).markdown()
-
-
-def _cells(row: Row) -> list[str]:
-    return [outcomes(row, engine) for engine in ENGINES]
+        faults = [(row.says, _link(row.source), row.peers, outcome(row)) for row in rows("fault")]
+        return Table("", ("fault", "reported in", "had by", "dtrain"), faults).markdown()
+    assertions = [(row.says, _test(row.source), outcome(row)) for row in rows("assertion")]
+    return Table("", ("assertion", "asserted in", "dtrain"), assertions).markdown()
 
 
 def _link(source: str) -> str:
     repository, number = source.split("#")
-    return f"[{repository} {number}](https://github.com/{repository}/issues/{number})"
+    return f"[{repository.partition('/')[2]} {number}](https://github.com/{repository}/issues/{number})"
 
 
 def _test(source: str) -> str:
     repository, place = source.split(" ", 1)
-    return f"{repository}: `{place.rpartition('/')[2]}`"
+    return f"{repository.partition('/')[2]}: `{place.rpartition('/')[2]}`"
 
 
 if __name__ == "__main__":

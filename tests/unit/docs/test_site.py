@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,13 @@ def test_a_browser_opens_it(site: Path, tmp_path: Path) -> None:
         page.goto(url)
         assert page.locator("h1").inner_text().startswith("dtrain")
         page.keyboard.press("Control+k")
-        page.get_by_placeholder("Search").type("loss scale")
-        page.locator("a[href*='/precision/precision/']", has_text="Loss scaling").first.click()
+        found = page.locator("a[href*='/precision/precision/']", has_text="Loss scaling").first
+        for _ in range(10):  # what is typed before the index is loaded can be lost
+            page.get_by_placeholder("Search").fill("")
+            page.get_by_placeholder("Search").type("loss scale")
+            with suppress(api.TimeoutError):
+                found.click(timeout=10_000)
+                break
         page.wait_for_url("**/precision/**")
         for path in ("", "start/library/", "reference/keys/", "scale/planning/"):
             page.set_viewport_size({"width": 390, "height": 844})  # a phone
