@@ -35,7 +35,7 @@ class Ordered(nn.Module):
     "NVIDIA/Megatron-LM#950",
     "With gathers that overlap the forward, modules that run in another order than their buffers compute with the "
     "weights of the previous step.",
-    peers="Megatron-LM core with --overlap-param-gather",
+    peers="Megatron-LM core",
     precisions=("bf16", "fp32"),
 )
 def blocks_that_run_in_another_order_than_declared_have_the_new_weights(trial: Trial) -> None:
@@ -118,7 +118,7 @@ class Scaled(nn.Module):
 @fault(
     "NVIDIA-NeMo/Speech#6297",
     "Gradients of the embedding that are to be summed in FP32 are summed in BF16.",
-    peers="NeMo with distributed_fused_adam",
+    peers="NeMo with its distributed Adam",
     precisions=("bf16",),
 )
 def small_gradients_are_not_lost_beside_a_large_one(trial: Trial) -> None:

@@ -72,7 +72,7 @@ def all_ranks_begin_with_the_weights_and_buffers_of_rank_0(trial: Trial) -> list
 @fault(
     "pytorch/pytorch#84053",
     "An averaged model keeps the buffers of the moment of its creation, so its evaluation is that of another model.",
-    peers="torch.optim.swa_utils.AveragedModel with use_buffers=False",
+    peers="AveragedModel of torch with use_buffers=False",
 )
 def an_average_of_the_weights_is_evaluated_with_the_buffers_of_now(trial: Trial) -> None:
     engine, plain = start(trial, seeded(Averaging), ema_decay=0.5), Oracle(seeded(Averaging), optimizer=SETTINGS)
@@ -100,7 +100,7 @@ class Bigger(Mixed):
 @fault(
     "pytorch/pytorch#148252",
     "A checkpoint with more weights than the model is loaded without a warning; those that are left over are ignored.",
-    peers="torch.distributed.checkpoint",
+    peers="DCP of torch",
     refused=dict.fromkeys(ENGINES, "which the model lacks"),
 )
 def a_checkpoint_of_a_bigger_model_is_refused(trial: Trial) -> None:
@@ -124,7 +124,7 @@ class Overflowing(Mixed):
 @fault(
     "pytorch/pytorch#115710",
     "If gradients are offloaded to the CPU, other ranks do not hear of an infinity on one, update, and keep the scale.",
-    peers="FSDP's ShardedGradScaler",
+    peers="FSDP with its own GradScaler",
     engines=("native", "deepspeed"),
     stages=(1, 2, 3),
 )
