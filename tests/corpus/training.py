@@ -18,7 +18,7 @@ Built = TypeVar("Built", bound=nn.Module)
 Loss = Callable[[Callable[..., Any], MicroBatch], Tensor]
 SETTINGS = AdamWSettings(lr=0.01, eps=1e-2)  # of Adam's square root, so that rounding of small gradients stays small
 TOLERANCES = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 1e-2, "fp8": 0.2}
-"""Of the change of all masters together; in FP32 of the largest element of each."""
+"""Allowed shares: in FP32 of the largest element of each master, else of the change of all masters together."""
 
 
 def seeded(build: Callable[[], Built], seed: int = 0) -> Built:
@@ -26,6 +26,19 @@ def seeded(build: Callable[[], Built], seed: int = 0) -> Built:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return build()
+
+
+class Multiplied(torch.autograd.Function):
+    """Identity whose gradient is multiplied, so that it can overflow while the loss is finite."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.factor, None
 
 
 def loss_of_model(model: Callable[..., Any], micro_batch: MicroBatch) -> Tensor:

@@ -14,25 +14,12 @@ from tests.corpus.assertions.olmo_steps import each_update_is_at_the_rate_of_war
 from tests.corpus.faults.deepspeed_gradients import the_last_micro_batch_of_every_rank_is_in_the_gradient
 from tests.corpus.faults.torch_states import all_ranks_begin_with_the_weights_and_buffers_of_rank_0
 from tests.corpus.rows import assertion
-from tests.corpus.training import follows_oracle, seeded, step_of
+from tests.corpus.training import Multiplied, follows_oracle, seeded, step_of
 from tests.engines.matrix import Trial
 
 TESTS = "deepspeedai/DeepSpeed tests/unit"
 PLAIN_SGD = dtrain.SGD(lr=1.0, momentum=0.0, weight_decay=0.0)
 X = torch.arange(1.0, 6.0)
-
-
-class _Multiplied(torch.autograd.Function):
-    """Identity whose gradient is multiplied, so that it overflows while the loss is finite."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None
 
 
 class Dot(nn.Module):
@@ -43,7 +30,7 @@ class Dot(nn.Module):
         self.weight = nn.Parameter(initial.clone())
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
-        return (_Multiplied.apply(self.weight, factor) * x).float().sum()
+        return (Multiplied.apply(self.weight, factor) * x).float().sum()
 
 
 def dot_engine(trial: Trial, initial: Tensor | None = None, **options: Any) -> Any:

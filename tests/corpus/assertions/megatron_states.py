@@ -119,7 +119,7 @@ def a_weight_of_another_size_is_not_loaded(trial: Trial) -> None:
 
 @assertion(
     f"{SAVED_STATES}::TestDistributedOptimizer::test_finetune_doesnt_load_optimizer",
-    "A load that is refused changes nothing, and loading only the weights leaves the optimizer's states as they were.",
+    "Loading only the weights leaves the optimizer's states unchanged.",
     precisions=("fp32", "bf16"),
 )
 def loading_only_the_weights_keeps_the_optimizer_states(trial: Trial) -> None:

@@ -159,7 +159,7 @@ class Wider(nn.Module):
     "Loading a checkpoint that lacks one of the model's weights is an error.",
 )
 def a_checkpoint_without_a_weight_of_the_model_is_refused(trial: Trial) -> None:
-    """As is one with a weight more; the engine that refuses it keeps every bit and trains on."""
+    """One with an extra weight is refused too; the engine that refuses it keeps every bit and trains on."""
     pairs = micro_batches([1, 2, 3, 3, 2, 1])
     engines = {layers: start(trial, Wider(layers)) for layers in (1, 2)}
     for layers, engine in engines.items():

@@ -20,7 +20,7 @@ SHARDED = "pytorch/pytorch test/distributed/optim/test_zero_redundancy_optimizer
 
 assertion(
     f"{SHARDED}Distributed::test_local_optimizer_parity",
-    "A sharded optimizer leaves the weights that its class leaves when it is whole on every rank.",
+    "A sharded optimizer trains to the same weights as the same optimizer without sharding.",
 )(follows_torch)
 
 

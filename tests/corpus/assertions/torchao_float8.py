@@ -114,7 +114,7 @@ def an_fp8_linear_keeps_18_db_of_output_and_17_db_of_gradient(trial: Trial) -> N
     precisions=("fp8",),
 )
 def an_fp8_product_of_a_dimension_16_does_not_divide_is_padded(trial: Trial) -> None:
-    """Of 41 numbers an output, forward and back; 43 rows, so that every dimension of all three products is odd."""
+    """41 numbers an output and 43 rows, so that every dimension of all three products is odd."""
     model = seeded(lambda: Product(41, 37))
     weight = model.product.weight.data.bfloat16().float()
     model.product.weight.data.copy_(weight)

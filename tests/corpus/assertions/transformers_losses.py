@@ -92,7 +92,7 @@ def train(trial: Trial, engine: Any, step: int) -> None:
 
 assertion(
     "huggingface/transformers tests/trainer/test_trainer_checkpointing.py::test_resume_training_with_frozen_params",
-    "A resumed run with a frozen parameter ends as one without a stop; the parameter keeps its value.",
+    "In a resumed run a frozen parameter keeps its value.",
 )(a_resumed_run_has_the_frozen_weights_of_the_one_that_saved)
 
 assertion(

@@ -44,7 +44,7 @@ def build(kind: type[nn.Module] = Net) -> nn.Module:
 
 
 def batches(factors: list[float], seed: int = 1) -> list[Batch]:
-    """Of each step six micro-batches of one sample size, whose losses are multiplied by the factor of the step."""
+    """Returns six micro-batches a step, whose losses are multiplied by the factor of the step."""
     draw = torch.Generator().manual_seed(seed)
     return [[({"x": torch.randn(2, 3, generator=draw), "factor": factor}, 1.0) for _ in range(6)] for factor in factors]
 

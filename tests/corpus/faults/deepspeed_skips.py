@@ -10,22 +10,9 @@ from torch import Tensor, nn
 
 import dtrain
 from tests.corpus.rows import fault
-from tests.corpus.training import SETTINGS, compare_masters, follows_oracle, seeded, start, step_of
+from tests.corpus.training import SETTINGS, Multiplied, compare_masters, follows_oracle, seeded, start, step_of
 from tests.engines.matrix import Trial
 from tests.helpers.oracle import Oracle
-
-
-class _Scaled(torch.autograd.Function):
-    """Identity, whose backward multiplies the gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad * ctx.factor, None
 
 
 class Net(nn.Module):
@@ -36,7 +23,7 @@ class Net(nn.Module):
         self.first, self.head = nn.Linear(3, 7), nn.Linear(7, 1)
 
     def forward(self, x: Tensor, factor: float) -> Tensor:
-        return self.head(torch.tanh(_Scaled.apply(self.first(x), factor))).float().square().mean()
+        return self.head(torch.tanh(Multiplied.apply(self.first(x), factor))).float().square().mean()
 
 
 def build() -> Net:

@@ -135,7 +135,7 @@ def a_buffer_keeps_its_dtype_and_its_large_values(trial: Trial) -> None:
     peers="DeepSpeed",
 )
 def every_group_of_parameters_has_its_own_learning_rate(trial: Trial) -> None:
-    """As torch's AdamW has with the same groups."""
+    """The reference is torch's AdamW with the same groups."""
     groups = {"first": {"lr_factor": 10.0}, "last.bias": {"lr_factor": 0.0}}
     record = dtrain.AdamW(lr=0.01, eps=SETTINGS.eps, betas=SETTINGS.betas, weight_decay=0.0, groups=groups)
     engine, plain = start(trial, build(), optimizer=record), build()

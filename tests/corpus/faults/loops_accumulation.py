@@ -76,7 +76,7 @@ def accumulated_gradients_are_clipped_once(trial: Trial) -> None:
     precisions=("fp16", "fp32"),
 )
 def the_loss_scale_does_not_count_in_clipping(trial: Trial) -> None:
-    """Of ``deepspeed`` only in FP32, where it has a loss scale too."""
+    """With ``deepspeed`` only in FP32, where it has a loss scale too."""
     both = Beside(trial, seeded(Tagger), max_grad_norm=0.2, loss_scale=dtrain.LossScale.of(1024.0))
     for step in range(2):
         outcome = both.step(positions([3] * 6, seed=step))

@@ -15,7 +15,7 @@ SCHEDULE = dtrain.TorchSchedule(torch.optim.lr_scheduler.StepLR, step_size=2, ga
 
 
 def factor(updates: int) -> float:
-    """Of the learning rate after a number of updates, by ``SCHEDULE``."""
+    """Returns the factor of the learning rate after a number of updates, by ``SCHEDULE``."""
     return 0.25 ** (updates // 2)
 
 

@@ -36,7 +36,7 @@ class Averaging(nn.Module):
     peers="DDP with broadcast_buffers",
 )
 def a_buffer_that_forwards_replace_is_copied_and_saved_as_it_is_now(trial: Trial) -> list[float]:
-    """As rank 0 has computed it, on all ranks and in a checkpoint."""
+    """All ranks and the checkpoint have the value that rank 0 has computed."""
     engine, want = start(trial, seeded(Averaging)), torch.zeros(5)
     for micro_batches in inputs(2):
         step_of(engine, micro_batches)
