@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from statistics import median
 from typing import Any
 
 import torch
@@ -55,15 +55,16 @@ class Texts(SingleRank):
         return self._texts or [text] * self.world_size
 
 
-def seconds(work: Callable[[], Any], rounds: int = 1) -> float:
-    """Returns the median of the processor's seconds."""
-    taken = []
+def seconds(*works: Callable[[], Any], rounds: int = 1) -> list[float]:
+    """Returns the fewest seconds of the processor for each of ``works``, which take turns."""
+    fewest = [math.inf] * len(works)
     gc.collect()
     for _ in range(rounds):
-        start = time.process_time()
-        work()
-        taken.append(time.process_time() - start)
-    return median(taken)
+        for index, work in enumerate(works):
+            start = time.process_time()
+            work()
+            fewest[index] = min(fewest[index], time.process_time() - start)
+    return fewest
 
 
 def vote_rows(world_size: int) -> Tensor:

@@ -19,7 +19,7 @@ def build_and_step(rank: int, world: int) -> tuple[list[float], list[float], int
         with planned_run(ranks).engine() as (_, step):
             built.append(time.process_time() - start)
             step()
-            stepped.append(seconds(step))
+            stepped += seconds(step, rounds=3)
     return built, stepped, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
