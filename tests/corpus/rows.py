@@ -54,12 +54,12 @@ ROWS: list[Row] = []
 
 
 def fault(source: str, says: str, *, peers: str, **options: Any) -> Callable[[Run], Run]:
-    """Makes a check of a function, or of a check of the matrix a row.
+    """Makes a row of a function or of a check of the matrix.
 
     Args:
         source: as in ``Row``; ``says`` and ``peers`` too.
         options: ``refused`` and ``skipped`` as in ``Row``, and the axes of ``check``, by default all engines with all
-            their stages on 1, 2 and 3 ranks. What is a check already has its axes, and if it is a row, its refusals.
+            their stages on 1, 2 and 3 ranks. A check keeps its own axes, a row its refusals too.
     """
     return partial(_row, Row("fault", source, says, peers), **options)
 

@@ -20,7 +20,7 @@ TABLES = re.compile(r"(<!-- (faults|assertions) -->\n\n)(.*?)(\n\n<!-- end \2 --
 
 
 def outcome(row: Row) -> str:
-    """What dtrain does, then the engines, or stages of them, that do something else."""
+    """What most engines do, then the engines, or their ZeRO stages, whose outcome differs."""
     places: dict[str, dict[str, set[int]]] = {}  # stages by engine, by what they do
     for engine in ENGINES:
         cases = [case for case in CHECKS[row.check].cases if case.engine == engine]
@@ -44,7 +44,7 @@ def _stages(engine: str, stages: set[int], found: str, places: dict[str, dict[st
 
 
 def counts(kind: str) -> Counter[str]:
-    """How many rows of a kind are ``right`` with every engine, and of how many some engine ``refused``."""
+    """How many rows of a kind all engines get ``right``, and how many some engine has ``refused``."""
     refused = ["refused" in {row.outcome(case).split(":")[0] for case in CHECKS[row.check].cases} for row in rows(kind)]
     return Counter("refused" if is_refused else "right" for is_refused in refused)
 

@@ -55,7 +55,7 @@ def start(trial: Trial, model: nn.Module, **options: Any) -> Any:
 def step_of(
     engine: Any, micro_batches: Sequence[tuple[MicroBatch, float]], loss: Loss = loss_of_model
 ) -> dtrain.StepOutcome:
-    """One step on this rank's share of all ranks' (micro-batch, weight) pairs."""
+    """One step on this rank's share of all ranks' pairs of a micro-batch and its loss's weight."""
     for micro_batch, weight in engine.accumulate(micro_batches[engine.rank :: engine.world_size]):
         engine.backward(loss(engine, micro_batch), weight=weight)
     return engine.step()  # type: ignore[no-any-return]

@@ -45,7 +45,7 @@ def planned_run(num_ranks: int, *keys: str, model: Sequence[str] = LLAMA_8B) -> 
 
 
 class Texts(SingleRank):
-    """One rank among ``world_size``, which have all sent the same text as it has, or ``texts``."""
+    """A rank among ``world_size``; all send its own text, or rank by rank ``texts``."""
 
     def __init__(self, world_size: int, texts: Sequence[str] = ()) -> None:
         super().__init__(torch.device("cpu"))
@@ -68,7 +68,7 @@ def seconds(*works: Callable[[], Any], rounds: int = 1) -> list[float]:
 
 
 def vote_rows(world_size: int) -> Tensor:
-    """Returns the rows of a step that is applied."""
+    """Returns what all ranks send in the vote on a step that is applied."""
     return torch.tensor([rank_records(step=4).to_row()], dtype=torch.int64).expand(world_size, -1).contiguous()
 
 
@@ -103,7 +103,7 @@ def fake_group(ranks: int) -> Iterator[ProcessGroup]:
 
 class _NoSum(GradientSum):
     def push(self, grads: Any, weights: Any, *, is_last: bool = False) -> None:
-        """Reads what one launch on a GPU needs."""
+        """Reads the offsets of the gradients, as one launch on a GPU does, and sums nothing."""
         assert grads[1].storage_offset() > grads[0].storage_offset()
 
 

@@ -64,7 +64,7 @@ def a_step_of_plain_descent_moves_by_the_average_gradient(trial: Trial) -> None:
 @assertion(
     f"{TESTS}/v1/half_precision/test_gradient_clipping_default.py::TestGradientClippingEndToEnd::"
     "test_init_without_gradient_clipping_defaults_to_one",
-    "If no clipping is configured, gradients are clipped at a norm of 1.",
+    "By default, gradients are clipped at a norm of 1.",
 )
 def without_a_setting_gradients_are_clipped_at_norm_one(trial: Trial) -> None:
     x = torch.tensor([3.0, 0, 4, 0, 0])

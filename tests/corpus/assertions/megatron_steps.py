@@ -174,7 +174,7 @@ class Sum(nn.Module):
 
 @assertion(
     f"{BUFFER}::test_optimizer_shards_cover_every_param",
-    "The ranks' shares together have every element of every parameter, so none is left out of the update or the norm.",
+    "The ranks' shares together have every element of every parameter, even of scalars, for update and norm.",
     refused={"deepspeed-3": "has no dimensions"},
 )
 def every_element_is_in_the_update_and_counts_once_in_the_norm(trial: Trial) -> None:

@@ -108,7 +108,7 @@ class Ramp(nn.Module):
 
 @assertion(
     "allenai/OLMo-core src/test/optim/scheduler_test.py::test_cos_with_warmup_scheduler",
-    "The rate rises linearly in the warm-up and then falls by half a cosine to its share of the peak, which it keeps.",
+    "The rate rises linearly in the warm-up, falls by half a cosine to a set fraction of the peak, and stays there.",
 )
 def each_update_is_at_the_rate_of_warmup_and_cosine(trial: Trial) -> None:
     """Each weight moves by the rate: what is reported is what is used. The first rate is above zero, not zero."""
@@ -126,8 +126,7 @@ def each_update_is_at_the_rate_of_warmup_and_cosine(trial: Trial) -> None:
 
 @assertion(
     "allenai/OLMo-core src/test/train/utils_test.py::test_reduce_metrics",
-    "The reported loss is the mean over all ranks, and a norm of what ranks hold parts of is the root of the summed "
-    "squares.",
+    "The reported loss is the mean over all ranks, and a norm over shards is the root of their summed squares.",
 )
 def all_ranks_report_one_mean_loss_and_one_norm(trial: Trial) -> None:
     """The losses are 1, 2 and 4 by turns; what they depend on has a gradient of (1, 2, 4), by hand."""

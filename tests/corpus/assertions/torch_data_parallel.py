@@ -26,7 +26,7 @@ assertion(
 
 @assertion(
     f"{SHARDED}SingleRank::test_state_dict",
-    "After a load, a momentum of 1, a decay of 0.9, a gradient of 1 and a rate of 0.1 move a weight from 0.9 to 0.71.",
+    "After a load, SGD of momentum 0.9, buffer 1, gradient 1 and rate 0.1 moves a weight from 0.9 to 0.71.",
 )
 def a_loaded_momentum_goes_on_from_its_value(trial: Trial) -> None:
     sgd = dtrain.SGD(lr=0.1, momentum=0.9, weight_decay=0.0)

@@ -185,7 +185,7 @@ def a_part_of_the_model_that_is_called_itself_trains(trial: Trial) -> None:
 
 assertion(
     f"{TESTS}_training.py::TestFullyShardGradientAccumulation::test_1f1b_microbatching",
-    "Forwards of several micro-batches before their backwards give the gradients of one after the other.",
+    "If all forwards of several micro-batches run before the backwards, the gradients are those of taking turns.",
 )(forwards_that_run_before_the_first_backward_have_their_gradients)
 
 assertion(

@@ -88,7 +88,7 @@ def a_cast_of_a_weight_keeps_25_db(trial: Trial) -> None:
 
 @assertion(
     f"{BASE}::TestFloat8Linear::test_linear_from_config_params",
-    "Beside a Linear in high precision, one in FP8 keeps 18 dB in its output and 17 dB in its weight gradient.",
+    "The signal-to-noise ratio of a Linear in FP8 is at least 18 dB in its output and 17 dB in its weight gradient.",
     precisions=("fp8",),
     variants=RECIPES,
 )
@@ -203,7 +203,7 @@ class FeedForward(nn.Module):
 
 @assertion(
     f"{NUMERICS}::TestFloat8NumericsIntegrationTest::test_encoder_fw_bw_from_config_params",
-    "A gated feed-forward network in FP8 keeps 20 dB in its output and in the gradient of each weight.",
+    "The signal-to-noise ratio of a gated feed-forward network in FP8 is at least 20 dB in output and gradients.",
     precisions=("fp8",),
     variants=RECIPES,
 )

@@ -97,5 +97,5 @@ assertion(
 
 assertion(
     "huggingface/transformers tests/trainer/test_trainer.py::test_gradient_accumulation_loss_alignment_with_model_loss",
-    "Losses with gradient accumulation are those of whole batches, if micro-batches have other numbers of tokens.",
+    "Losses with accumulation are those of whole batches, even if micro-batches differ in their number of tokens.",
 )(tokens_count_alike_in_micro_batches_of_unequal_length)

@@ -44,7 +44,7 @@ def batches(bad: dict[int, float], num_steps: int) -> list[list[tuple[dict[str, 
 
 @fault(
     "deepspeedai/DeepSpeed#8035",
-    "In BF16, ZeRO-2 by default does not look for an Inf in the gradients, so that one makes moments and masters NaN.",
+    "In BF16, ZeRO-2 by default does not look for an Inf in the gradients, so an Inf makes moments and masters NaN.",
     peers="DeepSpeed 0.16.9 to 0.17.1",
     precisions=("bf16", "fp32"),
 )
@@ -60,7 +60,7 @@ def an_infinite_gradient_of_one_rank_reaches_no_moment(trial: Trial) -> None:
 
 @fault(
     "deepspeedai/DeepSpeed#8415",
-    "If a gradient of BF16 is not finite, the step is skipped without a word, while the learning rate goes on.",
+    "If a gradient of BF16 is not finite, the step is silently skipped, while the learning-rate schedule advances.",
     peers="DeepSpeed 0.19.2",
     precisions=("bf16", "fp32"),
 )

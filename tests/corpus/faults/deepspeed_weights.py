@@ -93,8 +93,8 @@ def tied_weights_are_those_of_their_partner_after_save_and_load(trial: Trial) ->
 
 @fault(
     "deepspeedai/DeepSpeed#762",
-    "After weights are loaded without optimizer states, the FP32 masters stay random, and the next step returns to "
-    "them.",
+    "After weights are loaded without optimizer states, the FP32 masters stay random, and the next step "
+    "overwrites the weights with them.",
     peers="DeepSpeed",
     precisions=("bf16", "fp32"),
 )

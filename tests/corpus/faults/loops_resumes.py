@@ -71,7 +71,7 @@ def resumed(trial: Trial, build: Callable[[], nn.Module], num_steps: int) -> tup
 
 @fault(
     "huggingface/accelerate#2016",
-    "A run that is interrupted in its second epoch goes on with the order of the first, and repeats and omits samples.",
+    "A run that is interrupted in its second epoch continues in the order of the first, and repeats and omits samples.",
     peers="accelerate",
 )
 def a_resume_within_the_second_epoch_goes_on_with_its_order(trial: Trial) -> None:

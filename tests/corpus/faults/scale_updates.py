@@ -33,7 +33,7 @@ class Ordered(nn.Module):
 
 @fault(
     "NVIDIA/Megatron-LM#950",
-    "With gathers that overlap the forward, modules that run in another order than their buffers compute with the "
+    "With gathers that overlap the forward, modules that run in another order than their parameter buckets use the "
     "weights of the previous step.",
     peers="Megatron-LM core",
     precisions=("bf16", "fp32"),
@@ -161,8 +161,8 @@ class Balanced(nn.Module):
 
 @fault(
     "NVIDIA/Megatron-LM#4070",
-    "A side loss whose gradient enters in the backward is not averaged over micro-batches, so that it weighs more the "
-    "more micro-batches a step has.",
+    "An auxiliary loss whose gradient is added in the backward is not averaged over micro-batches, so that its weight "
+    "grows with their number.",
     peers="Megatron-LM core",
     precisions=("fp32", "bf16"),
 )

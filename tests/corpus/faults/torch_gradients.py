@@ -65,7 +65,7 @@ class Recycled(nn.Module):
 
 @fault(
     "pytorch/pytorch#65766",
-    "Under autocast, weights that a part of the forward uses without gradients get none from the part with them.",
+    "Under autocast, weights that are used first without gradients get no gradient from later uses.",
     peers="torch.amp, in 2.1 at least",
     precisions=("bf16", "fp32"),
 )

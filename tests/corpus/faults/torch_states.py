@@ -123,7 +123,7 @@ class Overflowing(Mixed):
 
 @fault(
     "pytorch/pytorch#115710",
-    "If gradients are offloaded to the CPU, other ranks do not hear of an infinity on one, update, and keep the scale.",
+    "If gradients are offloaded to the CPU, an Inf on one rank does not stop the others' update or lower their scale.",
     peers="FSDP with its own GradScaler",
     engines=("native", "deepspeed"),
     stages=(1, 2, 3),
