@@ -1,4 +1,4 @@
-"""Time and memory of work on a device, measured."""
+"""Time and memory of work on a device, measured, and the libraries that drive it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _STATUS = Path("/proc/self/status")
+_MAPS = Path("/proc/self/maps")
 _LEAST_MS = {"cuda": 2.0, "cpu": 5.0}  # shorter intervals measure the launch and the clock
 
 
@@ -177,3 +178,34 @@ def _return_free_memory() -> None:
     """Gives back what malloc keeps free: memory that is taken from it later would not be growth."""
     with suppress(OSError, AttributeError):  # another C library than glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def loaded_library(stem: str) -> str | None:
+    """Returns the file of the first library in this process whose name starts with ``stem``: ``libcudnn.so``."""
+    try:
+        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        columns = line.split(maxsplit=5)  # address, permissions, offset, device, inode, file
+        if len(columns) == 6 and columns[5].rpartition("/")[2].startswith(stem):
+            return columns[5].removesuffix(" (deleted)")
+    return None
+
+
+def cublaslt_version() -> str | None:
+    """Returns the version of the cuBLASLt in this process, such as ``13.1.0``, or None if none is loaded."""
+    file = loaded_library("libcublasLt.so")
+    if file is None:
+        return None
+    try:
+        ask = ctypes.CDLL(file).cublasLtGetVersion
+    except (OSError, AttributeError):
+        return None
+    ask.argtypes, ask.restype = [], ctypes.c_size_t
+    return dotted_version(int(ask()))
+
+
+def dotted_version(number: int) -> str:
+    """Returns ``13.1.0`` for 130100, the form of cuBLASLt 12 and later and of cuDNN 9."""
+    return f"{number // 10_000}.{number % 10_000 // 100}.{number % 100}"

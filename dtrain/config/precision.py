@@ -118,10 +118,15 @@ class Float8(CheckedRecord):
         ('1',)
     """
 
-    recipe: str = one_of("tensorwise", "rowwise", doc="One scale per tensor, or one per row and column.")
-    grad_format: str = one_of(
-        "auto", "e5m2", "e4m3", doc="Format of gradients; auto: e5m2 with tensorwise, e4m3 with rowwise."
+    recipe: str = one_of(
+        "tensorwise",
+        "rowwise",
+        "rowwise_bf16_wgrad",
+        "blockwise",
+        doc="Scales: one per tensor (fast), per row and column (rowwise_bf16_wgrad: weight gradients in BF16), or per "
+        "block of 128 (accurate).",
     )
+    grad_format: str = one_of("auto", "e5m2", "e4m3", doc="Format of gradients; auto: e5m2 with tensorwise, else e4m3.")
     emulate: bool | str = one_of(
         "auto", True, False, doc="Compute the products of the rounded numbers in FP32; auto: without FP8 Tensor Cores."
     )

@@ -65,7 +65,7 @@ def cast_e4m3(x, scale):
 def _locate(rows, tiles, first, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Returns a tile's table row, its rows and columns in the weight, where it begins, and its offsets from there.
 
-    Then masks of the offsets, of the rows and of the columns.
+    Then masks of the offsets, of the rows and of the columns, and the scale of the first of its columns in blocks.
     """
     tile = tiles + (first + tl.program_id(0)) * 2
     row = rows + tl.load(tile) * FIELDS
@@ -83,7 +83,8 @@ def _locate(rows, tiles, first, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, ROW
         low, high = tl.multiple_of(low, 16), tl.multiple_of(high, 16)
     has_row, has_column = (top + i) * width < stop, left + j < width
     mask = (offsets >= low) & (offsets < high) & has_column[None, :]
-    return row, top + i, left + j, begin, offsets, mask, has_row, has_column
+    block = tl.load(row + 7) + top // 128 * tl.cdiv(width, 128) + left // 128  # no tile has rows of two blocks
+    return row, top + i, left + j, begin, offsets, mask, has_row, has_column, block
 
 
 @triton.jit
@@ -94,15 +95,21 @@ def _measure(
     count,
     amax,
     ROWWISE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, i, j, begin, offsets, mask, has_row, has_column = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
+    located = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
+    row, i, j, begin, offsets, mask, has_row, has_column, block = located
     master = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
     bits = magnitude(tl.load(master + begin + offsets, mask=mask, other=0.0))
-    if ROWWISE:
+    if BLOCKS:
+        k = tl.arange(0, COLUMNS // 128)
+        largest = tl.max(tl.reshape(tl.max(bits, axis=0), (COLUMNS // 128, 128)), axis=1)
+        tl.atomic_max(amax + block + k, largest, mask=k * 128 < tl.load(row + 3) - tl.min(j), sem="relaxed")
+    elif ROWWISE:
         tl.atomic_max(amax + tl.load(row + 7) + i, tl.max(bits, axis=1), mask=has_row, sem="relaxed")
         tl.atomic_max(amax + tl.load(row + 8) + j, tl.max(bits, axis=0), mask=has_column, sem="relaxed")
     else:
@@ -117,17 +124,22 @@ def _cast(
     count,
     scale,
     ROWWISE: tl.constexpr,
+    BLOCKS: tl.constexpr,
     FIELDS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row, i, j, begin, offsets, mask, has_row, has_column = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
+    located = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
+    row, i, j, begin, offsets, mask, has_row, has_column, block = located
     pointer = tl.pointer_type(tl.float8e4nv)
     master = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
     values = tl.multiple_of(tl.load(row + 1).to(pointer), 16)
     x = tl.load(master + begin + offsets, mask=mask, other=0.0)
-    if ROWWISE:
+    if BLOCKS:
+        of_columns = tl.load(scale + block + tl.arange(0, COLUMNS) // 128, mask=has_column, other=1.0)
+        tl.store(values + begin + offsets, cast_e4m3(x, of_columns[None, :]), mask=mask)
+    elif ROWWISE:
         of_rows = tl.load(scale + tl.load(row + 7) + i, mask=has_row, other=1.0)
         of_columns = tl.load(scale + tl.load(row + 8) + j, mask=has_column, other=1.0)
         tl.store(values + begin + offsets, cast_e4m3(x, of_rows[:, None]), mask=mask)
@@ -160,20 +172,21 @@ class ShardCasts:
 
     Args:
         shards: which this object keeps, because the kernels know their addresses.
-        rowwise: one scale for each row in the first copy and for each column in the second, instead of one in all.
+        sides: of a block that shares a scale: (0, 0) all, (1, 0) a row, and a column in the second copy, (128, 128).
     """
 
-    def __init__(self, shards: Sequence[WeightShard], *, rowwise: bool) -> None:
+    def __init__(self, shards: Sequence[WeightShard], sides: tuple[int, int]) -> None:
         self._shards = shards
         self._table: TileTable | None = None
         self._options: dict[str, Any] = {}
         if shards:  # a rank may have none
-            found = [_row(shard, rowwise) for shard in shards]
+            found = [_row(shard, sides) for shard in shards]
             table_rows, num_tiles = [row for row, _ in found], [tiles for _, tiles in found]
             self._table = TileTable(table_rows, num_tiles, shards[0].master.device)
             is_aligned = all(value % 16 == 0 for row in table_rows for value in row[:6])
             self._options = {
-                "ROWWISE": rowwise,
+                "ROWWISE": sides == (1, 0),
+                "BLOCKS": sides[1] > 0,
                 "FIELDS": len(table_rows[0]),
                 "ALIGNED": is_aligned,
                 "ROWS": _ROWS,
@@ -192,12 +205,13 @@ class ShardCasts:
             self._table.launch(_cast, scale, **self._options)
 
 
-def _row(shard: WeightShard, rowwise: bool) -> tuple[list[int], int]:
+def _row(shard: WeightShard, sides: tuple[int, int]) -> tuple[list[int], int]:
     """Returns the table row of ``shard`` and its number of tiles; with one scale it is cut in rows of any width."""
-    width, start = (shard.width, shard.start) if rowwise else (_COLUMNS, 0)
+    width, start = (shard.width, shard.start) if sides[0] else (_COLUMNS, 0)
     stop = start + shard.master.numel()
     copies = [copy.data_ptr() - start for copy in shard.copies]
     first_row = start // width
+    first_row -= first_row % _ROWS if sides[1] else 0  # so that a tile lies in one row of blocks
     num_rows = (stop - 1) // width - first_row + 1
     row = [shard.master.data_ptr() - 4 * start, copies[0], copies[-1], width, start, stop, first_row]
     if any(address % 16 for address in row[:3]):

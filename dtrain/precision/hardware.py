@@ -165,7 +165,7 @@ def has_bf16_products(device: torch.device) -> bool:
 
 @cache
 def has_row_scales_on_cpu() -> bool:
-    """Whether ``torch._scaled_mm`` takes one scale per row on a CPU, which it did not before PyTorch 2.13."""
+    """Whether ``scaled_mm`` takes one scale per row on a CPU, which it did not before PyTorch 2.13."""
     import torch
 
     values, scales = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)

@@ -33,6 +33,7 @@ from dtrain.parameters.optimizer_plan import OptimizerPlan
 from dtrain.precision.contract import Contract
 from dtrain.precision.fake import is_plain
 from dtrain.precision.float8.cast import E4M3
+from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import TransposeSet
 from dtrain.precision.remainder import REMAINDER, Numbers, RemainderPair, read, write
 from dtrain.sharding.build_gradients import GradientBuilder
@@ -158,7 +159,8 @@ class _Tensors:
         self._placements = STAGES[options.zero_stage]
         self._state_device = comm.device if offload is None else HOST
         self._parameters = dict(model.named_parameters())
-        self._table = ScaleTable(layouts, contract.policy.float8.recipe == "rowwise", comm.device)
+        recipe = contract.recipe or Recipe()  # without one there is no FP8 weight
+        self._table = ScaleTable(layouts, recipe.weight_scaling, comm.device)
         self._transposes = TransposeSet()  # of whole replicas, whose transposes are made together
         self._pool = StoragePool(comm.device)  # of unsharded replicas
         self.frozen_float8: list[FrozenFloat8] = []
@@ -194,7 +196,7 @@ class _Tensors:
         """Returns the replica of a group's frozen FP8 weights, cast from their unrounded values."""
         recipe = self._contract.recipe
         assert recipe is not None
-        table = ScaleTable([layout], recipe.rowwise, self._comm.device, has_columns=False)
+        table = ScaleTable([layout], recipe.weight_scaling, self._comm.device, has_columns=False)
         # operands would take more memory than the weights, for good
         views = Float8Views(layout, self._parameters, table, recipe, keeps_operands=False)
         # without masters: each rank casts all that it holds

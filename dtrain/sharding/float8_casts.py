@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from dtrain.precision.float8.cast import E4M3, cast, decode
+from dtrain.precision.float8.cast import BLOCK, E4M3, Scaling, cast, decode
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval, round_up
 
 _ALIGNMENT = 4
-"""Scales of rows start on a multiple of this number (16 bytes): [Note: rules of _scaled_mm]."""
+"""Scales of rows start on a multiple of this number (16 bytes): [Note: rules of scaled_mm]."""
 
-_BLOCK = 1 << 17
+_PIECE = 1 << 17
 """Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
 
 
@@ -29,6 +30,22 @@ class Rectangle:
     rows: int
     columns: int
     offset: int  # of its first element in the interval
+
+    def rows_of_blocks(self) -> Iterator[Rectangle]:
+        """Yields parts of whole rows, each in one row of blocks."""
+        row = 0
+        while row < self.rows:
+            rows = min(BLOCK - (self.row + row) % BLOCK, self.rows - row)
+            yield Rectangle(self.row + row, self.column, rows, self.columns, self.offset + row * self.columns)
+            row += rows
+
+    def spans(self) -> Iterator[slice]:
+        """Yields its columns in up to three parts: whole blocks together, and what is left of a block on each side."""
+        stop = self.column + self.columns
+        first, last = min(round_up(self.column, BLOCK), stop), max(stop - stop % BLOCK, self.column)
+        for low, high in ((self.column, first), (first, last), (max(first, last), stop)):
+            if low < high:
+                yield slice(low - self.column, high - self.column)
 
     def cut(self, limit: int) -> Iterator[Rectangle]:
         """Yields parts of at most ``limit`` elements; if there are several rows, parts of whole rows, at least one."""
@@ -62,48 +79,51 @@ class ScaleTable:
 
     Args:
         layouts: layouts of all flat buffers; those that are not FP8 have no scales.
-        rowwise: one scale for each row [N] and each column [K] of a weight [N, K], instead of one for the weight.
+        scaling: which elements of a weight share a scale.
         device: device of the tensors.
         has_columns: False: row-wise scales for each row alone, of a single copy.
 
     Attributes:
         amax: FP32 [all scales], the largest magnitudes; 0 between the scales of rows of two copies.
         scale: FP32 [all scales], the scales of the replicas as they are now.
+        scaling: see above.
         num_copies: number of quantized copies per weight (2 for row-wise scaling of rows and columns).
     """
 
     def __init__(
-        self, layouts: Sequence[FlatLayout], rowwise: bool, device: torch.device, *, has_columns: bool = True
+        self, layouts: Sequence[FlatLayout], scaling: Scaling, device: torch.device, *, has_columns: bool = True
     ) -> None:
-        self.rowwise = rowwise
-        self.num_copies = 2 if rowwise and has_columns else 1
-        self._slices: dict[str, list[slice]] = {}  # of each copy
+        self.scaling = scaling
+        self.num_copies = 2 if scaling is Scaling.ROWS and has_columns else 1
+        self._places: dict[str, list[tuple[slice, tuple[int, ...]]]] = {}  # of each copy
         cursor = 0
         for slot in (slot for layout in layouts if layout.dtype == E4M3 for slot in layout.slots):
-            slices = []
-            for size in slot.spec.shape[: self.num_copies] if rowwise else (1,):
-                slices.append(slice(cursor, cursor + size))
-                cursor += round_up(size, _ALIGNMENT) if rowwise else 1
-            self._slices[slot.spec.name] = slices
+            rows, columns = slot.spec.shape
+            places = []
+            for sides in ((rows, columns), (columns, rows))[: self.num_copies]:
+                shape = scaling.shape(*sides)
+                size = math.prod(shape)
+                places.append((slice(cursor, cursor + size), shape))
+                cursor += round_up(size, _ALIGNMENT) if shape else 1
+            self._places[slot.spec.name] = places
         self.amax = torch.zeros(cursor, dtype=torch.float32, device=device)
         self.scale = torch.ones(cursor, dtype=torch.float32, device=device)
 
     @property
     def names(self) -> Iterable[str]:
-        return self._slices
+        return self._places
 
     def first_scales(self, name: str) -> list[int]:
         """Returns the index of the first scale of each copy of weight ``name``."""
-        return [found.start for found in self._slices[name]]
+        return [place.start for place, _ in self._places[name]]
 
     def scales_of(self, name: str) -> list[Tensor]:
-        """Returns the scales of the copies of weight ``name``: 0-dim, or [N] and [K]."""
-        scales = [self.of_copy(self.scale, name, copy) for copy in range(self.num_copies)]
-        return scales if self.rowwise else [scales[0][0]]
+        """Returns the scales of the copies of weight ``name``, in the shapes that ``Scaling`` gives."""
+        return [self.scale[place].view(shape) for place, shape in self._places[name]]
 
     def of_copy(self, values: Tensor, name: str, copy: int) -> Tensor:
         """Returns the elements of ``values`` [all scales] that belong to a copy of weight ``name``."""
-        return values[self._slices[name][copy]]
+        return values[self._places[name][copy][0]]
 
 
 @dataclass(frozen=True)
@@ -123,25 +143,35 @@ class Float8Shard:
 
 @dataclass(frozen=True)
 class _Patch:
-    """A rectangle of a weight in a shard: ``master`` FP32 and ``values`` FP8, both [r, c].
+    """A rectangle of a weight in a shard: ``master`` FP32 and ``values`` FP8, both [r, c] or [r, blocks, c].
 
-    ``amax`` and ``scale`` are [r, 1] or [1, c]: ``axis`` is the one along which an element shares them.
+    ``amax`` and ``scale`` broadcast to them: they have one element along the ``axes`` along which it is shared.
     """
 
     master: Tensor
     values: Tensor
     amax: Tensor
     scale: Tensor
-    axis: int
+    axes: tuple[int, ...]
+
+    def in_blocks(self, box: Rectangle, span: slice, across: int) -> _Patch:
+        """Returns the part in columns ``span`` of ``box``; ``amax`` and ``scale`` are given for the whole weight."""
+        first = box.column + span.start
+        width = min(BLOCK, span.stop - span.start)
+        count = (span.stop - span.start) // width
+        number = box.row // BLOCK * across + first // BLOCK
+        master, values = (tensor[:, span].unflatten(1, (count, width)) for tensor in (self.master, self.values))
+        amax, scale = (tensor[number : number + count].view(1, count, 1) for tensor in (self.amax, self.scale))
+        return _Patch(master, values, amax, scale, (0, 2))
 
     def rebased(self) -> _Patch:
         """Returns the patch with tensors of offset 0, because a compiled graph is specialized on the offsets."""
         master, values, amax, scale = map(from_dlpack, (self.master, self.values, self.amax, self.scale))
-        return _Patch(master, values, amax, scale, self.axis)
+        return _Patch(master, values, amax, scale, self.axes)
 
 
-def _measure(master: Tensor, amax: Tensor, axis: int) -> None:
-    amax.copy_(torch.maximum(amax, master.abs().amax(axis, keepdim=True)))
+def _measure(master: Tensor, amax: Tensor, axes: tuple[int, ...]) -> None:
+    amax.copy_(torch.maximum(amax, master.abs().amax(axes, keepdim=True)))
 
 
 def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
@@ -149,7 +179,7 @@ def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
 
 
 @cache  # engines of one process share the graphs
-def _compiled() -> tuple[Callable[[Tensor, Tensor, int], None], Callable[[Tensor, Tensor, Tensor], None]]:
+def _compiled() -> tuple[Callable[[Tensor, Tensor, tuple[int, ...]], None], Callable[[Tensor, Tensor, Tensor], None]]:
     # beyond torch's limit of recompilations they run eagerly, to the same bits
     return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
 
@@ -175,30 +205,40 @@ class TensorCasts:
                 start = interval.offset + box.offset
                 elements, shape = slice(start, start + box.rows * box.columns), (box.rows, box.columns)
                 for copy, values in enumerate(shard.copies):
-                    axis = 1 - copy  # rows share a scale in the first copy, columns in the second
-                    first, count = (box.row, box.rows) if axis == 1 else (box.column, box.columns)
                     amax, scale = (
-                        self._table.of_copy(whole, interval.spec.name, copy)[first : first + count].unsqueeze(axis)
+                        self._table.of_copy(whole, interval.spec.name, copy)
                         for whole in (self._table.amax, self._table.scale)
                     )
-                    master = shard.master[elements].view(shape)
-                    yield _Patch(master, values[elements].view(shape), amax, scale, axis)
+                    patch = _Patch(shard.master[elements].view(shape), values[elements].view(shape), amax, scale, ())
+                    if self._table.scaling.in_blocks:
+                        across = -(-interval.spec.shape[1] // BLOCK)
+                        yield from (patch.in_blocks(box, span, across) for span in box.spans())
+                    else:  # rows share a scale in the first copy, columns in the second
+                        place = (slice(box.row, box.row + box.rows), slice(box.column, box.column + box.columns))[copy]
+                        axis = 1 - copy
+                        amax, scale = amax[place].unsqueeze(axis), scale[place].unsqueeze(axis)
+                        yield replace(patch, amax=amax, scale=scale, axes=(axis,))
 
     def _boxes(self, interval: ShardInterval) -> Iterator[Rectangle]:
-        """Yields ``interval`` in rectangles; a weight with one scale counts as a single row."""
-        length = interval.stop - interval.start
-        if self._table.rowwise:
-            boxes = rectangles(interval.start, interval.stop, interval.spec.shape[1])
+        """Yields ``interval`` in rectangles; a weight with one scale counts as a single row.
+
+        With a scale for each block, each lies in one row of blocks.
+        """
+        length, width = interval.stop - interval.start, interval.spec.shape[1]
+        if self._table.scaling is Scaling.TENSOR:
+            boxes: Iterable[Rectangle] = rectangles(0, length, length)
         else:
-            boxes = rectangles(0, length, length)
-        # blocks stay in a CPU's cache; on a GPU they would only cost launches
-        limit = _BLOCK if self._table.amax.device.type == "cpu" else length
+            boxes = rectangles(interval.start, interval.stop, width)
+        if self._table.scaling.in_blocks:
+            return (part for box in boxes for part in box.rows_of_blocks())
+        # pieces stay in a CPU's cache; on a GPU they would only cost launches
+        limit = _PIECE if self._table.amax.device.type == "cpu" else length
         return (part for box in boxes for part in box.cut(limit))
 
     def measure(self) -> None:
         """Adds the masters to the largest magnitudes of the table."""
         for patch in self._patches:
-            self._measure(patch.master, patch.amax, patch.axis)
+            self._measure(patch.master, patch.amax, patch.axes)
 
     def cast(self) -> None:
         """Casts the masters into the copies with the scales of the table."""
@@ -226,7 +266,7 @@ class KernelCasts:
                 copies = [copy[elements] for copy in shard.copies]
                 first_scales = table.first_scales(spec.name)
                 weights.append(WeightShard(shard.master[elements], copies, interval.start, spec.shape[1], first_scales))
-        self._casts = ShardCasts(weights, rowwise=table.rowwise)
+        self._casts = ShardCasts(weights, table.scaling.value)
 
     def measure(self) -> None:
         self._casts.measure(self._table.amax)

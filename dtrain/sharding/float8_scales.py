@@ -36,7 +36,7 @@ class Float8Scales:
         self._table = table
         self._comm = comm
         self._uses_kernels = uses_kernels(table.amax.device, compiled=compiled) and (
-            not table.amax.numel() or proves_weights(table.amax, rowwise=table.rowwise)
+            not table.amax.numel() or proves_weights(table.amax, table.scaling)
         )
         self._casts: KernelCasts | TensorCasts
         if self._uses_kernels:

@@ -1,8 +1,8 @@
 """FP8 compute replicas: quantized copies in flat buffers, one byte an element, in memory and in all-gathers.
 
-A weight with one scale has one copy. With row-wise scaling it has two: one with a scale for each row and one with a
-scale for each column, because the weight is the right operand of two products, which sum along its rows and along its
-columns. Frozen weights have one copy with a scale for each row: [Note: one copy].
+A weight with one scale, or one for each block, has one copy. With row-wise scaling it has two: one with a scale for
+each row and one with a scale for each column, because the weight is the right operand of two products, which sum along
+its rows and along its columns. Frozen weights have one copy with a scale for each row: [Note: one copy].
 """
 
 from __future__ import annotations

@@ -5,18 +5,15 @@ Importing this module does not import torch. What cannot be read is None, becaus
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
 _TIMEOUT_S = 10.0  # without persistence mode nvidia-smi takes seconds
-_MAPS = Path("/proc/self/maps")
 _NUMBERS = {
     "power_limit_w": "power.limit",
     "default_power_limit_w": "power.default_limit",
@@ -113,37 +110,6 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:  # [N/A], [Not Supported], [Unknown Error]
         return None
-
-
-def loaded_library(stem: str) -> str | None:
-    """Returns the file of the first library in this process whose name starts with ``stem``: ``libcudnn.so``."""
-    try:
-        lines = _MAPS.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        columns = line.split(maxsplit=5)  # address, permissions, offset, device, inode, file
-        if len(columns) == 6 and columns[5].rpartition("/")[2].startswith(stem):
-            return columns[5].removesuffix(" (deleted)")
-    return None
-
-
-def cublaslt_version() -> str | None:
-    """Returns the version of the cuBLASLt in this process, such as ``13.1.0``, or None if none is loaded."""
-    file = loaded_library("libcublasLt.so")
-    if file is None:
-        return None
-    try:
-        ask = ctypes.CDLL(file).cublasLtGetVersion
-    except (OSError, AttributeError):
-        return None
-    ask.argtypes, ask.restype = [], ctypes.c_size_t
-    return dotted_version(int(ask()))
-
-
-def dotted_version(number: int) -> str:
-    """Returns ``13.1.0`` for 130100, the form of cuBLASLt 12 and later and of cuDNN 9."""
-    return f"{number // 10_000}.{number % 10_000 // 100}.{number % 100}"
 
 
 def attention_kernel(

@@ -22,7 +22,8 @@ from dtrain.config.precision import Float8
 from dtrain.distributed.transport.choose import make_communicator
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import ContractError, UsageError
-from dtrain.precision.float8.cast import E4M3, quantize
+from dtrain.precision.float8.cast import E4M3, Scaling, quantize
+from dtrain.precision.float8.options import Recipe
 from tests.distributed.test_memory import Stack as WideStack
 from tests.distributed.test_memory import measure
 from tests.engines.helpers import state_digests
@@ -161,10 +162,10 @@ def replicas_are_the_masters(rank: int, world: int) -> None:
 
 def assert_is_cast_of(module: Any, master: Tensor, recipe: str) -> None:
     found = module.quantized_weight.copies(module._parameters["weight"])
-    rows = quantize(master, E4M3, rowwise=recipe == "rowwise")
+    rows = quantize(master, E4M3, Recipe(recipe).weight_scaling)
     want = [(rows.values, rows.scale)]
     if recipe == "rowwise":
-        columns = quantize(master.t(), E4M3, rowwise=True)
+        columns = quantize(master.t(), E4M3, Scaling.ROWS)
         want.append((columns.values.t(), columns.scale))
     for own, (values, scale) in zip(found, want, strict=False):
         assert torch.equal(own.values.view(torch.uint8), values.contiguous().view(torch.uint8))

@@ -19,7 +19,7 @@ from dtrain.checkpoint import CheckpointReader, verify
 from dtrain.checkpoint.format.integrity import verify_checkpoint
 from dtrain.engine.adapters.native import NativeEngine
 from dtrain.errors import CheckpointError
-from dtrain.precision.float8.cast import E4M3, dequantize, quantize
+from dtrain.precision.float8.cast import E4M3, Scaling, dequantize, quantize
 from tests.distributed.test_memory import live_storages
 from tests.helpers.adapted_models import DIM, LINEARS, Adapted, float8_weights, held, joined, same, start, train
 from tests.helpers.damage import vouched
@@ -38,7 +38,7 @@ def formats(default: str) -> pytest.MarkDecorator:
 
 def cast(weight: Tensor, precision: str) -> Tensor:
     """Returns what products in FP8 compute with."""
-    return dequantize(quantize(weight.detach(), E4M3, rowwise=precision == "fp8-rowwise"))
+    return dequantize(quantize(weight.detach(), E4M3, Scaling.ROWS if precision == "fp8-rowwise" else Scaling.TENSOR))
 
 
 Setting = tuple[int, bool, bool, dict[str, Any]]

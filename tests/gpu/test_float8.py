@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import dtrain
 from dtrain.config.precision import Float8
 from dtrain.models import build_model
-from dtrain.precision.float8.cast import E4M3, quantize
+from dtrain.precision.float8.cast import E4M3, quantize, spread
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.linear import Float8Linear, convert
 from dtrain.precision.float8.matmul import multiply
@@ -28,7 +28,7 @@ from dtrain.precision.policy import PrecisionPolicy
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu, synchronize
 from tests.gpu.test_engine import ADAMW, CONFIG, VOCAB, train
 from tests.gpu.test_engine import make_engine as make_native
-from tests.helpers.needs import row_scales_on_cpu
+from tests.helpers.needs import products_on_cpu
 from tests.helpers.oracle import normwise_error
 
 pytestmark = pytest.mark.usefixtures("one_rank_of_nccl")
@@ -41,8 +41,8 @@ tensor_cores = pytest.mark.skipif(not ON_CPU and capability() < (8, 9), reason="
 
 
 def recipe_of(options: Float8) -> Recipe:
-    if ON_CPU:  # which has torch._scaled_mm too, and emulates unless it is told not to
-        row_scales_on_cpu(rowwise=options.recipe == "rowwise")
+    if ON_CPU:  # which has scaled_mm too, and emulates unless it is told not to
+        products_on_cpu(options.recipe)
     return Recipe.of(resolve_float8(replace(options, emulate=False), DEVICE), torch.bfloat16)
 
 
@@ -56,17 +56,16 @@ def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str,
     Hopper keeps 13 bits of a partial sum of up to 128 products, then adds it in FP32.
     """
     if (recipe, grad_format) == ("rowwise", "e5m2"):
-        pytest.skip("torch._scaled_mm takes E4M3 alone, row by row")
+        pytest.skip("scaled_mm takes E4M3 alone, row by row")
     m, n, k = shape
     chosen = replace(recipe_of(Float8(recipe=recipe, grad_format=grad_format)), compile=False)
     m = -(-m // 16) * 16
     x, w = torch.randn(m, k, device=DEVICE) * 3, torch.randn(n, k, device=DEVICE) * 0.02
     # strided: what is cast may be a transpose
-    a = quantize(x.t().contiguous().t(), chosen.grad_dtype, rowwise=chosen.rowwise)
-    b = quantize(w, E4M3, rowwise=chosen.rowwise)
+    a = quantize(x.t().contiguous().t(), chosen.grad_dtype, chosen.scaling)
+    b = quantize(w, E4M3, chosen.weight_scaling)
     exact_a, exact_b = (
-        (operand.values.double() * (operand.scale.double()[:, None] if chosen.rowwise else operand.scale.double()))
-        for operand in (a, b)
+        operand.values.double() * spread(operand.scale, operand.values.shape).double() for operand in (a, b)
     )
     exact, size = exact_a @ exact_b.t(), exact_a.abs() @ exact_b.abs().t()
     for emulate in (False, True):
@@ -228,7 +227,7 @@ def test_every_engine_trains_in_fp8_and_stays_near_bf16(options: Float8, name: s
 @pytest.mark.parametrize("options", OPTIONS, ids=RECIPES)
 def test_tensor_cores_train_as_the_emulation_does(options: Float8) -> None:
     if ON_CPU:
-        row_scales_on_cpu(rowwise=options.recipe == "rowwise")
+        products_on_cpu(options.recipe)
     real, emulated = (make_engine(replace(options, emulate=emulates)) for emulates in (False, True))
     assert not float8_linears(real)[0].recipe.emulate
     assert float8_linears(emulated)[0].recipe.emulate

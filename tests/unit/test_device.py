@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from dtrain import device as memory
-from dtrain.device import TensorBytes, alternating_ms, elapsed_ms, peak_memory, peak_resident, repeated_ms
+from dtrain.device import (
+    TensorBytes,
+    alternating_ms,
+    cublaslt_version,
+    elapsed_ms,
+    loaded_library,
+    peak_memory,
+    peak_resident,
+    repeated_ms,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
@@ -103,3 +115,38 @@ def test_on_a_cpu_what_is_freed_inside_counts_at_the_peak() -> None:
         low.add_(kept)
     assert found.peak >= 4000, "the kernel casts"
     assert found.kept == 0
+
+
+def test_a_loaded_library_is_found_by_the_start_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if sys.platform == "linux":
+        own = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
+        assert Path(loaded_library("libtorch_cpu.so") or "").samefile(own)
+    maps = tmp_path / "maps"
+    monkeypatch.setattr(memory, "_MAPS", maps)
+    assert loaded_library("libcudnn.so") is None
+    maps.write_text(
+        "7f00-7f01 r--p 00000000 fe:00 1                 /libcudnn.so.1/other.so\n"
+        "7f01-7f02 rw-p 00000000 00:00 0\n"
+        "7f02-7f03 r--p 00000000 fe:00 2                 /opt/lib/libcudnn_ops.so.9\n"
+        "7f03-7f04 r--p 00000000 fe:00 3                 /opt/my libs/libcudnn.so.9 (deleted)\n"
+        "7f04-7f05 r-xp 00001000 fe:00 4                 /usr/lib/libcudnn.so.9\n",
+        encoding="utf-8",
+    )
+    assert loaded_library("libcudnn.so") == "/opt/my libs/libcudnn.so.9"
+    assert loaded_library("libcublasLt.so") is None
+
+
+def test_the_version_of_cublaslt_is_asked_of_the_loaded_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    function = Mock(return_value=120804)
+    broken = tmp_path / "libcublasLt.so.12"
+    broken.write_bytes(b"not a library")
+    monkeypatch.setattr(memory, "loaded_library", lambda stem: str(broken))
+    assert cublaslt_version() is None
+    libraries = {"/opt/libcublasLt.so.13": SimpleNamespace(cublasLtGetVersion=function)}
+    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
+    monkeypatch.setattr(memory, "loaded_library", lambda stem: "/opt/libcublasLt.so.13" if "cublasLt" in stem else None)
+    assert cublaslt_version() == "12.8.4"
+    assert function.restype is ctypes.c_size_t
+    assert [memory.dotted_version(number) for number in (130100, 91002)] == ["13.1.0", "9.10.2"]
+    monkeypatch.setattr(memory, "loaded_library", lambda stem: None)
+    assert cublaslt_version() is None

@@ -32,7 +32,7 @@ from dtrain.precision.module_calls import in_backward
 Forward = Callable[..., Any]
 """A forward that takes its module as the first argument."""
 
-_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
+_MATMULS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm_v2")
 _KEPT = (
     *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
     *("_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention"),
@@ -124,7 +124,7 @@ class _AfterUnsharding(TorchDispatchMode):  # torch.compile takes no other conte
 
 
 # by name, because both are registered when they are first used
-_VARLEN_ATTENTION, _FLOAT8_PRODUCT = "torch_attn._varlen_attn.default", "dtrain.float8_linear.default"
+_VARLEN_ATTENTION, _FLOAT8_PRODUCT = "torch_attn._varlen_attn.default", "dtrain.float8_weight_product.default"
 
 
 @cache

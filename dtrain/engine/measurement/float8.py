@@ -12,7 +12,7 @@ from dtrain.checkpoint.snapshot import TensorShard
 from dtrain.distributed.communicator import Communicator
 from dtrain.engine.measurement.hooks import on_outputs
 from dtrain.engine.measurement.totals import sum_over_ranks
-from dtrain.precision.float8.cast import E4M3, Quantized, decode, dequantize, quantize
+from dtrain.precision.float8.cast import E4M3, Quantized, Scaling, decode, dequantize, quantize, spread
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.module_calls import ModuleCall, watch_calls
 from dtrain.precision.report import Float8ProductPrecision, OperandPrecision
@@ -78,16 +78,18 @@ class Float8Measurement:
 
     def _add_cast(self, number: int, module: Float8Linear, operand: str, x: Tensor, dtype: torch.dtype) -> None:
         rows = x.reshape(-1, x.shape[-1])
-        sums = _cast_sums(rows, dtype, rowwise=module.recipe.rowwise)
-        by_columns = _cast_sums(rows.t(), dtype, rowwise=True) if module.recipe.rowwise else sums
+        scaling = module.recipe.scaling
+        sums = _cast_sums(rows, dtype, scaling)
+        by_columns = sums if scaling is Scaling.TENSOR else _cast_sums(rows.t(), dtype, scaling)
         for by, own in (("rows", sums), ("columns", by_columns)):
             self._sums[number, _CASTS.index((operand, by))] += own
 
     def _add_weight(self, number: int, by: str, copy: Quantized, master: TensorShard) -> None:
         scale = copy.scale
         if scale.dim():
-            scale = (scale.unsqueeze(1 if by == "rows" else 0).expand(copy.values.shape)).reshape(-1)
-            scale = scale[master.start : master.stop]
+            shape = copy.values.shape
+            of_each = spread(scale, shape) if by == "rows" or scale.dim() == 2 else scale.unsqueeze(0)
+            scale = of_each.expand(shape).reshape(-1)[master.start : master.stop]
         values = decode(copy.values.reshape(-1)[master.start : master.stop]) * scale
         largest = torch.finfo(E4M3).max * scale
         device = self._sums.device  # masters may lie on the host
@@ -117,9 +119,9 @@ class Float8Measurement:
         return tuple(found)
 
 
-def _cast_sums(rows: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Tensor:
+def _cast_sums(rows: Tensor, dtype: torch.dtype, scaling: Scaling) -> Tensor:
     """Returns what ``loss_sums`` does, in a third of its passes: no element exceeds a scale of its own maximum."""
-    rounded, x = dequantize(quantize(rows, dtype, rowwise=rowwise)), rows.float()
+    rounded, x = dequantize(quantize(rows, dtype, scaling)), rows.float()
     norms = torch.stack((torch.linalg.vector_norm(x), torch.linalg.vector_norm(rounded - x)))
     # zeros stay zeros, so the others have become so; with an Inf all are NaN, zeros too
     underflows = (torch.count_nonzero(x) - torch.count_nonzero(rounded)).clamp(min=0)

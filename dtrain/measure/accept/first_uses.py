@@ -79,7 +79,7 @@ def casts(device_type: str) -> Iterator[tuple[str, Callable[[], object]]]:
         return
     import torch
 
-    from dtrain.precision.float8.cast import E4M3, E5M2
+    from dtrain.precision.float8.cast import E4M3, E5M2, Scaling
     from dtrain.precision.float8.proof import check_quantize, check_weights
     from dtrain.precision.hardware import triton_problem
 
@@ -97,15 +97,17 @@ def casts(device_type: str) -> Iterator[tuple[str, Callable[[], object]]]:
         return SAME_BITS
 
     yield "Triton", describe_triton
-    for rowwise in both:
-        yield f"weights, rowwise={rowwise}", partial(equal, partial(check_weights, device, rowwise=rowwise))
+    for scaling in (Scaling.TENSOR, Scaling.ROWS, Scaling.SQUARES):
+        yield f"weights, scales of {scaling.value}", partial(equal, partial(check_weights, device, scaling))
     sources = (torch.bfloat16, torch.float32)
-    for source, dtype, (label, shape), *flags in itertools.product(
-        sources, (E4M3, E5M2), _CAST_SHAPES.items(), both, both, both
+    scalings = (Scaling.TENSOR, Scaling.ROWS, Scaling.LINES)
+    for source, dtype, (label, shape), scaling, *flags in itertools.product(
+        sources, (E4M3, E5M2), _CAST_SHAPES.items(), scalings, both, both
     ):
-        options = dict(zip(("rowwise", "both", "turned"), flags, strict=True))
-        name = f"{source} to {dtype}, {label}, {', '.join(f'{key}={value}' for key, value in options.items())}"
-        yield name, partial(equal, partial(check_quantize, shape, source, dtype, device, **options))
+        options = dict(zip(("both", "turned"), flags, strict=True))
+        variant = ", ".join(f"{key}={value}" for key, value in options.items())
+        name = f"{source} to {dtype}, {label}, scales of {scaling.value}, {variant}"
+        yield name, partial(equal, partial(check_quantize, shape, source, dtype, device, scaling, **options))
 
 
 def host() -> dict[str, Any]:

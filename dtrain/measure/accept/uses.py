@@ -16,8 +16,9 @@ import torch.nn.functional as F
 
 
 def describe(device: torch.device) -> dict[str, Any]:
+    from dtrain.device import cublaslt_version, loaded_library
     from dtrain.precision.hardware import has_float8_tensor_cores, rate
-    from dtrain.telemetry.gpu import cublaslt_version, describe_state, loaded_library
+    from dtrain.telemetry.gpu import describe_state
 
     found = torch.cuda.get_device_properties(device)
     return {

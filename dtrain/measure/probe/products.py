@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.measure.probe.measures import WORTH_NAMING_DB, Measure, Operand, count, decibels, energies
-from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
+from dtrain.precision.float8.cast import E4M3, E5M2, Scaling, dequantize, quantize
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.formats import BF16, FP8_E4M3, FP8_E5M2, FP16, TF32, FloatFormat
 from dtrain.precision.rounding import round_mantissa, rounded
@@ -80,14 +80,14 @@ class _Matrix:
     dtype: torch.dtype
 
     @staticmethod
-    def of(matrix: Tensor, dtype: torch.dtype, recipe: Recipe) -> _Matrix:
+    def of(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> _Matrix:
         exact = rounded(matrix, BF16)  # as the modules before and after hand it over
-        quantized = dequantize(quantize(exact, dtype, rowwise=recipe.rowwise))
+        quantized = dequantize(quantize(exact, dtype, scaling))
         return _Matrix(exact, quantized, round_mantissa(exact, _FLOAT8[dtype].mantissa_bits), dtype)
 
-    def transposed(self, recipe: Recipe) -> _Matrix:
-        if recipe.rowwise:  # with other scales
-            return _Matrix.of(self.exact.t(), self.dtype, recipe)
+    def transposed(self, scaling: Scaling) -> _Matrix:
+        if scaling in (Scaling.ROWS, Scaling.LINES):  # with other scales
+            return _Matrix.of(self.exact.t(), self.dtype, scaling)
         return _Matrix(self.exact.t(), self.quantized.t(), self.unlimited.t(), self.dtype)
 
     def count(self) -> Operand:
@@ -154,14 +154,15 @@ class ProductCall:
         dy = None if given.dy is None else given.dy.reshape(-1, w.shape[0])
         # pairs [rows, n], [columns, n], whose rows may have a scale each
         pairs: dict[str, tuple[_Matrix, _Matrix]] = {}
-        by_rows = _Matrix.of(x, E4M3, recipe), _Matrix.of(w, E4M3, recipe)
+        scaling = recipe.scaling
+        by_rows = _Matrix.of(x, E4M3, scaling), _Matrix.of(w, E4M3, recipe.weight_scaling)
         pairs["fprop"] = by_rows
         if dy is not None and "dgrad" in self.exact:
-            gradient = _Matrix.of(dy, recipe.grad_dtype, recipe)
-            pairs["dgrad"] = gradient, by_rows[1].transposed(recipe)
+            gradient = _Matrix.of(dy, recipe.grad_dtype, scaling)
+            pairs["dgrad"] = gradient, by_rows[1].transposed(recipe.weight_scaling)
         if dy is not None and "wgrad" in self.exact:
-            gradient = pairs["dgrad"][0] if "dgrad" in pairs else _Matrix.of(dy, recipe.grad_dtype, recipe)
-            pairs["wgrad"] = gradient.transposed(recipe), by_rows[0].transposed(recipe)
+            gradient = pairs["dgrad"][0] if "dgrad" in pairs else _Matrix.of(dy, recipe.grad_dtype, scaling)
+            pairs["wgrad"] = gradient.transposed(scaling), by_rows[0].transposed(scaling)
 
         def multiply(part: str) -> Results:
             return {

@@ -1,21 +1,52 @@
 """The FP8 cast: quantizes a tensor to FP8 values and power-of-two scales.
 
 Scales are powers of two because dividing and multiplying by them is exact. Only the cast rounds, so that the FP32
-emulation gives the bits of ``torch._scaled_mm``, and compiled and eager casts agree.
+emulation gives the bits of the products on Tensor Cores, and compiled and eager casts agree.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.precision.fake import is_fake
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _EXPONENT_OF_MAX = {E4M3: 8, E5M2: 15}  # both largest numbers are 1.75 times a power of two: 448 and 57,344
+
+BLOCK = 128
+"""Side of a block that has its own scale."""
+
+
+class Scaling(Enum):
+    """Which elements of a matrix [M, K] share a scale: the sides of a block of them; 0: the whole side.
+
+    Attributes:
+        TENSOR: all; the scale is 0-dim.
+        ROWS: those of a row; the scales are [M].
+        LINES: 128 of a row; the scales are [M, ceil(K / 128)], with strides (1, M).
+        SQUARES: 128 x 128; the scales are [ceil(M / 128), ceil(K / 128)].
+    """
+
+    TENSOR = (0, 0)
+    ROWS = (1, 0)
+    LINES = (1, BLOCK)
+    SQUARES = (BLOCK, BLOCK)
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether a row has several scales."""
+        return self.value[1] > 0
+
+    def shape(self, rows: int, columns: int) -> tuple[int, ...]:
+        """Returns the shape of the scales of a matrix [rows, columns]."""
+        sides = zip(self.value, (rows, columns), strict=True)
+        return tuple(-(-size // side) for side, size in sides if side)
 
 
 @dataclass(frozen=True)
@@ -24,7 +55,7 @@ class Quantized:
 
     Attributes:
         values: FP8 [rows, columns], row-major.
-        scale: FP32 powers of two; 0-dim, or [rows] if each row has its own. NaN if a value was not finite.
+        scale: FP32 powers of two, in the shape that ``Scaling`` gives. NaN if one of their values was not finite.
     """
 
     values: Tensor
@@ -48,10 +79,19 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(exponent == 255, torch.nan, scale)
 
 
-def cast(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Casts ``x / scale`` to ``dtype``, saturating; the result is NaN if ``scale`` is."""
+def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, traced: bool = False) -> Tensor:
+    """Casts ``x / scale`` to ``dtype``, saturating; the result is NaN if ``scale`` is.
+
+    Args:
+        traced: for the graph of a compiler; the result is the same.
+    """
     limit = torch.finfo(dtype).max
-    return (x.float() * (1.0 / scale)).clamp(-limit, limit).to(dtype)
+    y = x.float() * (1.0 / scale)
+    if not traced:
+        return y.clamp(-limit, limit).to(dtype)
+    # Triton 3.8 may store garbage in the transpose of an FP8 tile after the min.NaN that a clamp becomes
+    y = torch.where((y < limit) | (y != y), y, limit)
+    return torch.where((y > -limit) | (y != y), y, -limit).to(dtype)
 
 
 def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
@@ -59,15 +99,15 @@ def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
     return compiled and device.type == "cuda"
 
 
-def quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool) -> Quantized:
-    """Quantizes ``x`` [rows, columns] to ``dtype`` with one scale, or with one scale per row.
+def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
+    """Quantizes ``x`` [rows, columns] to ``dtype``.
 
     Args:
         x: FP32, BF16 or FP16, of any strides.
         dtype: E4M3 or E5M2.
-        rowwise: whether each row has its own scale.
+        scaling: which elements share a scale.
     """
-    return Quantized(*quantized(x, dtype, rowwise))
+    return Quantized(*quantized(x, dtype, scaling))
 
 
 def decode(values: Tensor) -> Tensor:
@@ -81,28 +121,50 @@ def decode(values: Tensor) -> Tensor:
 
 
 def dequantize(matrix: Quantized) -> Tensor:
-    return decode(matrix.values) * (matrix.scale.unsqueeze(-1) if matrix.scale.dim() else matrix.scale)
+    return decode(matrix.values) * spread(matrix.scale, matrix.values.shape)
 
 
-def quantized(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor]:
-    """Returns the values and the scale of ``quantize``."""
-    scale = scale_of(_amax(x, rowwise=rowwise), dtype)
-    return cast(x, scale.unsqueeze(-1) if rowwise else scale, dtype).contiguous(), scale
+def spread(scale: Tensor, shape: torch.Size) -> Tensor:
+    """Returns the scale of each element of a matrix of ``shape``: ``scale`` in a shape that broadcasts to it."""
+    if scale.dim() < 2:
+        return scale.unsqueeze(-1) if scale.dim() else scale
+    if scale.shape[0] != shape[0]:
+        scale = scale.unsqueeze(1).expand(-1, BLOCK, -1).flatten(0, 1)[: shape[0]]
+    return scale.unsqueeze(2).expand(-1, -1, BLOCK).flatten(1)[:, : shape[1]]
 
 
-def quantized_both(x: Tensor, dtype: torch.dtype, rowwise: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantized(x: Tensor, dtype: torch.dtype, scaling: Scaling, traced: bool = False) -> tuple[Tensor, Tensor]:
+    """Returns the values and the scale of ``quantize``; ``traced``: see ``cast``."""
+    scale = scale_of(_amax(x, scaling, traced), dtype)
+    if scaling is Scaling.LINES:
+        scale = scale.t().contiguous().t()  # as the products take it
+    return cast(x, spread(scale, x.shape), dtype, traced=traced).contiguous(), scale
+
+
+def quantized_both(
+    x: Tensor, dtype: torch.dtype, scaling: Scaling, traced: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns values and scale of ``x``, then those of its transpose."""
-    values, scale = quantized(x, dtype, rowwise)
-    if rowwise:  # the transpose has scales of its own, so the values differ too
-        return values, scale, *quantized(x.t(), dtype, rowwise)
-    return values, scale, values.t().contiguous(), scale
+    values, scale = quantized(x, dtype, scaling, traced)
+    if scaling is Scaling.TENSOR:
+        return values, scale, values.t().contiguous(), scale
+    return values, scale, *quantized(x.t(), dtype, scaling, traced)  # with scales of its own, so the values differ too
 
 
-def _amax(x: Tensor, *, rowwise: bool) -> Tensor:
+def _amax(x: Tensor, scaling: Scaling, traced: bool) -> Tensor:
     if not x.numel():
-        return x.new_zeros(x.shape[:1] if rowwise else ())
-    if rowwise:
+        return x.new_zeros(scaling.shape(*x.shape))
+    if scaling.in_blocks:
+        height, width = scaling.value
+        rows, columns = scaling.shape(*x.shape)
+        pad = (0, columns * width - x.shape[1], 0, rows * height - x.shape[0])
+        whole = F.pad(x, pad) if any(pad) else x
+        blocks: Tensor = whole.unflatten(1, (columns, width)).unflatten(0, (rows, height))
+        return blocks.abs().amax(dim=(1, 3))
+    if scaling is Scaling.ROWS:
         return x.abs().amax(dim=-1)
+    if traced:  # by rows first, as the norms before it reduce
+        return x.abs().amax(dim=-1).amax()
     minimum, maximum = torch.aminmax(x)  # one pass; propagates NaN
     return torch.maximum(-minimum, maximum)
 

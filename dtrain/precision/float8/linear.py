@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
-from dtrain.precision.float8 import operators as operators  # registers what compiled code calls
-from dtrain.precision.float8.cast import Quantized
+from dtrain.precision.float8.cast import E4M3, Quantized
+from dtrain.precision.float8.operators import weight_gradient, weight_product
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.products import gradient_products, output_product
+from dtrain.precision.float8.products import gradient, operands, output
 from dtrain.precision.float8.weights import QuantizedWeight
 from dtrain.precision.regions import in_full_precision_region
 
@@ -28,7 +28,8 @@ class Float8Linear(nn.Linear):
     """A Linear whose matmuls are FP8 and whose bias is added in the output's dtype. ``convert`` makes it.
 
     In a ``dtrain.full_precision`` region it multiplies in FP32, with the dequantized weight. It also does so if
-    code inside an engine's forward has switched autocast off. In compiled code its products are operators.
+    code inside an engine's forward has switched autocast off. In compiled code its products are operators, and its
+    casts ordinary operations.
     """
 
     quantized_weight: QuantizedWeight
@@ -69,16 +70,11 @@ class Float8Linear(nn.Linear):
         if self.computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
-        y: Tensor
-        if torch.compiler.is_compiling() or _operators_depth:
-            rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
-            keeps_input = torch.is_grad_enabled() and weight.requires_grad
-            y, *_ = torch.ops.dtrain.float8_linear(
-                rows, weight, quantized.key, quantized.stored(weight), recipe.out_dtype, recipe.rowwise, keeps_input
-            )
-            y = y.view(*x.shape[:-1], weight.shape[0])
-        else:
-            y = _Float8Matmul.apply(x, weight, quantized, torch.is_grad_enabled())
+        traced = torch.compiler.is_compiling()
+        source = quantized.key if traced or _operators_depth else quantized
+        y: Tensor = _Float8Matmul.apply(
+            x, weight, source, quantized.recipe_key, torch.is_grad_enabled(), traced, *quantized.stored(weight)
+        )
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
     def computes_in_fp32(self, device_type: str) -> bool:
@@ -155,33 +151,84 @@ def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = 
     return module
 
 
+@torch.compiler.allow_in_graph  # its operations are in the graph of the compiler, which fuses the casts
 class _Float8Matmul(torch.autograd.Function):
-    """Saves the transposed FP8 input [K, M], the right operand of the weight gradient.
+    """Saves the transposed input [K, M], the right operand of the weight gradient, in FP8 if that product is.
 
     Both gradients have the recipe's dtype; autograd casts them to the dtypes of input and parameter.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, quantized: QuantizedWeight, grad_enabled: bool) -> Tensor:
-        right, saved_weight = quantized.forward(weight)
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        source: QuantizedWeight | Tensor,
+        recipe_key: str,
+        grad_enabled: bool,
+        traced: bool,
+        *copies: Tensor,
+    ) -> Tensor:
+        """Multiplies.
+
+        Args:
+            source: what provides the weight, or its key; then the products are operators.
+            recipe_key: ``QuantizedWeight.recipe_key``.
+            grad_enabled: whether autograd records the call.
+            traced: whether a compiler traces it.
+            copies: ``QuantizedWeight.stored``.
+        """
+        recipe = Recipe.of_key(recipe_key)
         keeps_input = grad_enabled and ctx.needs_input_grad[1]
         rows = x.reshape(-1, x.shape[-1])
-        y, columns = output_product(rows, right, weight.shape[0], quantized.recipe, keeps_input=keeps_input)
+        left, columns = operands(rows, E4M3, recipe, "fprop", left=True, columns=keeps_input, traced=traced)
+        assert left is not None
+        saved_weight: Sequence[Tensor]
+        if isinstance(source, Tensor):
+            given = copies[:2] or [weight]
+            y = weight_product(left.values, left.scale, source, given, weight.shape[0], recipe.out_dtype, False)
+            saved_weight = (source, *(copies[2:] or [weight]))
+        else:
+            right, saved_weight = source.forward(weight)
+            y = output(left, right, weight.shape[0], recipe)
         saved_input = () if columns is None else (columns.values, columns.scale)
         ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
-        ctx.quantized, ctx.x_shape = quantized, x.shape
+        ctx.quantized = None if isinstance(source, Tensor) else source
+        ctx.recipe_key, ctx.traced, ctx.x_shape, ctx.w_shape = recipe_key, traced, x.shape, weight.shape
         # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
-        output: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
-        return output
+        result: Tensor = torch.ops.aten._unsafe_view(y, (*x.shape[:-1], weight.shape[0]))
+        return result
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        recipe = Recipe.of_key(ctx.recipe_key)
         to_input, to_weight = ctx.needs_input_grad[:2]
-        columns, saved_weight = (Quantized(*saved[:2]), saved[2:]) if to_weight else (None, saved)
-        rows = grad.reshape(-1, grad.shape[-1])
-        dx, dw = gradient_products(rows, ctx.quantized, saved_weight, columns, to_input=to_input)
-        if dx is not None:
-            dx = dx[:, : ctx.x_shape[-1]].reshape(ctx.x_shape)
-        return dx, dw, None, None
+        tensors = ctx.saved_tensors
+        saved_input, saved = tensors[: 2 * to_weight], tensors[2 * to_weight :]
+        rows, num_inputs = grad.reshape(-1, grad.shape[-1]), ctx.w_shape[1]
+        right, factor = None, saved[3] if len(saved) == 4 else None
+        if to_input and ctx.quantized is not None:
+            right, factor = ctx.quantized.backward(*saved)
+        left, by_column = operands(
+            rows if factor is None else rows * factor,  # [Note: one copy]
+            recipe.grad_dtype,
+            recipe,
+            "dgrad",
+            left=to_input,
+            columns=to_weight,
+            traced=ctx.traced,
+        )
+        dx = dw = None
+        if by_column is not None:
+            if ctx.quantized is None and "wgrad" in recipe.products:
+                dw = weight_gradient(by_column.values, by_column.scale, *saved_input, num_inputs, ctx.recipe_key)
+            else:
+                dw = gradient(by_column, Quantized(*saved_input), num_inputs, recipe)
+        if right is not None and left is not None:
+            dx = gradient(left, right, num_inputs, recipe).reshape(ctx.x_shape)
+        elif left is not None:
+            key, *weight = saved
+            dx = weight_product(left.values, left.scale, key, weight, num_inputs, recipe.out_dtype, True)
+            dx = dx.reshape(ctx.x_shape)
+        return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)

@@ -1,28 +1,34 @@
-"""Matmuls of FP8 matrices: ``torch._scaled_mm``, or its emulation in FP32.
+"""Matmuls of FP8 matrices: ``torch.nn.functional.scaled_mm``, or its emulation in FP32.
 
-[Note: rules of _scaled_mm] PyTorch since 2.11 checks these on a GPU, in aten/src/ATen/native/cuda (ScaledBlas.cpp:
-``_scaled_mm_out_cuda`` and ``get_joint_scaling``; RowwiseScaledMM.cu: ``check_inputs``), and they are met here so:
+[Note: rules of scaled_mm] PyTorch checks these on a GPU, in aten/src/ATen/native/cuda/ScaledBlas.cpp and
+RowwiseScaledMM.cu, and they are met here so:
 
-- Compute capability 8.9 or later. The left operand is row-major, the right one column-major: the transpose of a
-  row-major [N, K]. Capability 10.0 takes other layouts of tensorwise products too, 8.9 and 9.0 do not.
-- K and N are multiples of 16, and so is every row's address; M is any number. ``operand`` pads N and K, and
-  ``multiply`` pads K on the left.
+- Compute capability 8.9 or later; 9.0 alone for blocks. The left operand is row-major, the right one column-major: the
+  transpose of a row-major [N, K]. Capability 10.0 takes other layouts of tensorwise products too, 8.9 and 9.0 do not.
+- K and N are multiples of 16, and so is every row's address; M is any number, in blocks a multiple of 4 (cuBLAS).
+  PyTorch's rules for meta tensors want multiples of 128 of K and N in blocks. ``operand`` pads N and K, and
+  ``multiply`` pads the left side.
 - One operand may be E5M2, not both. Row by row only the left one may, and PyTorch's own tests have E4M3 alone there.
+  In blocks both are E4M3.
 - Scales are FP32 on the same GPU. Tensorwise: one element, of any shape, so 0-dim too. Rowwise: [M, 1] and [1, N],
-  contiguous, both or neither. Kernels may read scales of rows in vectors, so tables of scales keep each weight's on 16
-  bytes.
-- Tensorwise products run in cuBLASLt. Rowwise ones run there on 9.0 with CUDA 12.9 or later, else in CUTLASS, which
-  PyTorch 2.11 builds without FP32 output. Products are BF16 here, which all of them have.
-- ``use_fast_accum`` changes sums on 8.9 and 9.0. A bias is refused with FP32 output, and Float8Linear adds its own.
+  contiguous, both or neither. Lines of 128: [M, K / 128] and [N, K / 128], both with the first stride 1. Squares of
+  128, on one side alone: [K / 128, N / 128] with the first stride 1, K / 128 padded to a multiple of 4. Kernels may
+  read scales in vectors, so tables of scales keep each weight's on 16 bytes.
+- Tensorwise products run in cuBLASLt, and blocks from its version 12.9 on. Rowwise ones run there on 9.0 with CUDA 12.9
+  or later, else in CUTLASS, which PyTorch 2.11 builds without FP32 output. Products are BF16 here, which all have.
+- ``use_fast_accum`` changes sums on 8.9 and 9.0, and is refused in blocks. A bias is refused with FP32 output, and
+  Float8Linear adds its own.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.precision.float8.cast import Quantized, decode
+from dtrain.precision.float8.cast import BLOCK, Quantized, decode, dequantize
 
 ALIGNMENT = 16
 """Tensor Cores need matmul dimensions that are multiples of this."""
@@ -33,49 +39,59 @@ def multiply(
 ) -> Tensor:
     """Multiplies ``left`` [M, K] by the transpose of ``right`` [N, K] and returns [M, N] in ``out_dtype``.
 
-    Both are row-major, and both have one scale or one scale per row. Dimensions that Tensor Cores do not support are
-    padded with zeros.
+    Both are row-major. Both have one scale, or one scale per row, or ``left`` has a scale for each 128 elements of a
+    row and ``right`` for those, or for each 128 x 128. Dimensions that Tensor Cores do not support are padded with
+    zeros. If ``left`` is not FP8, the product is one in ``out_dtype``, with the numbers that ``right`` represents.
 
     Args:
-        left: E4M3 or E5M2.
-        right: E4M3; its values may already be an ``operand``.
+        left: E4M3 or E5M2; or another dtype, without a scale.
+        right: E4M3, whose values may already be an ``operand``; if ``left`` is not FP8, any dtype.
         out_dtype: dtype that the FP32 sums are rounded to.
-        emulate: multiply in FP32. On a CPU this gives the bits of ``torch._scaled_mm``, except for fewer than 16 rows,
-            which that function sums in another order.
+        emulate: multiply in FP32. On a CPU this gives the bits of ``scaled_mm``, except for fewer than 16 rows, which
+            that function sums in another order. In blocks FP32 sums of 128 products are scaled and added in order.
         fast_accumulation: let Hopper accumulate in fewer bits than FP32 has. The emulation does not imitate this.
     """
     num_columns = right.values.shape[0]
     if not left.values.numel():
         return torch.zeros(left.values.shape[0], num_columns, dtype=out_dtype, device=left.values.device)
-    values = right.values if right.values.dtype == torch.float32 else operand(right.values, emulate=emulate)
-    scales = (left.scale, right.scale)
-    if left.scale.dim():
-        column_scales = F.pad(right.scale, (0, values.shape[0] - right.scale.shape[0]), value=1.0)
-        scales = (left.scale.unsqueeze(1), column_scales.unsqueeze(0))
-    padded = _padded(left.values, left.values.shape[0], values.shape[1])
-    # under autocast the sums would be BF16, also inside torch._scaled_mm on a CPU
-    with torch.autocast(padded.device.type, enabled=False):
+    device_type = left.values.device.type
+    if left.values.itemsize > 1:
+        with torch.autocast(device_type, enabled=False):
+            other = dequantize(right) if right.values.itemsize == 1 else right.values
+            return left.values.to(out_dtype) @ other.to(out_dtype).t()
+    in_blocks = left.scale.dim() == 2
+    values = right.values
+    if values.dtype != torch.float32:
+        values = operand(values, emulate=emulate, alignment=BLOCK if in_blocks else ALIGNMENT)
+    num_rows = left.values.shape[0]
+    padded = _padded(left.values, num_rows + (-num_rows % ALIGNMENT if in_blocks else 0), values.shape[1])
+    # under autocast the sums would be BF16, also inside scaled_mm on a CPU
+    with torch.autocast(device_type, enabled=False):
         if emulate:
-            product = _emulated(padded, values, scales, out_dtype)
+            product = _emulated(padded, values, left.scale, right.scale, out_dtype)
         else:
-            product = torch._scaled_mm(
+            kinds, scales = _given(left, right.scale, padded, values)
+            scaled_mm: Any = F.scaled_mm
+            product = scaled_mm(
                 padded,
                 values.t(),
-                scale_a=scales[0],
-                scale_b=scales[1],
-                out_dtype=out_dtype,
+                scales[0],
+                kinds[0],
+                scales[1],
+                kinds[1],
+                output_dtype=out_dtype,
                 use_fast_accum=fast_accumulation,
             )
-    return product[:, :num_columns]
+    return product[:num_rows, :num_columns]
 
 
-def operand(values: Tensor, *, emulate: bool, transposed: bool = False) -> Tensor:
+def operand(values: Tensor, *, emulate: bool, transposed: bool = False, alignment: int = ALIGNMENT) -> Tensor:
     """Prepares FP8 ``values`` [N, K] as the right operand of a matmul; ``transposed`` as [K, N].
 
-    The result is padded with zeros to multiples of 16. It is FP8 and row-major, or FP32 if ``emulate``. Returns
-    ``values`` themselves if they need no change.
+    The result is padded with zeros to multiples of ``alignment``. It is FP8 and row-major, or FP32 if ``emulate``.
+    Returns ``values`` themselves if they need no change.
     """
-    rows, columns = (size + -size % ALIGNMENT for size in values.shape)
+    rows, columns = (size + -size % alignment for size in values.shape)
     padded = _padded(values, rows, columns)
     if emulate:
         decoded = decode(padded)
@@ -88,10 +104,46 @@ def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(values.view(torch.uint8), pad).view(values.dtype) if any(pad) else values  # F.pad copies even by 0
 
 
-def _emulated(left: Tensor, right: Tensor, scales: tuple[Tensor, Tensor], out_dtype: torch.dtype) -> Tensor:
-    # only the sums round, as in torch._scaled_mm: products of FP8 numbers and powers of two are exact in FP32.
+def _given(left: Quantized, right_scale: Tensor, rows: Tensor, columns: Tensor) -> tuple[tuple[Any, Any], list[Tensor]]:
+    """Returns the kinds of both scales, and the scales, as ``scaled_mm`` takes them for ``rows`` and ``columns``."""
+    kinds: Any = F.ScalingType
+    if not left.scale.dim():
+        return (kinds.TensorWise,) * 2, [left.scale, right_scale]
+    if left.scale.dim() == 1:
+        right_scale = F.pad(right_scale, (0, columns.shape[0] - len(right_scale)), value=1.0)
+        return (kinds.RowWise,) * 2, [left.scale.unsqueeze(1), right_scale.unsqueeze(0)]
+    own = _by_line(left.scale, rows.shape[0])
+    if len(right_scale) == -(-columns.shape[0] // BLOCK):
+        by_square = F.pad(right_scale, (0, -right_scale.shape[1] % 4), value=1.0).contiguous().t()
+        return (kinds.BlockWise1x128, kinds.BlockWise128x128), [own, by_square]
+    return (kinds.BlockWise1x128,) * 2, [own, _by_line(right_scale, columns.shape[0])]
+
+
+def _by_line(scale: Tensor, num_rows: int) -> Tensor:
+    """Returns ``scale`` [rows, n] with its first stride 1, with ones for rows up to ``num_rows``."""
+    return F.pad(scale.t(), (0, num_rows - scale.shape[0]), value=1.0).contiguous().t()
+
+
+def _emulated(left: Tensor, right: Tensor, own: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:
+    # only the sums round, as in scaled_mm: products of FP8 numbers and powers of two are exact in FP32.
     # `out=`, because selective activation checkpointing may keep the result of `@`, which is scaled in place below
     product = torch.empty(left.shape[0], right.shape[0], dtype=torch.float32, device=left.device)
-    torch.mm(decode(left), right.t(), out=product)
-    # one scale at a time: their product may leave the range of FP32
-    return product.mul_(scales[0]).mul_(scales[1]).to(out_dtype)
+    decoded = decode(left)
+    if own.dim() < 2:
+        torch.mm(decoded, right.t(), out=product)
+        # one scale at a time: their product may leave the range of FP32
+        own, other = (own.unsqueeze(1), _filled(other, len(right))) if own.dim() else (own, other)
+        return product.mul_(own).mul_(other).to(out_dtype)
+    total = torch.zeros_like(product)
+    own = F.pad(own, (0, 0, 0, len(left) - len(own)), value=1.0)
+    if len(other) == -(-len(right) // BLOCK):
+        other = other.unsqueeze(1).expand(-1, BLOCK, -1).flatten(0, 1)[: len(right)]
+    for number in range(own.shape[1]):
+        part = slice(number * BLOCK, (number + 1) * BLOCK)
+        torch.mm(decoded[:, part], right[:, part].t(), out=product)
+        total += product.mul_(own[:, number, None]).mul_(_filled(other[:, number], len(right)))
+    return total.to(out_dtype)
+
+
+def _filled(scale: Tensor, size: int) -> Tensor:
+    return F.pad(scale, (0, size - len(scale)), value=1.0)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from dtrain.config.precision import Float8
+from dtrain.device import cublaslt_version
 from dtrain.errors import ConfigError
-from dtrain.precision.float8.cast import E4M3, E5M2
+from dtrain.precision.float8.cast import BLOCK, E4M3, E5M2, Scaling
+from dtrain.precision.float8.matmul import ALIGNMENT
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores, has_row_scales_on_cpu
 
 _NUM_ROWS = 8192  # of a timed product, if neither the user nor a training run says it
@@ -18,8 +20,9 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
     """Returns the options for ``device``, with every ``auto`` resolved.
 
     Raises:
-        ConfigError: ``emulate=False`` or ``compile=True`` on a GPU without FP8 Tensor Cores, ``emulate=False`` rowwise
-            on a CPU before PyTorch 2.13, or ``compile=True`` without a compiler.
+        ConfigError: ``emulate=False`` or ``compile=True`` on a GPU without FP8 Tensor Cores, a recipe that the device
+            or its libraries cannot multiply, options that the recipe does not have, or ``compile=True`` without a
+            compiler.
     """
     has_float8 = has_float8_tensor_cores(device)
     if options.emulate is False and device.type == "cuda" and not has_float8:
@@ -28,12 +31,15 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
             f"float8 emulate=false needs FP8 Tensor Cores (compute capability 8.9 or later); "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}; use emulate=auto"
         )
-    is_rowwise = options.recipe == "rowwise"
-    if options.emulate is False and is_rowwise and device.type == "cpu" and not has_row_scales_on_cpu():
+    in_blocks = _SCALINGS[options.recipe][0].in_blocks
+    if in_blocks and (options.grad_format == "e5m2" or options.fast_accumulation):
         raise ConfigError(
-            f"float8 emulate=false with recipe=rowwise needs a torch._scaled_mm with one scale per row on CPUs, "
-            f"which torch {torch.__version__} lacks; use emulate=auto"
+            "float8 recipe=blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out grad_format=e5m2 and "
+            "fast_accumulation=true, or use recipe=tensorwise"
         )
+    emulate = not has_float8 if options.emulate == "auto" else options.emulate
+    if not emulate and (problem := _problem(options.recipe, device)):
+        raise ConfigError(f"float8 recipe={options.recipe} {problem}")
     # Triton casts to FP8 in hardware only
     can_compile = has_compiler(device) and (device.type != "cuda" or has_float8)
     if options.compile is True and not can_compile:
@@ -41,8 +47,7 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
             f"float8 compile=true needs a C++ compiler, and on a GPU Triton and compute capability 8.9; {device} "
             f"lacks one of them; use compile=auto"
         )
-    emulate = not has_float8 if options.emulate == "auto" else options.emulate
-    grad_format = "e4m3" if is_rowwise else "e5m2"
+    grad_format = "e5m2" if options.recipe == "tensorwise" else "e4m3"
     return replace(
         options,
         emulate=emulate,
@@ -53,24 +58,64 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
     )
 
 
+def _problem(recipe: str, device: torch.device) -> str:
+    """Returns why ``device`` cannot multiply in ``recipe``, and what to do; empty: it can."""
+    scaling = _SCALINGS[recipe][0]
+    if device.type == "cpu":
+        if scaling is Scaling.ROWS and not has_row_scales_on_cpu():
+            return f"needs a scaled_mm with one scale per row on CPUs, which torch {torch.__version__} lacks; use emulate=auto"
+        return "has no products on CPUs but emulated ones; use emulate=auto" if scaling.in_blocks else ""
+    if not scaling.in_blocks:
+        return ""
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        return (
+            f"needs compute capability 9.0 (H100, H200); {torch.cuda.get_device_name(device)} has "
+            f"{capability[0]}.{capability[1]}; use recipe=rowwise"
+        )
+    version = cublaslt_version()
+    if version is not None and tuple(map(int, version.split("."))) < (12, 9):
+        return (
+            f"needs cublasLt 12.9 or later; torch {torch.__version__} runs with {version}; install the wheel of CUDA "
+            f"13.0 (cu130), not those of 12.6 or 12.8, or use recipe=rowwise"
+        )
+    return ""
+
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+"""The products of a Linear: its output, and the gradients of its input and of its weight."""
+
+_SCALINGS = {
+    "tensorwise": (Scaling.TENSOR, Scaling.TENSOR),
+    "rowwise": (Scaling.ROWS, Scaling.ROWS),
+    "rowwise_bf16_wgrad": (Scaling.ROWS, Scaling.ROWS),
+    "blockwise": (Scaling.LINES, Scaling.SQUARES),
+}
+
+
+_by_key: dict[str, Recipe] = {}
+
+
 @dataclass(frozen=True)
 class Recipe:
-    """Resolved options of every matmul of a ``dtrain.precision.float8.linear.Float8Linear``.
+    """Resolved options of the matmuls of a ``dtrain.precision.float8.linear.Float8Linear``.
 
     Attributes:
-        rowwise: whether each row has its own scale, instead of one scale per tensor.
+        name: ``precision.float8.recipe``.
         grad_dtype: E5M2 or E4M3, the format of the output gradient.
         out_dtype: dtype of the output and of both gradients.
         emulate: see ``dtrain.precision.float8.matmul.multiply``.
         fast_accumulation: affects the forward matmul only.
+        products: those of ``PRODUCTS`` that are FP8; the others multiply in ``out_dtype``.
     """
 
-    rowwise: bool = False
+    name: str = "tensorwise"
     grad_dtype: torch.dtype = E5M2
     out_dtype: torch.dtype = torch.bfloat16
     emulate: bool = True
     fast_accumulation: bool = False
     compile: bool = False
+    products: tuple[str, ...] = PRODUCTS
 
     @staticmethod
     def of(options: Float8, out_dtype: torch.dtype) -> Recipe:
@@ -78,19 +123,53 @@ class Recipe:
         assert isinstance(options.emulate, bool), options
         assert isinstance(options.compile, bool), options
         return Recipe(
-            rowwise=options.recipe == "rowwise",
+            name=options.recipe,
             grad_dtype={"e5m2": E5M2, "e4m3": E4M3}[options.grad_format],
             out_dtype=out_dtype,
             emulate=options.emulate,
             fast_accumulation=options.fast_accumulation,
             compile=options.compile,
+            products=products_of(options.recipe),
         )
+
+    @property
+    def key(self) -> str:
+        """A constant for graphs of compiled code, by which ``of_key`` returns the recipe."""
+        _by_key.setdefault(repr(self), self)
+        return repr(self)
+
+    @staticmethod
+    def of_key(key: str) -> Recipe:
+        """Returns the recipe of that ``key``."""
+        return _by_key[key]
+
+    @property
+    def scaling(self) -> Scaling:
+        """Which elements of an input or a gradient share a scale."""
+        return _SCALINGS[self.name][0]
+
+    @property
+    def weight_scaling(self) -> Scaling:
+        """Which elements of a weight share a scale."""
+        return _SCALINGS[self.name][1]
+
+    @property
+    def alignment(self) -> int:
+        """Number whose multiples the dimensions of products are padded to."""
+        return alignment_of(self.name)
 
     def describe(self) -> str:
         """Returns a description such as ``tensorwise, E5M2 gradients, emulated``."""
-        parts = [
-            "rowwise" if self.rowwise else "tensorwise",
-            f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients",
-        ]
+        parts = [self.name, f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients"]
         parts += ["emulated"] * self.emulate + ["fast accumulation"] * self.fast_accumulation
         return ", ".join(parts + ["compiled casts"] * self.compile)
+
+
+def products_of(recipe: str) -> tuple[str, ...]:
+    """Returns the products that are FP8 in the recipe of that name."""
+    return PRODUCTS[:2] if recipe == "rowwise_bf16_wgrad" else PRODUCTS
+
+
+def alignment_of(recipe: str) -> int:
+    """Returns the number whose multiples Tensor Cores take as dimensions in the recipe of that name."""
+    return BLOCK if _SCALINGS[recipe][0].in_blocks else ALIGNMENT

@@ -1,67 +1,62 @@
-"""The three products of an FP8 Linear: its output, and the gradients of its input and of its weight."""
+"""The three products of an FP8 Linear: its output, and the gradients of its input and of its weight.
+
+The casts stand apart from the products, so that a compiler sees them: as ordinary operations before an opaque product
+they become part of the kernels that make what is cast, such as a norm's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import torch
 from torch import Tensor
 
-from dtrain.precision.float8.cast import E4M3, Quantized
+from dtrain.precision.float8 import cast as casts
+from dtrain.precision.float8.cast import Quantized
 from dtrain.precision.float8.compiled import quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.weights import QuantizedWeight
 
 
-def output_product(
-    rows: Tensor, right: Quantized, num_columns: int, recipe: Recipe, *, keeps_input: bool
-) -> tuple[Tensor, Quantized | None]:
-    """Multiplies ``rows`` [M, K] by the operand of a weight [N, K].
+def operands(
+    rows: Tensor, dtype: torch.dtype, recipe: Recipe, product: str, *, left: bool, columns: bool, traced: bool
+) -> tuple[Quantized | None, Quantized | None]:
+    """Casts ``rows`` [M, n] for ``product``, and their transpose [n, M] for the weight gradient, in one read.
 
-    Returns:
-        The product [M, N] in the recipe's dtype, and, if ``keeps_input``, the FP8 transpose of ``rows``, [K, M], which
-        is the right operand of the weight gradient.
-    """
-    columns = None
-    if keeps_input:
-        left, columns = quantize_both(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
-    else:
-        left = quantize(rows, E4M3, rowwise=recipe.rowwise, compiled=recipe.compile)
-    y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=recipe.fast_accumulation)
-    return y[:, :num_columns].contiguous(), columns
-
-
-def gradient_products(
-    rows: Tensor,
-    quantized: QuantizedWeight,
-    saved_weight: Sequence[Tensor],
-    columns: Quantized | None,
-    *,
-    to_input: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Returns the gradients of the input [M, K or more] and of the weight [N, K], each None if it is not needed.
+    An operand of a product that is not FP8 is in the recipe's dtype, and has an empty scale.
 
     Args:
-        rows: gradient of the output, [M, N].
-        saved_weight: what ``QuantizedWeight.forward`` returned to be saved.
-        columns: what ``output_product`` returned; None: the weight needs no gradient.
-        to_input: whether the input needs one.
+        dtype: E4M3 or E5M2.
+        product: fprop or dgrad.
+        left: whether the product's left operand is wanted.
+        columns: whether the weight gradient's operand is.
+        traced: whether a compiler traces the casts.
     """
-    recipe = quantized.recipe
-    rowwise, compiled = recipe.rowwise, recipe.compile
-    if to_input:
-        weight, factor = quantized.backward(*saved_weight)
-    if to_input and columns is not None:
-        left, transposed = quantize_both(rows, recipe.grad_dtype, rowwise=rowwise, compiled=compiled)
-    elif to_input:
-        scaled = rows if factor is None else rows * factor
-        left = quantize(scaled, recipe.grad_dtype, rowwise=rowwise, compiled=compiled)
-    else:
-        transposed = quantize(rows.t(), recipe.grad_dtype, rowwise=rowwise, compiled=compiled)
-    dx = dw = None
-    if columns is not None:
-        # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
-        dw = multiply(transposed, columns, recipe.out_dtype, emulate=recipe.emulate)
-    if to_input:
-        dx = multiply(left, weight, recipe.out_dtype, emulate=recipe.emulate)
-    return dx, dw
+    of_left, of_columns = left and product in recipe.products, columns and "wgrad" in recipe.products
+    found: list[Quantized] = []
+    if of_left or of_columns:
+        x, both = rows if of_left else rows.t(), of_left and of_columns
+        if traced:
+            tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
+            found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
+        elif both:
+            found = list(quantize_both(x, dtype, recipe.scaling, compiled=recipe.compile))
+        else:
+            found = [quantize(x, dtype, recipe.scaling, compiled=recipe.compile)]
+    plain = rows.to(recipe.out_dtype)
+    none = plain.new_empty(0, dtype=torch.float32)
+    return (
+        (found[0] if of_left else Quantized(plain, none)) if left else None,
+        (found[-1] if of_columns else Quantized(plain.t(), none)) if columns else None,
+    )
+
+
+def output(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:
+    """Returns the product [M, N] of an input [M, K] and the operand of a weight [N, K], in the recipe's dtype."""
+    fast = recipe.fast_accumulation
+    y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=fast)
+    return y[:, :num_columns].contiguous()
+
+
+def gradient(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:
+    """Returns the gradient of an input or of a weight, [rows of ``left``, num_columns], in the recipe's dtype."""
+    # never fast accumulation: gradients need all bits of the FP32 sums, see decision 0024
+    return multiply(left, right, recipe.out_dtype, emulate=recipe.emulate)[:, :num_columns]

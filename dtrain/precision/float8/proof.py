@@ -18,6 +18,7 @@ from torch import Tensor
 from dtrain.distributed.logging import logger
 from dtrain.precision.fake import is_fake
 from dtrain.precision.float8 import cast
+from dtrain.precision.float8.cast import Scaling
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 
 _ROWS, _COLUMNS = 256, 192  # more than a tile of each kernel in both directions
@@ -29,19 +30,17 @@ def failed_proofs() -> list[str]:
     return [reason for reason in _found.values() if reason]
 
 
-def proves_quantize(x: Tensor, dtype: torch.dtype, *, rowwise: bool, both: bool) -> bool:
+def proves_quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, both: bool) -> bool:
     """Whether ``kernels.quantize`` gives the bits of tensor code for tensors like ``x``."""
     is_turned = x.stride(0) == 1 and x.stride(1) != 1
     shape = _like(x.shape[0], _ROWS), _like(x.shape[1], _COLUMNS)
-    key = ("quantize", x.dtype, dtype, rowwise, both, is_turned, shape)
-    return _prove(
-        key, x, lambda: check_quantize(shape, x.dtype, dtype, x.device, rowwise=rowwise, both=both, turned=is_turned)
-    )
+    key = ("quantize", x.dtype, dtype, scaling, both, is_turned, shape)
+    return _prove(key, x, lambda: check_quantize(shape, x.dtype, dtype, x.device, scaling, both=both, turned=is_turned))
 
 
-def proves_weights(on: Tensor, *, rowwise: bool) -> bool:
+def proves_weights(on: Tensor, scaling: Scaling) -> bool:
     """Whether the kernels of FP8 weights give the bits of tensor code; ``on`` lies on their device."""
-    return _prove(("weights", rowwise), on, lambda: check_weights(on.device, rowwise=rowwise))
+    return _prove(("weights", scaling), on, lambda: check_weights(on.device, scaling))
 
 
 def _like(size: int, base: int) -> int:
@@ -77,8 +76,8 @@ def check_quantize(
     source: torch.dtype,
     dtype: torch.dtype,
     device: torch.device,
+    scaling: Scaling,
     *,
-    rowwise: bool,
     both: bool,
     turned: bool = False,
 ) -> str:
@@ -89,7 +88,7 @@ def check_quantize(
         source: dtype of it.
         dtype: E4M3 or E5M2.
         device: where both run.
-        rowwise: whether each row has its own scale.
+        scaling: which elements share a scale.
         both: whether the transpose is cast too.
         turned: whether the tensor is a transposed view.
     """
@@ -98,47 +97,45 @@ def check_quantize(
     for non_finite in (None, math.inf, math.nan):
         x = adversarial(shape, non_finite).to(source).to(device)
         x = x.t().contiguous().t() if turned else x
-        want = cast.quantized_both(x, dtype, rowwise) if both else cast.quantized(x, dtype, rowwise)
-        got = quantize(x, dtype, rowwise=rowwise, both=both)
+        want = cast.quantized_both(x, dtype, scaling) if both else cast.quantized(x, dtype, scaling)
+        got = quantize(x, dtype, scaling.value, both=both)
         for name, own, expected in zip(("values", "scale", "transpose", "its scale"), got, want, strict=False):
             if different := _num_different(own, expected):
-                what = (
-                    f"quantize({source}{list(shape)}{' transposed' if turned else ''} to {dtype}, {rowwise=}, {both=})"
-                )
+                view = " transposed" if turned else ""
+                what = f"quantize({source}{list(shape)}{view} to {dtype}, scales of {scaling.value}, {both=})"
                 return _reason(what, name, different, expected, non_finite)
     return ""
 
 
-def check_weights(device: torch.device, *, rowwise: bool) -> str:
+def check_weights(device: torch.device, scaling: Scaling) -> str:
     """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as ``check_quantize``."""
     from dtrain.kernels.float8 import ShardCasts, Transposes, WeightShard, set_scales
 
     for shape in ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3)):
         for non_finite in (None, math.nan):
             master = adversarial(shape, non_finite).to(device)
-            copies = [torch.zeros(master.numel(), dtype=cast.E4M3, device=device) for _ in range(1 + rowwise)]
-            first_scales = [0, shape[0]] if rowwise else [0]
-            casts = ShardCasts([WeightShard(master.flatten(), copies, 0, shape[1], first_scales)], rowwise=rowwise)
-            amax = torch.zeros(sum(shape) if rowwise else 1, device=device)
-            scale = torch.zeros_like(amax)
+            by_row = cast.Quantized(*cast.quantized(master, cast.E4M3, scaling))
+            by_column = cast.Quantized(*cast.quantized(master.t(), cast.E4M3, scaling))
+            expected = [by_row, by_column] if scaling is Scaling.ROWS else [by_row]
+            copies = [torch.zeros(master.numel(), dtype=cast.E4M3, device=device) for _ in expected]
+            first_scales = [0, shape[0]][: len(expected)]
+            shard = WeightShard(master.flatten(), copies, 0, shape[1], first_scales)
+            casts = ShardCasts([shard], scaling.value)
+            scales = torch.cat([copy.scale.reshape(-1) for copy in expected])
+            amax, scale = torch.zeros_like(scales), torch.zeros_like(scales)
             casts.measure(amax)
             set_scales(amax, scale)
             casts.cast(scale)
-            size = master.abs().nan_to_num(nan=math.inf)
-            largest = torch.cat([size.amax(dim=1), size.amax(dim=0)]) if rowwise else size.amax().view(1)
-            scales = cast.scale_of(largest, cast.E4M3)
-            by_row = scales[: shape[0], None] if rowwise else scales
-            values = cast.cast(master, by_row, cast.E4M3)
-            by_column = cast.cast(master, scales[shape[0] :], cast.E4M3) if rowwise else values
             transpose = Transposes([copies[0].view(shape)], ALIGNMENT)(copies[0].view(shape))[0]
             turned = operand(copies[0].view(shape), emulate=False, transposed=True)
-            pairs = {"amax": (amax, largest), "scale": (scale, scales), "values": (copies[0].view(shape), values)}
-            pairs |= {"column copy": (copies[-1].view(shape), by_column), "transpose": (transpose, turned)}
-            for name, (own, expected) in pairs.items():
-                if different := _num_different(own, expected):
-                    return _reason(
-                        f"the casts of weights {list(shape)}, {rowwise=}", name, different, expected, non_finite
-                    )
+            pairs = {"scale": (scale, scales), "values": (copies[0].view(shape), by_row.values)}
+            if scaling is Scaling.ROWS:
+                pairs["column copy"] = copies[-1].view(shape), by_column.values.t()
+            pairs["transpose"] = transpose, turned
+            for name, (own, want) in pairs.items():
+                if different := _num_different(own, want):
+                    what = f"the casts of weights {list(shape)}, scales of {scaling.value}"
+                    return _reason(what, name, different, want, non_finite)
     return ""
 
 

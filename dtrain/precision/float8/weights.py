@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.fake import address
-from dtrain.precision.float8.cast import E4M3, Quantized, dequantize, uses_kernels
+from dtrain.precision.float8.cast import E4M3, Quantized, Scaling, dequantize, uses_kernels
 from dtrain.precision.float8.compiled import quantize
-from dtrain.precision.float8.matmul import ALIGNMENT, operand
+from dtrain.precision.float8.matmul import operand
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.proof import proves_weights
 
@@ -59,7 +59,7 @@ class TransposeSet:
         if self._kernel is None:
             from dtrain.kernels.float8 import Transposes  # it imports Triton, which only GPUs need
 
-            self._kernel = Transposes(copies, ALIGNMENT)
+            self._kernel = Transposes(copies, self.weights[0].recipe.alignment)
         for weight, values, transpose in zip(self.weights, copies, self._kernel(copies[0]), strict=True):
             weight._operands[address(values), True] = transpose
 
@@ -71,8 +71,8 @@ class Bound:
     Attributes:
         name: name of the weight.
         parameter: the model's parameter, which stands for the weight and has no values.
-        scales: scales of the copies, which an update changes in place: 0-dim, or [N] and [K]; [N] alone if a row-wise
-            copy serves both products: [Note: one copy].
+        scales: scales of the copies, which an update changes in place: as ``Scaling`` gives them for the weight, and
+            row-wise [K] for a second copy; [N] alone if a row-wise copy serves both products: [Note: one copy].
         transposes: the weights whose transposes are made with that of this one.
         keeps_operands: whether operands are cached; else each product makes its own, and the copies take all memory.
     """
@@ -102,12 +102,14 @@ class QuantizedWeight:
 
     Attributes:
         recipe, cache: see above.
+        recipe_key: ``Recipe.key``.
         key: 0-dim, in host memory; ``of_key`` finds the object by it.
     """
 
     def __init__(self, recipe: Recipe, cache: Cache | Bound = Cache.NEVER) -> None:
         self.cache = cache
         self.recipe = recipe
+        self.recipe_key = recipe.key
         self._copies: Sequence[Quantized] = ()
         self._operands: dict[tuple[int, bool], Tensor] = {}
         self._cast_weight: weakref.ref[Tensor] | None = None  # the weight that was cast
@@ -127,7 +129,8 @@ class QuantizedWeight:
     def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
         """Returns the operand for the output, and the tensors that autograd saves for ``backward``.
 
-        The operand is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale.
+        The operand is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale; the copy itself
+        if the product is not FP8.
         """
         saved: tuple[Tensor, ...]
         if self.cache is Cache.NEVER:
@@ -135,7 +138,7 @@ class QuantizedWeight:
         else:
             rowwise, columnwise = self.copies(weight)
             saved = self._saved(rowwise, columnwise)
-        return Quantized(self._operand(rowwise.values, transposed=False), rowwise.scale), saved
+        return self._operand("fprop", rowwise), saved
 
     def stored(self, weight: Tensor) -> list[Tensor]:
         """Returns the copies of a ``Bound`` weight that compiled code passes; empty if ``weight`` is cast.
@@ -144,7 +147,7 @@ class QuantizedWeight:
         """
         if not isinstance(self.cache, Bound) or weight is not self.cache.parameter:
             return []
-        rowwise, columnwise = self._copies[0], self._copies[-1]
+        rowwise, columnwise = self.copies(weight)
         return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
 
     def saved(self, weight: Tensor) -> tuple[Tensor, ...]:
@@ -152,14 +155,14 @@ class QuantizedWeight:
         return (weight,) if self.cache is Cache.NEVER else self._saved(*self.copies(weight))
 
     def _saved(self, rowwise: Quantized, columnwise: Quantized) -> tuple[Tensor, ...]:
-        if rowwise is columnwise and self.recipe.rowwise:  # [Note: one copy]
+        if rowwise is columnwise and self.recipe.scaling is Scaling.ROWS:  # [Note: one copy]
             return rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale
         # the copy, not its operand: under emulation that is FP32, four times the bytes
         return columnwise.values, columnwise.scale
 
     def stored_operand(self, copies: Sequence[Tensor]) -> Quantized:
         """Returns the operand for the output, as ``forward``, from what ``stored`` returned."""
-        return Quantized(self._operand(copies[0], transposed=False), copies[1])
+        return self._operand("fprop", Quantized(*copies[:2]))
 
     def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
         """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
@@ -168,12 +171,17 @@ class QuantizedWeight:
         """
         if self.cache is Cache.NEVER:
             (weight,) = saved
-            copy, factor = self._quantize(weight.detach().t()), None
-        else:
-            copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
-        return Quantized(self._operand(copy.values, transposed=self.cache is not Cache.NEVER), copy.scale), factor
+            return self._operand("dgrad", self._quantize(weight.detach().t())), None
+        copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
+        return self._operand("dgrad", copy, transposed=True), factor
 
-    def _operand(self, values: Tensor, *, transposed: bool) -> Tensor:
+    def _operand(self, product: str, copy: Quantized, *, transposed: bool = False) -> Quantized:
+        scale = copy.scale.t() if transposed else copy.scale
+        if product in self.recipe.products:
+            return Quantized(self._operand_values(copy.values, transposed=transposed), scale)
+        return Quantized(copy.values.t() if transposed else copy.values, scale)
+
+    def _operand_values(self, values: Tensor, *, transposed: bool) -> Tensor:
         emulate = self.recipe.emulate
         key = (address(values), transposed and not emulate)  # the emulation transposes as a view
         cached = self._operands.get(key)
@@ -182,12 +190,12 @@ class QuantizedWeight:
             is_stored = any(address(copy.values) == key[0] for copy in self._copies)
             is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
             kernels = uses_kernels(values.device, compiled=self.recipe.compile) and proves_weights(
-                values, rowwise=self.recipe.rowwise
+                values, self.recipe.weight_scaling
             )
             if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
                 self.cache.transposes.prepare()
                 return self._operands[key] if is_kept else self._operands.pop(key)
-            cached = operand(values, emulate=emulate, transposed=key[1])
+            cached = operand(values, emulate=emulate, transposed=key[1], alignment=self.recipe.alignment)
             if is_kept:
                 self._operands[key] = cached
         return cached.t() if transposed and emulate else cached
@@ -195,7 +203,7 @@ class QuantizedWeight:
     @property
     def gradient_factor(self) -> Tensor | None:
         """The scales [N] by which a gradient is multiplied before its cast, if it is: [Note: one copy]."""
-        if self.recipe.rowwise and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
+        if self.recipe.scaling is Scaling.ROWS and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
             return self.cache.scales[0]
         return None
 
@@ -224,9 +232,9 @@ class QuantizedWeight:
     def copies(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         """Returns the row-wise copy (for the output) and the column-wise copy (for the input gradient).
 
-        Both are [N, K], row-major. With a tensorwise recipe they are the same. With a rowwise recipe the first has a
-        scale for each of its N rows, and the second for each of its K columns, which are the rows of the transpose;
-        or the first is both: [Note: one copy].
+        Both are [N, K], row-major, and the same unless each row has a scale. Then the first has a scale for each of its
+        N rows, and the second for each of its K columns, which are the rows of the transpose; or the first is both:
+        [Note: one copy].
         """
         if isinstance(self.cache, Bound):
             if weight is not self.cache.parameter:  # such as a functional call's: nothing is bound for it
@@ -254,13 +262,13 @@ class QuantizedWeight:
     def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
         weight = weight.detach()
         rowwise = self._quantize(weight)
-        if not self.recipe.rowwise:
+        if self.recipe.weight_scaling is not Scaling.ROWS:
             return rowwise, rowwise
         transposed = self._quantize(weight.t())
         return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
 
     def _quantize(self, matrix: Tensor) -> Quantized:
-        return quantize(matrix, E4M3, rowwise=self.recipe.rowwise, compiled=self.recipe.compile)
+        return quantize(matrix, E4M3, self.recipe.weight_scaling, compiled=self.recipe.compile)
 
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.device import elapsed_ms
+from dtrain.device import cublaslt_version, dotted_version, elapsed_ms, loaded_library
 from dtrain.precision.hardware import has_compiler, triton_problem
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.telemetry.gpu import attention_kernel, cublaslt_version, describe_state, dotted_version, loaded_library
+from dtrain.telemetry.gpu import attention_kernel, describe_state
 from dtrain.telemetry.host import describe_host, memory_left
 from dtrain.telemetry.trackers import wandb_mode
 from dtrain.tools.tables import Table

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.config.precision import Float8
 from dtrain.engine.step import StepEngine
-from dtrain.precision.float8.cast import E4M3, quantize
+from dtrain.precision.float8.cast import E4M3, Scaling, quantize
 from dtrain.precision.float8.linear import Float8Linear
 from dtrain.precision.float8.weights import Cache
 from dtrain.precision.policy import PrecisionPolicy
@@ -75,7 +75,7 @@ def float8_skips_an_infinity_before_a_saturating_cast(trial: Trial) -> None:
 @check(engines=ENGINES, precisions=("fp8",), ranks=(1,), variants=RECIPES)
 def float8_reads_nothing_on_the_host_in_a_step(trial: Trial) -> None:
     """With the operations that a GPU would run."""
-    needs.row_scales_on_cpu(rowwise=trial.case.variant == "rowwise")
+    needs.products_on_cpu(trial.case.variant)
     made: Any = start(trial, emulate=False, choice="all")  # timed, BF16 would win on a CPU
     assert made.contract.float8_modules
     like_a_gpu(made)
@@ -97,7 +97,7 @@ def float8_casts_a_weight_once_a_step(trial: Trial) -> None:
 
     def master() -> Tensor:
         whole = dict(engine.states.full_state("master"))[f"{FLOAT8[0]}.weight"]
-        return quantize(whole, E4M3, rowwise=False).values
+        return quantize(whole, E4M3, Scaling.TENSOR).values
 
     at_first = digest(copies())
     assert at_first == digest(master())

@@ -17,7 +17,7 @@ import dtrain
 from dtrain.engine.measurement.float8 import _cast_sums
 from dtrain.engine.step import StepEngine
 from dtrain.errors import ConfigError, UsageError
-from dtrain.precision.float8.cast import E4M3, E5M2, dequantize, quantize
+from dtrain.precision.float8.cast import E4M3, E5M2, Scaling, dequantize, quantize
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.histogram import Histogram
 from dtrain.precision.report import PrecisionReport
@@ -158,8 +158,8 @@ def test_a_skipped_step_has_no_updates_and_neither_dummies_nor_its_explanation_a
 def test_an_operand_with_an_infinity_has_no_underflow() -> None:
     x = torch.arange(128.0).view(8, 16)
     x[3, 3] = math.inf
-    for rowwise in (False, True):
-        _, underflows, *_ = _cast_sums(x, E4M3, rowwise=rowwise).tolist()
+    for scaling in Scaling:
+        _, underflows, *_ = _cast_sums(x, E4M3, scaling).tolist()
         assert underflows == 0
 
 
@@ -192,7 +192,7 @@ def test_float8_operands_are_measured_as_they_are_cast(name: str, stage: int, re
     def cast(x: Tensor, dtype: torch.dtype, *, columns: bool = False) -> tuple[Tensor, Tensor]:
         rows = x.reshape(-1, x.shape[-1]).float()
         rows = rows.t() if columns else rows
-        return rows, dequantize(quantize(rows, dtype, rowwise=options.rowwise))
+        return rows, dequantize(quantize(rows, dtype, options.scaling))
 
     stored = weight.bfloat16() if name == "fsdp2" else weight  # gathered in BF16 and cast from that
     rounded = {columns: cast(stored, E4M3, columns=columns)[1] for columns in (False, True)}

@@ -75,7 +75,7 @@ def with_a_late_cast(model: nn.Sequential) -> None:
 
 
 def with_another_recipe(model: nn.Sequential) -> None:
-    model[1].quantized_weight.recipe = replace(model[1].recipe, rowwise=True)
+    model[1].quantized_weight.recipe = replace(model[1].recipe, name="rowwise")
 
 
 def with_a_cast_in_its_forward(model: nn.Sequential) -> None:
@@ -95,7 +95,7 @@ BREACHES: list[tuple[Callable[[], nn.Module], Any, Any, Any, str]] = [
     (mlp, "fp32", None, low_precision, r"module '0' \(Linear\) computed torch.bfloat16; the contract says torch.fl"),
     (mlp, policy("bf16", _1="bf16"), lambda m: delattr(m[1], "forward"), None, "'1' .* is called with another forward"),
     (wide, FLOAT8, lambda m: setattr(m[1], "__class__", nn.Linear), None, "'1' is called as Linear; the contract says"),
-    (wide, FLOAT8, with_another_recipe, None, r"module '1' multiplies by Recipe\(rowwise=True.* the contract"),
+    (wide, FLOAT8, with_another_recipe, None, r"module '1' multiplies by Recipe\(name='rowwise'.* the contract"),
     (wide, FLOAT8, with_a_cast_in_its_forward, None, r"'1' \(Float8Linear\) computed torch.float32; .* torch.bfloat16"),
     (
         wide,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dtrain.config.precision import Float8
 from dtrain.precision.float8 import cast as eager
 from dtrain.precision.float8 import weights as quantized_weights
-from dtrain.precision.float8.cast import E4M3, E5M2
+from dtrain.precision.float8.cast import E4M3, E5M2, Scaling
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.weights import Bound, QuantizedWeight, TransposeSet
@@ -33,6 +33,7 @@ from dtrain.kernels.tiles import TileTable
 
 # the sizes of a kernel's tiles, so that some weights have several
 SHAPES = {"aligned": [(48, 80), (8, 640), (80, 16)], "any": [(30, 90), (3, 700), (50, 17), (1, 16), (300, 1)]}
+of_weights = st.sampled_from([Scaling.TENSOR, Scaling.ROWS, Scaling.SQUARES])
 everywhere = settings(
     deadline=None,
     max_examples=5,
@@ -84,13 +85,13 @@ def assert_same(got: Tensor, want: Tensor) -> None:
 
 
 @everywhere
-@given(st.integers(1, 7), st.booleans(), st.sampled_from(sorted(SHAPES)), st.integers(0, 2**31))
+@given(st.integers(1, 7), of_weights, st.sampled_from(sorted(SHAPES)), st.integers(0, 2**31))
 def test_shards_have_the_scales_and_casts_of_tensor_code(
-    device: torch.device, world: int, rowwise: bool, shapes: str, seed: int
+    device: torch.device, world: int, scaling: Scaling, shapes: str, seed: int
 ) -> None:
     weights = [numbers(seed + number, *shape) for number, shape in enumerate(SHAPES[shapes])]
-    want = Shards(weights, world, rowwise)
-    got = Shards(weights, world, rowwise, compiled=True, device=device)
+    want = Shards(weights, world, scaling)
+    got = Shards(weights, world, scaling, compiled=True, device=device)
     for shards in (want, got):
         shards.refresh()
     for own, other in zip(got.tables, want.tables, strict=True):
@@ -149,20 +150,20 @@ def test_one_launch_makes_the_transposes_of_a_set(device: torch.device, launched
     st.tuples(st.integers(0, 2**31), st.integers(1, 150), st.integers(1, 150)),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     st.sampled_from([E4M3, E5M2]),
-    st.booleans(),
+    st.sampled_from([Scaling.TENSOR, Scaling.ROWS, Scaling.LINES]),
     st.sampled_from(["dense", "transposed", "expanded"]),
 )
 def test_activations_have_the_casts_of_tensor_code(
-    device: torch.device, drawn: tuple[int, int, int], source: Any, target: Any, rowwise: bool, view: str
+    device: torch.device, drawn: tuple[int, int, int], source: Any, target: Any, scaling: Scaling, view: str
 ) -> None:
     x = numbers(*drawn).to(source).to(device)
     x = {"dense": x, "transposed": x.t(), "expanded": x[:1].expand(x.shape)}[view]
-    want = eager.quantized_both(x, target, rowwise)
-    for got, expected in zip(quantize(x, target, rowwise=rowwise, both=True), want, strict=True):
+    want = eager.quantized_both(x, target, scaling)
+    for got, expected in zip(quantize(x, target, scaling.value, both=True), want, strict=True):
         assert_same(got, expected)
-        assert got.is_contiguous()
-        assert got.data_ptr() % 16 == 0, "[Note: rules of _scaled_mm]"
-    for got, expected in zip(quantize(x, target, rowwise=rowwise, both=False)[:2], want[:2], strict=True):
+        assert got.is_contiguous() or got.t().is_contiguous()
+        assert got.data_ptr() % 16 == 0, "[Note: rules of scaled_mm]"
+    for got, expected in zip(quantize(x, target, scaling.value, both=False)[:2], want[:2], strict=True):
         assert_same(got, expected)
 
 
@@ -171,7 +172,7 @@ def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(recip
     """The kernels run in the interpreter, around torch's own products."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU, the kernels do not take an engine on the CPU")
-    needs.row_scales_on_cpu(rowwise=recipe == "rowwise")
+    needs.products_on_cpu(recipe)
     digests = []
     for compiled in (False, True):
         float8 = Float8(recipe, emulate=False, choice="all", compile=compiled)
@@ -202,6 +203,6 @@ def test_a_cast_by_way_of_fp16_rounds_once(target: torch.dtype, monkeypatch: pyt
     monkeypatch.setattr(interpreter, "_convert_float", convert)
     for seed in range(1, 5):
         x = numbers(seed, 60, 40)
-        want = eager.quantized_both(x, target, True)
-        for got, expected in zip(quantize(x, target, rowwise=True, both=True), want, strict=True):
+        want = eager.quantized_both(x, target, Scaling.ROWS)
+        for got, expected in zip(quantize(x, target, (1, 0), both=True), want, strict=True):
             assert_same(got, expected)

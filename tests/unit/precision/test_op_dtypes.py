@@ -105,7 +105,7 @@ def products(model: nn.Module, precision: str | PrecisionPolicy, engine: str = "
     trained = start(model, precision, engine)
     ops = recorded(trained, lambda: trained(x).square().mean())
     names = ("first", "second", "third", "last")
-    return ops, [ops.dtypes(name, "mm", "addmm", "_scaled_mm") for name in names]
+    return ops, [ops.dtypes(name, "mm", "addmm", "_scaled_mm_v2") for name in names]
 
 
 def test_under_fp8_the_inner_products_take_fp8() -> None:
@@ -113,9 +113,9 @@ def test_under_fp8_the_inner_products_take_fp8() -> None:
     ops, seen = products(Stack(), policy)
     scaled = {"e4m3", "fp32"}  # FP32: the scales
     assert seen == [BF16, scaled, scaled, BF16]
-    backward = [ran for ran in ops.ran if ran.op == "_scaled_mm" and ran.module is None]
+    backward = [ran for ran in ops.ran if ran.op == "_scaled_mm_v2" and ran.module is None]
     assert [ran.inputs for ran in backward] == [("e4m3", "e5m2", "fp32")] * 4
-    assert {ran.outputs for ran in ops.ran if ran.op == "_scaled_mm"} == {("bf16",)}
+    assert {ran.outputs for ran in ops.ran if ran.op == "_scaled_mm_v2"} == {("bf16",)}
 
 
 def test_rules_give_each_module_its_format() -> None:

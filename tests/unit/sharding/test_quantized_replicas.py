@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8.cast import E4M3, quantize
+from dtrain.precision.float8.cast import E4M3, Scaling, quantize
 from dtrain.sharding import float8_casts
 from dtrain.sharding.float8_casts import Float8Shard, ScaleTable
 from dtrain.sharding.float8_scales import Float8Scales
@@ -18,6 +18,9 @@ from dtrain.sharding.placement import Placement
 
 CPU = torch.device("cpu")
 SHAPES = [(30, 90), (16, 700), (50, 17), (1, 16), (300, 1)]
+
+
+of_weights = pytest.mark.parametrize("scaling", [Scaling.TENSOR, Scaling.ROWS, Scaling.SQUARES])
 
 
 class Ranks:
@@ -40,7 +43,7 @@ class Shards:
     """The shards of all ranks in one process."""
 
     def __init__(
-        self, weights: list[Tensor], world: int, rowwise: bool, *, compiled: bool = False, device: torch.device = CPU
+        self, weights: list[Tensor], world: int, scaling: Scaling, *, compiled: bool = False, device: torch.device = CPU
     ) -> None:
         specs = [ParamSpec(f"w{n}", tuple(w.shape), E4M3, 0) for n, w in enumerate(weights)]
         (self.layout,) = flat_layouts("g", specs, world)
@@ -48,7 +51,7 @@ class Shards:
         comm: Any = Ranks()
         for rank in range(world):
             segment = Placement.SHARD.segment(self.layout, rank)
-            table = ScaleTable([self.layout], rowwise, device)
+            table = ScaleTable([self.layout], scaling, device)
             master = torch.zeros(segment.numel, device=device)
             copies = [torch.zeros(segment.numel, dtype=E4M3, device=device) for _ in range(table.num_copies)]
             for interval in segment.intervals():
@@ -83,31 +86,32 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
 
 
-@pytest.mark.parametrize("rowwise", [False, True])
+@of_weights
 @pytest.mark.parametrize(("world", "block"), [(1, 100), (2, 1 << 17), (3, 4000), (7, 100)])
-def test_shards_give_the_copies_of_whole_weights(world: int, rowwise: bool, block: int) -> None:
+def test_shards_give_the_copies_of_whole_weights(world: int, scaling: Scaling, block: int) -> None:
     weights = weights_of(world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(float8_casts, "_BLOCK", block)
-        shards = Shards(weights, world, rowwise)
+        patch.setattr(float8_casts, "_PIECE", block)
+        shards = Shards(weights, world, scaling)
     shards.refresh()
     table = shards.tables[-1]
     for number, weight in enumerate(weights):
-        # a kernel may read scales in vectors, [Note: rules of _scaled_mm], whatever weights come before
-        for copy in range(2 if rowwise else 0):
+        # a kernel may read scales in vectors, [Note: rules of scaled_mm], whatever weights come before
+        for copy in range(table.num_copies if scaling is not Scaling.TENSOR else 0):
             assert table.of_copy(table.scale, f"w{number}", copy).data_ptr() % 16 == 0
-        rows = quantize(weight, E4M3, rowwise=rowwise)
+        rows = quantize(weight, E4M3, scaling)
         assert torch.equal(shards.copy(0, number), bits(rows.values))
-        assert torch.equal(table.of_copy(table.scale, f"w{number}", 0), rows.scale.view(-1))
-        if rowwise:
-            columns = quantize(weight.t(), E4M3, rowwise=True)
+        assert torch.equal(table.of_copy(table.scale, f"w{number}", 0), rows.scale.reshape(-1))
+        assert torch.equal(table.scales_of(f"w{number}")[0], rows.scale)
+        if scaling is Scaling.ROWS:
+            columns = quantize(weight.t(), E4M3, scaling)
             assert torch.equal(shards.copy(1, number), bits(columns.values.t()))
             assert torch.equal(table.of_copy(table.scale, f"w{number}", 1), columns.scale)
 
 
 def test_without_float8_weights_nothing_is_reduced() -> None:
     comm: Any = Ranks()
-    scales = Float8Scales(ScaleTable([], False, CPU), [], comm)
+    scales = Float8Scales(ScaleTable([], Scaling.TENSOR, CPU), [], comm)
     scales.measure()
     scales.cast()
     assert not comm.reduced
@@ -115,9 +119,10 @@ def test_without_float8_weights_nothing_is_reduced() -> None:
 
 @pytest.mark.compile
 @pytest.mark.exhaustive
-def test_compiled_casts_give_the_same_bits() -> None:
+@pytest.mark.parametrize("scaling", [Scaling.ROWS, Scaling.SQUARES])
+def test_compiled_casts_give_the_same_bits(scaling: Scaling) -> None:
     weights = weights_of(8)[:2]
-    eager, compiled = (Shards(weights, 1, True, compiled=on) for on in (False, True))
+    eager, compiled = (Shards(weights, 1, scaling, compiled=on) for on in (False, True))
     for shards in (eager, compiled):
         shards.refresh()
     for copy, want in zip(compiled.copies[0], eager.copies[0], strict=True):
@@ -126,16 +131,18 @@ def test_compiled_casts_give_the_same_bits() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-@pytest.mark.parametrize("rowwise", [False, True])
-def test_nonfinite_weights_become_nan(bad: float, rowwise: bool) -> None:
+@of_weights
+def test_nonfinite_weights_become_nan(bad: float, scaling: Scaling) -> None:
     """E4M3 has no Inf: a saturating cast would make it 448 and hide the overflow."""
     weights = weights_of(3)
     weights[0][7, 11] = bad
-    shards = Shards(weights, 3, rowwise)
+    shards = Shards(weights, 3, scaling)
     shards.refresh()
     nan = 0x7F
-    if not rowwise:
-        assert (shards.copy(0, 0) & nan == nan).all()
+    if scaling is not Scaling.ROWS:
+        poisoned = torch.zeros(weights[0].shape, dtype=torch.bool)
+        poisoned[tuple(slice(0, side or None) for side in scaling.value)] = True
+        assert torch.equal(shards.copy(0, 0) & nan == nan, poisoned)
     else:
         for copy, line in ((0, (7, slice(None))), (1, (slice(None), 11))):
             is_nan = shards.copy(copy, 0) & nan == nan

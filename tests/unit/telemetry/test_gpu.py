@@ -1,11 +1,8 @@
 from __future__ import annotations
 
-import ctypes
 import subprocess
-import sys
 from collections.abc import Callable
 from itertools import cycle
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -15,8 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.telemetry import gpu
-from dtrain.telemetry.gpu import GPUState, attention_kernel, cublaslt_version, describe_state, loaded_library
+from dtrain.telemetry.gpu import GPUState, attention_kernel, describe_state
 
 H100 = "700.00, 600.00, 710.00, 1755, 1980, 2619, 2620, 41, Disabled\n"
 UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
@@ -105,41 +101,6 @@ def test_an_nvidia_smi_that_fails_is_no_state(answer: Any, smi: Smi, monkeypatch
     if isinstance(answer, Exception):
         assert len(commands) == 1, "not tried with the other name"
     assert describe_state(0).summary() == "unknown: nvidia-smi does not tell"
-
-
-def test_a_loaded_library_is_found_by_the_start_of_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if sys.platform == "linux":
-        own = Path(torch.__file__).parent / "lib/libtorch_cpu.so"
-        assert Path(loaded_library("libtorch_cpu.so") or "").samefile(own)
-    maps = tmp_path / "maps"
-    monkeypatch.setattr(gpu, "_MAPS", maps)
-    assert loaded_library("libcudnn.so") is None
-    maps.write_text(
-        "7f00-7f01 r--p 00000000 fe:00 1                 /libcudnn.so.1/other.so\n"
-        "7f01-7f02 rw-p 00000000 00:00 0\n"
-        "7f02-7f03 r--p 00000000 fe:00 2                 /opt/lib/libcudnn_ops.so.9\n"
-        "7f03-7f04 r--p 00000000 fe:00 3                 /opt/my libs/libcudnn.so.9 (deleted)\n"
-        "7f04-7f05 r-xp 00001000 fe:00 4                 /usr/lib/libcudnn.so.9\n",
-        encoding="utf-8",
-    )
-    assert loaded_library("libcudnn.so") == "/opt/my libs/libcudnn.so.9"
-    assert loaded_library("libcublasLt.so") is None
-
-
-def test_the_version_of_cublaslt_is_asked_of_the_loaded_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    function = Mock(return_value=120804)
-    broken = tmp_path / "libcublasLt.so.12"
-    broken.write_bytes(b"not a library")
-    monkeypatch.setattr(gpu, "loaded_library", lambda stem: str(broken))
-    assert cublaslt_version() is None
-    libraries = {"/opt/libcublasLt.so.13": SimpleNamespace(cublasLtGetVersion=function)}
-    monkeypatch.setattr(ctypes, "CDLL", libraries.__getitem__)
-    monkeypatch.setattr(gpu, "loaded_library", lambda stem: "/opt/libcublasLt.so.13" if "cublasLt" in stem else None)
-    assert cublaslt_version() == "12.8.4"
-    assert function.restype is ctypes.c_size_t
-    assert [gpu.dotted_version(number) for number in (130100, 91002)] == ["13.1.0", "9.10.2"]
-    monkeypatch.setattr(gpu, "loaded_library", lambda stem: None)
-    assert cublaslt_version() is None
 
 
 @pytest.mark.parametrize(("backend", "kernel"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])

@@ -140,8 +140,11 @@ def time_products(
 
 def _product(left: Tensor, right: Tensor, product: str, recipe: Recipe) -> Callable[[], object]:
     """Returns the product of ``left`` [M, K] and ``right`` [N, K] transposed; both are cast beforehand, untimed."""
+    if product == "weight gradient" and "wgrad" not in recipe.products:
+        return lambda: left @ right.t()
     kind = E4M3 if product == "output" else recipe.grad_dtype
-    a, b = quantize(left, kind, rowwise=recipe.rowwise), quantize(right, E4M3, rowwise=recipe.rowwise)
+    of_right = recipe.scaling if product == "weight gradient" else recipe.weight_scaling
+    a, b = quantize(left, kind, recipe.scaling), quantize(right, E4M3, of_right)
     a, b = (Quantized(operand.values.contiguous(), operand.scale) for operand in (a, b))
     return lambda: multiply(a, b, recipe.out_dtype, emulate=recipe.emulate)
 

@@ -20,6 +20,7 @@ from dtrain.measure.accept.lines import read_lines
 from dtrain.measure.accept.run import driver_facts
 from dtrain.measure.accept.uses import require
 from dtrain.precision.float8 import proof
+from dtrain.precision.float8.cast import Scaling
 
 
 def shown(folder: Path) -> Lines:
@@ -77,20 +78,22 @@ def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_
 
     def check_quantize(*variant: Any, **options: bool) -> str:
         seen.append((*variant, *options.items()))
-        is_wrong = variant[1] == torch.float32 and options == {"rowwise": True, "both": True, "turned": True}
+        is_wrong = variant[1] == torch.float32 and variant[4] is Scaling.ROWS and all(options.values())
         return f"{variant[2]} of {variant[0]}: other bits" if is_wrong else ""
 
     monkeypatch.setattr(proof, "check_quantize", check_quantize)
-    monkeypatch.setattr(proof, "check_weights", lambda device, *, rowwise: "weights: other bits" if rowwise else "")
+    monkeypatch.setattr(
+        proof, "check_weights", lambda device, scaling: "weights: other bits" if scaling is Scaling.ROWS else ""
+    )
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.setitem(sys.modules, "triton", SimpleNamespace(__version__="3.8.0"))
     assert first_uses.main(["what=casts", f"out={tmp_path}/r.json"]) == 1
-    # two sources, two formats, three shapes, three flags
-    assert len(set(seen)) == len(seen) == 2 * 2 * 3 * 8
+    # two sources, two formats, three shapes, three scalings, two flags
+    assert len(set(seen)) == len(seen) == 2 * 2 * 3 * 3 * 4
     lines = shown(tmp_path)
-    assert lines.failures[0] == "weights, rowwise=True: ArithmeticError: weights: other bits"
+    assert lines.failures[0] == "weights, scales of (1, 0): ArithmeticError: weights: other bits"
     assert len(lines.failures) == 7
-    assert lines.conclusions[0].startswith(f"{99 - 7} of 99 work")
+    assert lines.conclusions[0].startswith(f"{148 - 7} of 148 work")
     assert lines.conclusions[1].startswith("Triton: 3.8.0: this version may store garbage")
     assert first_uses.main(["what=casts", "device=cpu"]) == 0
 

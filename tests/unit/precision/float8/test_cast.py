@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.precision.float8 import cast as casts
-from dtrain.precision.float8.cast import E4M3, E5M2, Quantized, decode, dequantize, quantize, scale_of
+from dtrain.precision.float8.cast import E4M3, E5M2, Quantized, Scaling, decode, dequantize, quantize, scale_of, spread
 from dtrain.precision.float8.compiled import quantize_both
 from dtrain.precision.hardware import has_compiler
 
@@ -21,6 +22,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 HALF_ULP = {E4M3: 2.0**-4, E5M2: 2.0**-3}
 HALF_SPACING = {E4M3: 2.0**-10, E5M2: 2.0**-17}
 dtypes = st.sampled_from([E4M3, E5M2])
+scalings = st.sampled_from(Scaling)
 non_finite = st.sampled_from([math.inf, -math.inf, math.nan, math.copysign(math.nan, -1.0)])
 
 
@@ -33,7 +35,7 @@ def same(left: Quantized, right: Quantized) -> bool:
 @st.composite
 def matrices(draw: st.DrawFn) -> Tensor:
     """Any size, strides and dtype; magnitudes over all of FP32, denormals too, and zeros."""
-    rows, columns = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    rows, columns = (draw(st.one_of(st.integers(1, 9), st.integers(120, 260))) for _ in range(2))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     low, spread = draw(st.integers(-149, 100)), draw(st.integers(0, 25))
     powers = torch.randint(low, low + spread + 1, (2 * rows, 2 * columns), generator=generator)
@@ -70,38 +72,83 @@ def test_scales_of_zero_and_of_non_finite_values(dtype: torch.dtype) -> None:
     assert scale_of(values, dtype).isnan().all()
 
 
-@settings(max_examples=60)
-@given(matrices(), dtypes, st.booleans())
-def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, rowwise: bool) -> None:
-    matrix = quantize(x, dtype, rowwise=rowwise)
+def blocks_of(shape: torch.Size, scaling: Scaling) -> list[list[tuple[slice, slice]]]:
+    """The blocks of a matrix that share a scale, row of blocks by row, in the plainest way."""
+    sides = [side or max(size, 1) for side, size in zip(scaling.value, shape, strict=True)]
+    starts = [range(0, size, side) for side, size in zip(sides, shape, strict=True)]
+    return [[(slice(i, i + sides[0]), slice(j, j + sides[1])) for j in starts[1]] for i in starts[0]]
+
+
+@settings(max_examples=100)
+@given(matrices(), dtypes, scalings)
+def test_a_cast_has_the_bits_of_one_block_after_the_other(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> None:
+    matrix = quantize(x, dtype, scaling)
+    blocks = blocks_of(x.shape, scaling)
+    scales = torch.tensor([[scale_of(x[block].float().abs().max(), dtype).item() for block in row] for row in blocks])
+    shape = {Scaling.TENSOR: (), Scaling.ROWS: (len(x),)}.get(scaling, tuple(scales.shape))
+    assert torch.equal(matrix.scale, scales.view(shape))
+    for row, of_row in zip(blocks, scales, strict=True):
+        for block, scale in zip(row, of_row, strict=True):
+            limit = LARGEST[dtype]
+            want = (x[block].double() / scale.double()).clamp(-limit, limit).float().to(dtype)
+            assert torch.equal(matrix.values[block].view(torch.uint8), want.view(torch.uint8))
     assert matrix.values.is_contiguous()
+    assert scaling is not Scaling.LINES or matrix.scale.t().is_contiguous()
+    traced = Quantized(*casts.quantized(x, dtype, scaling, traced=True))
+    assert same(traced, matrix)
+
+
+@settings(max_examples=60)
+@given(matrices(), dtypes, scalings)
+def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> None:
+    matrix = quantize(x, dtype, scaling)
     assert matrix.values.dtype == dtype
-    assert matrix.scale.shape == (x.shape[:1] if rowwise else ())
-    scale = matrix.scale.double().unsqueeze(-1) if rowwise else matrix.scale.double()
+    scale = spread(matrix.scale, x.shape).double()
     error = (matrix.values.double() * scale - x.double()).abs()
     assert (error <= torch.maximum(x.double().abs() * HALF_ULP[dtype], scale * HALF_SPACING[dtype])).all()
-    rows, columns = quantize_both(x, dtype, rowwise=rowwise, compiled=False)
+    rows, columns = quantize_both(x, dtype, scaling, compiled=False)
     assert same(rows, matrix)
-    assert same(columns, quantize(x.t(), dtype, rowwise=rowwise))
+    assert same(columns, quantize(x.t(), dtype, scaling))
     assert columns.values.is_contiguous()
     once = dequantize(matrix)
-    again = dequantize(quantize(once, dtype, rowwise=rowwise))
+    again = dequantize(quantize(once, dtype, scaling))
     assert torch.equal(again, once), "a copy of an FP8 module computes with the numbers of the original"
 
 
 @settings(max_examples=50)
-@given(matrices(), dtypes, st.booleans(), non_finite, st.data())
+@given(matrices(), dtypes, scalings, non_finite, st.data())
 def test_a_non_finite_value_makes_its_scale_nan(
-    x: Tensor, dtype: torch.dtype, rowwise: bool, bad: float, data: st.DataObject
+    x: Tensor, dtype: torch.dtype, scaling: Scaling, bad: float, data: st.DataObject
 ) -> None:
-    row, column = (data.draw(st.integers(0, size - 1)) for size in x.shape)
+    place = tuple(data.draw(st.integers(0, size - 1)) for size in x.shape)
     x = x.contiguous()
-    x[row, column] = bad
-    matrix = quantize(x, dtype, rowwise=rowwise)
-    poisoned = [row] if rowwise else range(len(x))
-    for number in range(len(x)):
-        assert matrix.values[number].float().isnan().all() == (number in poisoned)
-    assert matrix.scale.reshape(-1)[row if rowwise else 0].isnan()
+    x[place] = bad
+    matrix = quantize(x, dtype, scaling)
+    for block in itertools.chain(*blocks_of(x.shape, scaling)):
+        is_poisoned = all(span.start <= number < span.stop for span, number in zip(block, place, strict=True))
+        assert matrix.values[block].float().isnan().all() == is_poisoned
+        assert spread(matrix.scale, x.shape).expand(x.shape)[block].isnan().all() == is_poisoned
+
+
+@pytest.mark.parametrize("scaling", Scaling)
+def test_gradients_of_zeros_have_finite_scales(scaling: Scaling) -> None:
+    """As of a micro-batch whose tokens are all masked."""
+    for matrix in quantize_both(torch.zeros(130, 200).bfloat16(), E5M2, scaling, compiled=False):
+        assert (matrix.scale == 1.0).all()
+        assert not matrix.values.float().any()
+
+
+@pytest.mark.parametrize("power", [10, 16])
+def test_blocks_keep_an_outlier_to_themselves(power: int) -> None:
+    """One number far above the others costs all their digits under one scale, and in blocks those of its own block."""
+    x = torch.randn(2048, 2048, generator=torch.Generator().manual_seed(0))
+    x[100, 200] = 448.0 * 2.0**power  # exact in FP8
+
+    def error(scaling: Scaling) -> float:
+        return float((dequantize(quantize(x, E4M3, scaling)) - x).norm())
+
+    assert error(Scaling.LINES) < error(Scaling.TENSOR) / 16
+    assert error(Scaling.SQUARES) < error(Scaling.TENSOR) / 8
 
 
 @FORMATS
@@ -119,8 +166,9 @@ def test_every_number_of_a_format_is_decoded_exactly(dtype: torch.dtype) -> None
     for view in (values, values.t(), values[:0]):
         torch.testing.assert_close(decode(view), view.float(), rtol=0, atol=0, equal_nan=True)
     for empty in (torch.empty(0, 4), torch.empty(0, 0)):
-        assert quantize(empty, dtype, rowwise=False).scale == 1.0
-        assert quantize(empty, dtype, rowwise=True).scale.shape == (0,)
+        assert quantize(empty, dtype, Scaling.TENSOR).scale == 1.0
+        for scaling in Scaling:
+            assert quantize(empty, dtype, scaling).scale.shape == scaling.shape(*empty.shape)
 
 
 @pytest.mark.compile
@@ -132,6 +180,6 @@ def test_compiled_casts_have_the_bits_of_eager_ones() -> None:
     bad = x.clone()
     bad[3, 4], bad[5, 6] = math.nan, math.inf
     for matrix in (x, wide, bad, torch.zeros_like(x)):
-        compiled, eager = (quantize_both(matrix, E4M3, rowwise=False, compiled=way) for way in (True, False))
+        compiled, eager = (quantize_both(matrix, E4M3, Scaling.TENSOR, compiled=way) for way in (True, False))
         assert all(same(*pair) for pair in zip(compiled, eager, strict=True))
         assert compiled[1].values.is_contiguous()

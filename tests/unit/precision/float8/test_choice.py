@@ -137,6 +137,6 @@ def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyP
 
 def test_recipe_follows_the_options() -> None:
     options = resolve_float8(Float8(emulate=False, fast_accumulation=True, compile=False), CPU)
-    assert Recipe.of(options, torch.bfloat16) == Recipe(False, E5M2, torch.bfloat16, False, True)
+    assert Recipe.of(options, torch.bfloat16) == Recipe("tensorwise", E5M2, torch.bfloat16, False, True)
     rowwise = Recipe.of(resolve_float8(Float8(recipe="rowwise"), CPU), torch.float32)
-    assert rowwise == Recipe(True, E4M3, torch.float32, True)
+    assert rowwise == Recipe("rowwise", E4M3, torch.float32, True)

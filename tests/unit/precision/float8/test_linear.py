@@ -22,23 +22,26 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import dtrain
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
-from dtrain.precision.float8.cast import E4M3, E5M2
+from dtrain.precision.float8.cast import E4M3, E5M2, Scaling
 from dtrain.precision.float8.linear import Float8Linear, convert
-from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.options import PRODUCTS, Recipe
 from dtrain.precision.float8.weights import Bound, Cache, QuantizedWeight
 from tests.helpers import needs
 
-TENSORWISE, ROWWISE = Recipe(), Recipe(rowwise=True, grad_dtype=E4M3)
+TENSORWISE, ROWWISE = Recipe(), Recipe("rowwise", E4M3)
+BLOCKWISE, BF16_WGRAD = Recipe("blockwise", E4M3), replace(ROWWISE, name="rowwise_bf16_wgrad", products=PRODUCTS[:2])
 RECIPES = {
     "tensorwise": TENSORWISE,
     "tensorwise-e4m3": Recipe(grad_dtype=E4M3),
     "rowwise": ROWWISE,
-    "rowwise-e5m2": Recipe(rowwise=True),
+    "rowwise-e5m2": Recipe("rowwise"),
+    "rowwise-bf16-wgrad": BF16_WGRAD,
+    "blockwise": BLOCKWISE,
 }
 # signal to quantization noise of a product of normally distributed operands: 3 mantissa bits, or 2 on one side
 SQNR = {E4M3: 27.0, E5M2: 23.5}
 every_recipe = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-both_recipes = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=["tensorwise", "rowwise"])
+each_scaling = pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE, BLOCKWISE], ids=lambda recipe: recipe.name)
 
 
 def decibels(value: Tensor, reference: Tensor) -> float:
@@ -70,10 +73,14 @@ def in_double(weight: Tensor, x: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, 
     return x @ weight.t(), grad @ weight, grad.flatten(0, -2).t() @ x.flatten(0, -2)
 
 
+def num_copies(recipe: Recipe) -> int:
+    return 1 + (recipe.scaling is Scaling.ROWS)
+
+
 def bound(linear: nn.Linear, recipe: Recipe) -> QuantizedWeight:
     """A weight stored in FP8 only, as in the native engine: the parameter becomes NaN."""
     weight = linear._parameters["weight"]
-    copies = QuantizedWeight(recipe).copies(weight)[: 1 + recipe.rowwise]
+    copies = QuantizedWeight(recipe).copies(weight)[: num_copies(recipe)]
     placeholder = nn.Parameter(torch.full((1, 1), math.nan, dtype=torch.bfloat16).expand(weight.shape))
     linear._parameters["weight"] = placeholder
     quantized = QuantizedWeight(recipe, Bound("0.weight", placeholder, [copy.scale for copy in copies]))
@@ -94,7 +101,7 @@ every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 @pytest.mark.parametrize("sizes", [(64, 80, 48), (37, 50, 20)], ids=["aligned", "padded"])
 def test_all_three_matmuls_are_near_double(recipe: Recipe, emulate: bool, sizes: tuple[int, int, int]) -> None:
-    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
+    needs.products_on_cpu(recipe.name, emulate=emulate)
     rows, in_features, out_features = sizes
     linear = make(replace(recipe, emulate=emulate), in_features, out_features)
     x, grad = normal(3, rows, in_features), normal(3, rows, out_features, seed=2)
@@ -105,11 +112,11 @@ def test_all_three_matmuls_are_near_double(recipe: Recipe, emulate: bool, sizes:
         assert decibels(value, exact) > least
 
 
-@both_recipes
+@every_recipe
 @every_cache
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 def test_all_caches_give_the_same_bits(recipe: Recipe, cache: MakeCache, emulate: bool) -> None:
-    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
+    needs.products_on_cpu(recipe.name, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     x, grad = normal(37, 50), normal(37, 20, seed=2)
     want = products(make(recipe, 50, 20), x, grad)
@@ -138,7 +145,7 @@ def test_non_finite_values_reach_every_result_that_uses_them(name: str, place: s
     assert all(product.isfinite().all() for product in others)
 
 
-@both_recipes
+@each_scaling
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_inputs_of_any_16_or_32_bits(recipe: Recipe, dtype: torch.dtype) -> None:
     """Inputs are cast to FP8 directly: FP32 is not rounded to BF16 first."""
@@ -157,7 +164,7 @@ def test_inputs_of_any_16_or_32_bits(recipe: Recipe, dtype: torch.dtype) -> None
             linear(other)
 
 
-@both_recipes
+@each_scaling
 @pytest.mark.parametrize("bias", [False, True])
 def test_shapes(recipe: Recipe, bias: bool) -> None:
     linear = make(recipe, 50, 20, bias=bias)
@@ -185,13 +192,13 @@ def test_the_output_may_be_changed_in_place() -> None:
 
 
 def test_fast_accumulation_affects_the_output_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, real = [], torch._scaled_mm
-    monkeypatch.setattr(torch, "_scaled_mm", lambda *a, **how: asked.append(how["use_fast_accum"]) or real(*a, **how))
+    asked, real = [], F.scaled_mm
+    monkeypatch.setattr(F, "scaled_mm", lambda *a, **how: asked.append(how["use_fast_accum"]) or real(*a, **how))
     products(make(Recipe(emulate=False, fast_accumulation=True)), normal(16, 80), normal(16, 48))
     assert asked == [True, False, False]
 
 
-@both_recipes
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize(
     ("trained", "bytes_saved"),
     [(("x", "weight"), 32 * 80 + 48 * 80), (("x",), 48 * 80), (("weight",), 32 * 80), ((), 0)],
@@ -227,7 +234,7 @@ def test_without_a_graph_the_transpose_is_not_made(monkeypatch: pytest.MonkeyPat
         linear(x)
 
 
-@both_recipes
+@each_scaling
 def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe) -> None:
     ops = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
     selective = functools.partial(create_selective_checkpoint_contexts, ops)
@@ -243,10 +250,10 @@ def test_activation_checkpointing_gives_the_same_gradients(recipe: Recipe) -> No
         assert torch.equal(linear.weight.grad, want[2])
 
 
-@both_recipes
+@pytest.mark.parametrize("recipe", [TENSORWISE, ROWWISE], ids=lambda recipe: recipe.name)
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
 def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate: bool) -> None:
-    needs.row_scales_on_cpu(rowwise=recipe.rowwise, emulate=emulate)
+    needs.products_on_cpu(recipe.name, emulate=emulate)
     recipe = replace(recipe, emulate=emulate)
     linear = make(recipe)
     weight = linear.quantized_weight = QuantizedWeight(recipe, Cache.UNTIL_WRITTEN)
@@ -255,7 +262,7 @@ def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate:
     cached = [tensor.data_ptr() for tensor in weight.cached()]
     # the copies, and the operands made from them: decoded or transposed
     bytes_kept = {(False, True): 1 + 4, (False, False): 1 + 1, (True, True): 2 + 8, (True, False): 2 + 1}
-    want_bytes = linear.weight.numel() * bytes_kept[recipe.rowwise, emulate]
+    want_bytes = linear.weight.numel() * bytes_kept[recipe.name == "rowwise", emulate]
     assert sum(tensor.nbytes for tensor in weight.cached()) == want_bytes
     linear.weight.data.neg_()
     assert torch.equal(products(linear, x, grad)[0], before[0])
@@ -272,7 +279,7 @@ def test_cached_weights_are_cast_again_when_they_change(recipe: Recipe, emulate:
         assert not linear(x).any()
 
 
-@both_recipes
+@each_scaling
 @pytest.mark.parametrize("cache", Cache)
 def test_functional_call_with_another_weight(recipe: Recipe, cache: Cache) -> None:
     linear = make(recipe)
@@ -338,7 +345,7 @@ def test_weight_reads_as_a_tensor_with_gradients_that_takes_no_settings() -> Non
 
 
 @every_cache
-@both_recipes
+@each_scaling
 def test_a_copy_owns_its_weight(recipe: Recipe, cache: MakeCache) -> None:
     linear = make(recipe, bias=True)
     linear.quantized_weight = cache(linear, recipe)
