@@ -266,7 +266,7 @@ def _with_decisions(given: Contract, model: nn.Module, comm: Communicator, *, ca
             ConfigError,
             expected=(ConfigError,),
         )
-    decided = kept + [Float8Decision(**decision) for decision in decisions]
+    decided = kept + [Float8Decision(**decision | {"products": tuple(decision["products"])}) for decision in decisions]
     return replace(resolve(policy, model, given.weights, decided), states=given.states)
 
 

@@ -62,7 +62,7 @@ def observe_forward(
     # a tied parameter goes by its first name, as in the contract
     canonical = {id(p): name for name, p in reversed(places)}
     regions = {id(modules[name]): dtype for name, dtype in contract.regions.items()}
-    float8 = {id(modules[name]) for name in contract.float8_modules}
+    float8 = {id(modules[name]): contract.recipe_of(name) for name in contract.float8_modules}
     nodes: list[Node] = []  # keeps them alive until the graph that forward builds does
     handles: list[Any] = []
     # a hook inside of a compiled module would compile it again, or not be called
@@ -78,7 +78,7 @@ def observe_forward(
             check = partial(_check_parameters, names, contract, nodes)
             handles.append(module.register_forward_pre_hook(check))
         if id(module) in float8:
-            handles.append(module.register_forward_pre_hook(partial(_check_float8, name, contract.recipe)))
+            handles.append(module.register_forward_pre_hook(partial(_check_float8, name, float8[id(module)])))
         region = regions.get(id(module), torch.float32)
         if region != torch.float32:
             handles.append(module.register_forward_pre_hook(partial(_check_region, name, region)))
@@ -140,7 +140,7 @@ def _check_checkpoint(names: Iterable[str], module: nn.Module) -> None:
         )
 
 
-def _check_float8(name: str, recipe: Recipe | None, module: nn.Module, _: Any) -> None:
+def _check_float8(name: str, recipe: Recipe, module: nn.Module, _: Any) -> None:
     if not isinstance(module, Float8Linear):
         raise ContractError(
             f"module '{name}' is called as {type(module).__name__}; the contract says that its products are FP8"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from dtrain.errors import ContractError
 from dtrain.precision.float8.cast import E4M3
 from dtrain.precision.float8.choice import Float8Candidate, Float8Decision
 from dtrain.precision.float8.linear import Float8Linear
-from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.options import PRODUCTS, Recipe
 from dtrain.precision.policy import TRAINABLE_DTYPES, PrecisionPolicy
 from dtrain.precision.rules import DTYPES, POLICY, FormatAssignment, assign, format_name
 
@@ -86,6 +86,12 @@ class Contract:
     @property
     def recipe(self) -> Recipe | None:
         return Recipe.of(self.policy.float8, self.policy.compute_dtype) if self.float8_modules else None
+
+    def recipe_of(self, module: str) -> Recipe:
+        """Returns the recipe of one of ``float8_modules``, with the products that were decided for it."""
+        assert self.recipe is not None
+        decided = next((one.products for one in self.decisions if one.name == module), self.recipe.products)
+        return replace(self.recipe, products=decided)
 
     @property
     def is_mixed(self) -> bool:
@@ -201,6 +207,7 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
             decision["reason"],
             decision.get("bf16_ms", decision.get("low_ms")),  # `low_ms` in contracts of earlier versions
             decision.get("float8_ms"),
+            tuple(decision.get("products", PRODUCTS)),
         )
         for decision in saved.get("decisions", ())
     )

@@ -47,12 +47,10 @@ class Autocast:
         self._policy = contract.policy
         self._is_mixed = contract.is_mixed
         self._device_type = device.type
-        recipe = contract.recipe
         for name in contract.float8_modules:
             linear = model.get_submodule(name)
-            assert recipe is not None
             assert isinstance(linear, nn.Linear)
-            convert(linear, recipe)
+            convert(linear, contract.recipe_of(name))
         # children of a region are regions too: a ModuleList has no forward, and code may call a child directly
         for name, dtype in contract.regions.items():
             module = model.get_submodule(name)

@@ -167,11 +167,10 @@ class _Tensors:
 
     def _replica(self, layout: FlatLayout) -> Replica:
         if layout.dtype == E4M3:
-            assert self._contract.recipe is not None
             is_whole = self._placements.compute.segment(layout, self._comm.rank).numel == layout.numel
             transposes = self._transposes if is_whole else None
             views: ParameterViews = Float8Views(
-                layout, self._parameters, self._table, self._contract.recipe, transposes
+                layout, self._parameters, self._table, self._contract.recipe_of, transposes
             )
         else:
             views = ParameterViews(layout, self._parameters)
@@ -198,7 +197,7 @@ class _Tensors:
         assert recipe is not None
         table = ScaleTable([layout], recipe.weight_scaling, self._comm.device, has_columns=False)
         # operands would take more memory than the weights, for good
-        views = Float8Views(layout, self._parameters, table, recipe, keeps_operands=False)
+        views = Float8Views(layout, self._parameters, table, self._contract.recipe_of, keeps_operands=False)
         # without masters: each rank casts all that it holds
         placements = Placements(*[self._placements.compute] * 3)
         replica = Replica(layout, views, self._comm, placements, self._pool)

@@ -7,7 +7,7 @@ its rows and along its columns. Frozen weights have one copy with a scale for ea
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ class Float8Views(ParameterViews):
         layout: layout of the flat buffer.
         parameters: the model's parameters by name.
         table: scales of the weights.
-        recipe: recipe of the Linears; its ``out_dtype`` is that of the parameters and their gradients.
+        recipe_of: returns the recipe of a Linear; its ``out_dtype`` is that of the parameters and their gradients.
         transposes: shared by replicas that stay in place; by default the replica has its own.
         keeps_operands: see ``Bound``.
     """
@@ -38,7 +38,7 @@ class Float8Views(ParameterViews):
         layout: FlatLayout,
         parameters: Mapping[str, nn.Parameter],
         table: ScaleTable,
-        recipe: Recipe,
+        recipe_of: Callable[[str], Recipe],
         transposes: TransposeSet | None = None,
         *,
         keeps_operands: bool = True,
@@ -49,6 +49,7 @@ class Float8Views(ParameterViews):
         for name in (slot.spec.name for slot in layout.slots):
             transposes = shared if keeps_operands else TransposeSet()  # each is made when its product needs it
             bound = Bound(name, parameters[name], table.scales_of(name), transposes, keeps_operands)
+            recipe = recipe_of(name.rpartition(".")[0])
             self._weights[name] = QuantizedWeight(recipe, bound)
         super().__init__(layout, parameters, recipe.out_dtype)
 

@@ -90,6 +90,7 @@ class _Decision(CheckedRecord):
     bf16_ms: float | None = setting(None, "")
     low_ms: float | None = setting(None, "")  # its name in older checkpoints
     float8_ms: float | None = setting(None, "")
+    products: list[str] = setting([], "")
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,8 @@ class Float8Measurement:
             formats["gradient"] = "e4m3" if module.recipe.grad_dtype == E4M3 else "e5m2"
             weight = module._parameters.get("weight")  # `[...]` would need it unsharded
             for product, casts in _PRODUCTS.items():
+                if product not in module.recipe.products:
+                    continue
                 if product == "wgrad" and weight is not None and not weight.requires_grad:
                     continue
                 operands = tuple(

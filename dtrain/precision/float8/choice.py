@@ -1,10 +1,11 @@
-"""Chooses the Linears that compute in FP8: by shape, or by timing FP8 against BF16 on the device."""
+"""Chooses the products that compute in FP8: by shape, or by timing FP8 against BF16 on the device."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from dtrain.device import alternating_ms
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.options import PRODUCTS, Recipe, alignment_of, products_of
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 MIN_GAIN = 0.03
@@ -29,7 +30,7 @@ _REPEATS = {"cpu": 1, "cuda": 10}  # runs per round: on a GPU a single run is as
 
 @dataclass(frozen=True)
 class Float8Candidate:
-    """The Linear ``name`` of weight [out_features, in_features]. One decision covers its output and both gradients.
+    """The Linear ``name`` of weight [out_features, in_features].
 
     Attributes:
         trained: whether the weight is trained; a frozen one has no gradient, and is cast once.
@@ -43,12 +44,13 @@ class Float8Candidate:
 
 @dataclass(frozen=True)
 class Float8Decision:
-    """Whether the matmuls of the Linear ``name`` are FP8 (three; two if it is frozen), and the reason for the user.
+    """Whether the Linear ``name`` is FP8, and the reason for the user.
 
     Attributes:
         bf16_ms: time of the matmuls in BF16; None if they were not timed.
-        float8_ms: time in FP8, including the casts of input and gradient. It includes the cast of the weight if the
-            engine casts the weight in each forward and backward.
+        float8_ms: time with ``products`` in FP8, including the casts of input and gradient. It includes the cast of
+            the weight if the engine casts the weight in each forward and backward.
+        products: those of ``dtrain.precision.float8.options.PRODUCTS`` that are FP8 if the Linear is.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Float8Decision:
     reason: str
     bf16_ms: float | None = None
     float8_ms: float | None = None
+    products: tuple[str, ...] = PRODUCTS
 
 
 def decide_float8(
@@ -82,20 +85,21 @@ def decide_float8(
     for candidate in candidates:
         shape = replace(candidate, name="")
         if shape not in by_shape:
-            by_shape[shape] = _by_shape(candidate)
+            by_shape[shape] = replace(_by_shape(candidate, options.recipe), products=products_of(options.recipe))
             if by_shape[shape].is_float8 and options.choice == "timed":
                 by_shape[shape] = _timed(candidate, options, device, casts_each_time)
     return tuple(replace(by_shape[replace(candidate, name="")], name=candidate.name) for candidate in candidates)
 
 
-def _by_shape(candidate: Float8Candidate) -> Float8Decision:
+def _by_shape(candidate: Float8Candidate, recipe: str) -> Float8Decision:
+    alignment = alignment_of(recipe)
     shape = f"[{candidate.out_features}, {candidate.in_features}]"
-    padded = [size + -size % ALIGNMENT for size in (candidate.out_features, candidate.in_features)]
+    padded = [size + -size % alignment for size in (candidate.out_features, candidate.in_features)]
     added = max(padded[0] / candidate.out_features, padded[1] / candidate.in_features) - 1
     if min(candidate.out_features, candidate.in_features) < ALIGNMENT:
         return Float8Decision(candidate.name, False, f"{shape} has a dimension below {ALIGNMENT}")
     if not added:
-        return Float8Decision(candidate.name, True, f"{shape} are multiples of {ALIGNMENT}")
+        return Float8Decision(candidate.name, True, f"{shape} are multiples of {alignment}")
     if added <= MAX_PADDING:
         return Float8Decision(candidate.name, True, f"{shape} is padded to {padded}")
     return Float8Decision(
@@ -105,22 +109,26 @@ def _by_shape(candidate: Float8Candidate) -> Float8Decision:
 
 def _timed(candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool) -> Float8Decision:
     try:
-        bf16_ms, float8_ms = _times(candidate, options, device, casts_each_time)
+        times = _times(candidate, options, device, casts_each_time)
     except torch.OutOfMemoryError as error:
         raise ConfigError(
             f"no memory to time {options.num_rows} rows of '{candidate.name}' [{candidate.out_features}, "
             f"{candidate.in_features}] on {device}; set float8 num_rows to the tokens of one micro-batch, or choice=all"
         ) from error
-    reason = (
-        f"timed {float8_ms / bf16_ms:.2f} of BF16 ({float8_ms:.3g} against {bf16_ms:.3g} ms at {options.num_rows} rows)"
-    )
-    return Float8Decision(candidate.name, float8_ms <= (1 - MIN_GAIN) * bf16_ms, reason, bf16_ms, float8_ms)
+    bf16_ms = times.pop(())
+    products = min(times, key=times.__getitem__)
+    ms = times[products]
+    others = [name for name in PRODUCTS if name not in products and (candidate.trained or name != "wgrad")]
+    reason = f"timed {ms / bf16_ms:.2f} of BF16 ({ms:.3g} against {bf16_ms:.3g} ms at {options.num_rows} rows)"
+    gains = ms <= (1 - MIN_GAIN) * bf16_ms
+    reason += f", {' and '.join(others)} in BF16" if gains and others else ""
+    return Float8Decision(candidate.name, gains, reason, bf16_ms, ms, products)
 
 
 def _times(
     candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool
-) -> tuple[float, float]:
-    """Returns the milliseconds of forward and gradients in BF16 and in FP8: medians of alternating rounds."""
+) -> dict[tuple[str, ...], float]:
+    """Returns the milliseconds of forward and gradients by the products in FP8: medians of alternating rounds."""
     assert options.num_rows is not None  # resolved
     generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
     x, grad, weight = (
@@ -131,16 +139,20 @@ def _times(
             (candidate.out_features, candidate.in_features),
         )
     )
-    linears = [nn.Linear(candidate.in_features, candidate.out_features, bias=False, device="meta") for _ in range(2)]
-    for linear in linears:
-        linear.weight = nn.Parameter(weight, requires_grad=candidate.trained)
     recipe = Recipe.of(options, torch.bfloat16)
     cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
-    convert(linears[1], recipe, QuantizedWeight(recipe, cache))
-    bf16, fp8 = (_matmuls(linear, x.requires_grad_(), grad) for linear in linears)
+    possible = [name for name in recipe.products if candidate.trained or name != "wgrad"]
+    runs = {}
+    for products in (chosen for size in range(len(possible) + 1) for chosen in combinations(possible, size)):
+        linear = nn.Linear(candidate.in_features, candidate.out_features, bias=False, device="meta")
+        linear.weight = nn.Parameter(weight, requires_grad=candidate.trained)
+        if products:
+            own = replace(recipe, products=products)
+            convert(linear, own, QuantizedWeight(own, cache))
+        runs[" ".join(products)] = _matmuls(linear, x.requires_grad_(), grad)
     # the first call compiles, the second fills caches and the allocator
-    ms = alternating_ms({"bf16": bf16, "fp8": fp8}, device, _ROUNDS, calls=_REPEATS[device.type], warmup=2)
-    return statistics.median(ms["bf16"]), statistics.median(ms["fp8"])
+    ms = alternating_ms(runs, device, _ROUNDS, calls=_REPEATS[device.type], warmup=2)
+    return {tuple(products.split()): statistics.median(times) for products, times in ms.items()}
 
 
 def _matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:

@@ -63,7 +63,8 @@ def _problem(recipe: str, device: torch.device) -> str:
     scaling = _SCALINGS[recipe][0]
     if device.type == "cpu":
         if scaling is Scaling.ROWS and not has_row_scales_on_cpu():
-            return f"needs a scaled_mm with one scale per row on CPUs, which torch {torch.__version__} lacks; use emulate=auto"
+            lacks = f"which torch {torch.__version__} lacks"
+            return f"needs a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto"
         return "has no products on CPUs but emulated ones; use emulate=auto" if scaling.in_blocks else ""
     if not scaling.in_blocks:
         return ""

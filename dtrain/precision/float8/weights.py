@@ -134,7 +134,7 @@ class QuantizedWeight:
         """
         saved: tuple[Tensor, ...]
         if self.cache is Cache.NEVER:
-            rowwise, saved = self._quantize(weight.detach()), (weight,)
+            rowwise, saved = self._cast_for("fprop", weight.detach()), (weight,)
         else:
             rowwise, columnwise = self.copies(weight)
             saved = self._saved(rowwise, columnwise)
@@ -171,7 +171,7 @@ class QuantizedWeight:
         """
         if self.cache is Cache.NEVER:
             (weight,) = saved
-            return self._operand("dgrad", self._quantize(weight.detach().t())), None
+            return self._operand("dgrad", self._cast_for("dgrad", weight.detach().t())), None
         copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
         return self._operand("dgrad", copy, transposed=True), factor
 
@@ -266,6 +266,12 @@ class QuantizedWeight:
             return rowwise, rowwise
         transposed = self._quantize(weight.t())
         return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
+
+    def _cast_for(self, product: str, matrix: Tensor) -> Quantized:
+        """Returns ``matrix`` as an operand of ``product``: itself, without a scale, if that is not FP8."""
+        if product in self.recipe.products:
+            return self._quantize(matrix)
+        return Quantized(matrix, matrix.new_empty(0))
 
     def _quantize(self, matrix: Tensor) -> Quantized:
         return quantize(matrix, E4M3, self.recipe.weight_scaling, compiled=self.recipe.compile)

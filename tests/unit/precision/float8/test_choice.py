@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,7 +15,7 @@ from dtrain.errors import ConfigError
 from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
-from dtrain.precision.float8.options import Recipe, resolve_float8
+from dtrain.precision.float8.options import PRODUCTS, Recipe, resolve_float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BY_SHAPE = resolve_float8(Float8(choice="all"), CPU)
@@ -66,10 +68,20 @@ def test_timing_keeps_emulated_matmuls_in_bf16(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("float8_ms", "is_float8"), [(0.8, True), (0.97, True), (0.971, False), (1.1, False)])
 def test_fp8_must_be_three_percent_faster(monkeypatch: pytest.MonkeyPatch, float8_ms: float, is_float8: bool) -> None:
-    monkeypatch.setattr(choice, "_times", lambda *_: (1.0, float8_ms))
+    monkeypatch.setattr(choice, "_times", lambda *_: {(): 1.0, ("fprop",): 1.2, PRODUCTS: float8_ms})
     (decision,) = decide_float8([Float8Candidate("a", 64, 64)], resolve_float8(Float8(choice="timed"), CPU), CPU)
     assert decision.is_float8 is is_float8
     assert decision.reason == f"timed {float8_ms:.2f} of BF16 ({float8_ms:.3g} against 1 ms at 8192 rows)"
+
+
+def test_a_product_that_does_not_gain_stays_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = {(): 1.0, ("fprop", "dgrad"): 0.7, ("fprop",): 0.8, PRODUCTS: 0.75}
+    monkeypatch.setattr(choice, "_times", lambda *_: dict(times))
+    on = resolve_float8(Float8(choice="timed"), CPU)
+    trained, frozen = decide_float8([Float8Candidate("a", 64, 64), Float8Candidate("b", 64, 64, False)], on, CPU)
+    assert trained.products == frozen.products == ("fprop", "dgrad")
+    assert trained.reason == "timed 0.70 of BF16 (0.7 against 1 ms at 8192 rows), wgrad in BF16"
+    assert frozen.reason == "timed 0.70 of BF16 (0.7 against 1 ms at 8192 rows)"
 
 
 @pytest.mark.parametrize("casts_each_time", [False, True])
@@ -80,7 +92,11 @@ def test_the_weight_cast_is_timed_if_the_engine_casts_each_time(monkeypatch: Any
     timed = resolve_float8(Float8(choice="timed", num_rows=16), CPU)
     decide_float8([Float8Candidate("a", 32, 48)], timed, CPU, casts_each_time=casts_each_time)
     runs = 2 + choice._ROUNDS
-    assert cast == ([(32, 48), (48, 32)] * runs if casts_each_time else [(32, 48)])
+    variants = [set(one) for size in range(1, 4) for one in itertools.combinations(PRODUCTS, size)]
+    assert len(variants) == 7
+    each_time = [[(32, 48)] * ("fprop" in one) + [(48, 32)] * ("dgrad" in one) for one in variants]
+    want = list(itertools.chain(*each_time)) * runs if casts_each_time else [(32, 48)] * len(variants)
+    assert sorted(cast) == sorted(want)
 
 
 def test_out_of_memory_in_timing_is_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +123,33 @@ def test_a_cpu_emulates_and_may_run_torchs_own_product() -> None:
     assert resolve_float8(Float8(recipe="rowwise", grad_format="e5m2"), CPU).grad_format == "e5m2"
     assert resolve_float8(Float8(emulate=False, choice="all"), CPU).emulate is False
     assert resolve_float8(on, CPU) == on
+
+
+def test_blocks_need_hopper_and_a_new_cublaslt(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks, versions = Float8(recipe="blockwise"), {"12.8.4": False, "12.9.0": True, "13.0.0": True, None: True}
+    pretend_gpu(monkeypatch, 9, 0)
+    for version, is_new in versions.items():
+        monkeypatch.setattr(options, "cublaslt_version", lambda version=version: version)
+        if is_new:
+            resolved = resolve_float8(blocks, GPU)
+            assert (resolved.emulate, resolved.grad_format) == (False, "e4m3")
+        else:
+            assert resolve_float8(replace(blocks, emulate=True), GPU).emulate is True
+            with pytest.raises(ConfigError, match=rf"cublasLt 12\.9 or later; torch .* runs with {version}; .*cu130"):
+                resolve_float8(blocks, GPU)
+    for major, minor in ((8, 9), (10, 0)):
+        pretend_gpu(monkeypatch, major, minor)
+        with pytest.raises(ConfigError, match=rf"needs compute capability 9\.0 .* has {major}\.{minor}; use"):
+            resolve_float8(blocks, GPU)
+    with pytest.raises(ConfigError, match="blockwise has no products on CPUs but emulated ones; use emulate=auto"):
+        resolve_float8(replace(blocks, emulate=False), CPU)
+    for wrong in ({"grad_format": "e5m2"}, {"fast_accumulation": True}):
+        with pytest.raises(ConfigError, match="blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out"):
+            resolve_float8(replace(blocks, **wrong), CPU)
+    sizes = [(1024, 1000), (1024, 100)]
+    good, bad = decide_float8([Float8Candidate("a", *size) for size in sizes], resolve_float8(blocks, CPU), CPU)
+    assert good.reason == "[1024, 1000] is padded to [1024, 1024]"
+    assert bad.reason.startswith("[1024, 100] would be padded to [1024, 128]")
 
 
 def test_a_cpu_without_row_scales_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
