@@ -140,7 +140,7 @@ class Float8(CheckedRecord):
         None, 1, "Rows of the timed products; null: micro_batch_size x max_seq_len, without tokens 8192."
     )
     fast_accumulation: bool = setting(False, "Accumulate forward products faster and less precisely, on Hopper.")
-    compile: bool | str = one_of("auto", True, False, doc="Compile the casts; auto: on a GPU that has a compiler.")
+    compile: bool | str = one_of("auto", True, False, doc="Cast by Triton kernels; auto: on a GPU that has a compiler.")
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from dtrain.precision.float8.cast import BLOCK, E4M3, Scaling, cast, decode
 from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval, round_up
@@ -17,7 +15,7 @@ from dtrain.sharding.layout import ArenaSegment, FlatLayout, ShardInterval, roun
 _ALIGNMENT = 4
 """Scales of rows start on a multiple of this number (16 bytes): [Note: rules of scaled_mm]."""
 
-_PIECE = 1 << 17
+_AT_A_TIME = 1 << 17
 """Elements that are measured or cast at a time on a CPU: they stay in a core's cache."""
 
 
@@ -164,25 +162,6 @@ class _Patch:
         amax, scale = (tensor[number : number + count].view(1, count, 1) for tensor in (self.amax, self.scale))
         return _Patch(master, values, amax, scale, (0, 2))
 
-    def rebased(self) -> _Patch:
-        """Returns the patch with tensors of offset 0, because a compiled graph is specialized on the offsets."""
-        master, values, amax, scale = map(from_dlpack, (self.master, self.values, self.amax, self.scale))
-        return _Patch(master, values, amax, scale, self.axes)
-
-
-def _measure(master: Tensor, amax: Tensor, axes: tuple[int, ...]) -> None:
-    amax.copy_(torch.maximum(amax, master.abs().amax(axes, keepdim=True)))
-
-
-def _cast(master: Tensor, scale: Tensor, values: Tensor) -> None:
-    values.copy_(cast(master, scale, E4M3))
-
-
-@cache  # engines of one process share the graphs
-def _compiled() -> tuple[Callable[[Tensor, Tensor, tuple[int, ...]], None], Callable[[Tensor, Tensor, Tensor], None]]:
-    # beyond torch's limit of recompilations they run eagerly, to the same bits
-    return torch.compile(_measure, dynamic=True), torch.compile(_cast, dynamic=True)
-
 
 class TensorCasts:
     """Measures and casts the masters with tensor code, one rectangle of a weight at a time.
@@ -190,14 +169,11 @@ class TensorCasts:
     Args:
         table: the scales.
         shards: this rank's shards of all FP8 weights.
-        compiled: compile it.
     """
 
-    def __init__(self, table: ScaleTable, shards: Sequence[Float8Shard], *, compiled: bool) -> None:
+    def __init__(self, table: ScaleTable, shards: Sequence[Float8Shard]) -> None:
         self._table = table
-        self._measure, self._cast = _compiled() if compiled else (_measure, _cast)
-        patches = (patch for shard in shards for patch in self._patches_of(shard))
-        self._patches = [patch.rebased() if compiled else patch for patch in patches]
+        self._patches = [patch for shard in shards for patch in self._patches_of(shard)]
 
     def _patches_of(self, shard: Float8Shard) -> Iterator[_Patch]:
         for interval in shard.segment.intervals():
@@ -231,19 +207,20 @@ class TensorCasts:
             boxes = rectangles(interval.start, interval.stop, width)
         if self._table.scaling.in_blocks:
             return (part for box in boxes for part in box.rows_of_blocks())
-        # pieces stay in a CPU's cache; on a GPU they would only cost launches
-        limit = _PIECE if self._table.amax.device.type == "cpu" else length
+        # small parts stay in a CPU's cache; on a GPU they would only cost launches
+        limit = _AT_A_TIME if self._table.amax.device.type == "cpu" else length
         return (part for box in boxes for part in box.cut(limit))
 
     def measure(self) -> None:
         """Adds the masters to the largest magnitudes of the table."""
         for patch in self._patches:
-            self._measure(patch.master, patch.amax, patch.axes)
+            largest = patch.master.abs().amax(patch.axes, keepdim=True)
+            patch.amax.copy_(torch.maximum(patch.amax, largest))
 
     def cast(self) -> None:
         """Casts the masters into the copies with the scales of the table."""
         for patch in self._patches:
-            self._cast(patch.master, patch.scale, patch.values)
+            patch.values.copy_(cast(patch.master, patch.scale, E4M3))
 
     def invert(self) -> None:
         """Fills the masters with the values that the copies represent."""

@@ -27,7 +27,7 @@ class Float8Scales:
         table: the scales.
         shards: this rank's shards of all FP8 flat buffers.
         comm: the ranks over which masters are sharded; None: every rank has all masters.
-        compiled: compile the casts; on a GPU they are Triton kernels then, a launch for all weights.
+        compiled: cast by Triton kernels on a GPU, with a launch for all weights.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Float8Scales:
         if self._uses_kernels:
             self._casts = KernelCasts(table, shards)
         else:
-            self._casts = TensorCasts(table, shards, compiled=compiled)
+            self._casts = TensorCasts(table, shards)
         self._maximum: Handle | None = None
 
     @property
@@ -87,7 +87,7 @@ class Float8Scales:
         Tensor code, whatever casts the replicas: the bits are the same.
         """
         copies = [torch.zeros(segment.numel, dtype=E4M3, device=master.device) for _ in range(self.num_copies)]
-        TensorCasts(self._table, [Float8Shard(segment, master, copies)], compiled=False).cast()
+        TensorCasts(self._table, [Float8Shard(segment, master, copies)]).cast()
         return copies
 
     def by_weight(self) -> Iterator[tuple[str, Tensor, Tensor]]:

@@ -85,7 +85,7 @@ class FrozenFloat8:
     def values(self) -> Tensor:
         """Returns what this rank's part of the weights represents, FP32, laid out as ``new_values``."""
         values = self.new_values()
-        TensorCasts(self._table, [self._shard(values)], compiled=False).invert()
+        TensorCasts(self._table, [self._shard(values)]).invert()
         return values
 
     def saved_shards(self) -> Iterator[TensorShard]:

@@ -16,19 +16,22 @@ VOCAB, DIM, INNER, LENGTH = 24, 32, 92, 8
 FLOAT8 = [f"blocks.{number}.{name}" for number in range(2) for name in ("up", "down")]
 
 
-def block() -> nn.Module:
+def block(dim: int, inner: int) -> nn.Module:
     """92 inner features, which 16 does not divide."""
-    parts = {"norm": nn.LayerNorm(DIM), "up": nn.Linear(DIM, INNER), "down": nn.Linear(INNER, DIM, bias=False)}
+    parts = {"norm": nn.LayerNorm(dim), "up": nn.Linear(dim, inner), "down": nn.Linear(inner, dim, bias=False)}
     parts["dropout"] = nn.Dropout(0.1)
     return Net(lambda net, x: x + net.dropout(net.down(torch.tanh(net.up(net.norm(x))))), **parts)
 
 
 class Float8Model(nn.Module):
-    def __init__(self) -> None:
+    """``factor`` times as wide."""
+
+    def __init__(self, factor: int = 1) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCAB, DIM)
-        self.blocks = nn.ModuleList(block() for _ in range(2))
-        self.head = nn.Linear(DIM, VOCAB)
+        dim = factor * DIM
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.blocks = nn.ModuleList(block(dim, factor * INNER) for _ in range(2))
+        self.head = nn.Linear(dim, VOCAB)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -43,11 +46,13 @@ def batch(index: int) -> Tensor:
     return (start + torch.arange(LENGTH) * (1 + index % 3)) % VOCAB
 
 
-def start(engine: str, zero_stage: int, precision: Any = "fp8", **options: Any) -> Any:
-    """The model under an engine, before its first step."""
+def start(engine: str, zero_stage: int, precision: Any = "fp8", *, wide: bool | None = None, **options: Any) -> Any:
+    """The model under an engine, before its first step; wide by default if 128 elements share a scale."""
+    if wide is None:
+        wide = isinstance(precision, dtrain.PrecisionPolicy) and precision.float8.recipe == "blockwise"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = Float8Model()
+        model = Float8Model(4 if wide else 1)
     settings = {"optimizer": dtrain.AdamW(lr=3e-3), "max_grad_norm": 0.5, "seed": 5, "precision": precision}
     return dtrain.initialize(model, engine=engine, zero_stage=zero_stage, **settings | options)
 

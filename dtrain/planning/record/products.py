@@ -24,7 +24,8 @@ _PAIR, _SUM = ("bMK", "bKN"), ("bMN", "bMK", "bKN")
 OPERANDS = {
     **dict.fromkeys(("mm", "bmm", GROUPED), _PAIR),
     **dict.fromkeys(("addmm", "baddbmm"), _SUM),
-    **dict.fromkeys(("_scaled_mm", "_scaled_mm_v2"), _PAIR),
+    "_scaled_mm": (*_PAIR, "bMN", "bMN", "bMN"),  # with two scales and a bias
+    "_scaled_mm_v2": (*_PAIR, "bMN", "", "", "bMN"),
     "convolution": ("bc", "cc", "c"),
     "convolution_backward": ("bc", "bc", "cc", "c"),
 }

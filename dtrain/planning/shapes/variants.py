@@ -34,6 +34,8 @@ def padded_signature(cause: Cause, product: MatrixProduct, multiple: int) -> Sig
 
     def padded(value: Any, names: str) -> Any:
         sizes = value.shape if isinstance(value, TensorSpec) else value  # the sizes of a convolution's bias
+        if isinstance(sizes, tuple) and any(isinstance(size, TensorSpec) for size in sizes):
+            return tuple(padded(size, names) for size in sizes)
         if not isinstance(sizes, tuple) or (product.kind == ATTENTION and len(sizes) != 4):  # sums of rows
             return value
         dims = zip(names[-len(sizes) :].ljust(len(sizes)), sizes, strict=False)

@@ -1,7 +1,7 @@
 """The FP8 cast: quantizes a tensor to FP8 values and power-of-two scales.
 
 Scales are powers of two because dividing and multiplying by them is exact. Only the cast rounds, so that the FP32
-emulation gives the bits of the products on Tensor Cores, and compiled and eager casts agree.
+emulation gives the bits of the products on Tensor Cores, and kernels, compiled and eager casts agree.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, traced: bool = False) 
 
 
 def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
-    """Whether casts run as Triton kernels; compiled casts do on a GPU, and on a CPU through ``torch.compile``."""
+    """Whether casts run as Triton kernels: with ``compiled``, on a GPU."""
     return compiled and device.type == "cuda"
 
 

@@ -40,12 +40,11 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
     emulate = not has_float8 if options.emulate == "auto" else options.emulate
     if not emulate and (problem := _problem(options.recipe, device)):
         raise ConfigError(f"float8 recipe={options.recipe} {problem}")
-    # Triton casts to FP8 in hardware only
-    can_compile = has_compiler(device) and (device.type != "cuda" or has_float8)
+    can_compile = has_float8 and has_compiler(device)  # Triton casts to FP8 in hardware only
     if options.compile is True and not can_compile:
         raise ConfigError(
-            f"float8 compile=true needs a C++ compiler, and on a GPU Triton and compute capability 8.9; {device} "
-            f"lacks one of them; use compile=auto"
+            f"float8 compile=true casts by Triton kernels, which need a GPU of compute capability 8.9 or later and a C "
+            f"compiler; {device} lacks one of them; use compile=auto"
         )
     grad_format = "e5m2" if options.recipe == "tensorwise" else "e4m3"
     return replace(
@@ -54,7 +53,7 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
         grad_format=grad_format if options.grad_format == "auto" else options.grad_format,
         choice=("all" if emulate else "timed") if options.choice == "auto" else options.choice,
         num_rows=options.num_rows or _NUM_ROWS,
-        compile=device.type == "cuda" and can_compile if options.compile == "auto" else options.compile,
+        compile=can_compile if options.compile == "auto" else options.compile,
     )
 
 
@@ -163,7 +162,7 @@ class Recipe:
         """Returns a description such as ``tensorwise, E5M2 gradients, emulated``."""
         parts = [self.name, f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients"]
         parts += ["emulated"] * self.emulate + ["fast accumulation"] * self.fast_accumulation
-        return ", ".join(parts + ["compiled casts"] * self.compile)
+        return ", ".join(parts + ["casts by kernels"] * self.compile)
 
 
 def products_of(recipe: str) -> tuple[str, ...]:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dtrain.precision.float8 import cast as casts
 from dtrain.precision.float8.cast import Quantized
-from dtrain.precision.float8.compiled import quantize, quantize_both
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
+from dtrain.precision.float8.proof import quantize
 
 
 def operands(
@@ -37,10 +37,8 @@ def operands(
         if traced:
             tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
             found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
-        elif both:
-            found = list(quantize_both(x, dtype, recipe.scaling, compiled=recipe.compile))
         else:
-            found = [quantize(x, dtype, recipe.scaling, compiled=recipe.compile)]
+            found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile)
     plain = rows.to(recipe.out_dtype)
     none = plain.new_empty(0, dtype=torch.float32)
     return (

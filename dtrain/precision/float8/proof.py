@@ -18,7 +18,7 @@ from torch import Tensor
 from dtrain.distributed.logging import logger
 from dtrain.precision.fake import is_fake
 from dtrain.precision.float8 import cast
-from dtrain.precision.float8.cast import Scaling
+from dtrain.precision.float8.cast import Quantized, Scaling
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
 
 _ROWS, _COLUMNS = 256, 192  # more than a tile of each kernel in both directions
@@ -28,6 +28,22 @@ _found: dict[tuple[Any, ...], str] = {}
 def failed_proofs() -> list[str]:
     """Returns a line for each variant of a kernel that gave other bits than tensor code in this process."""
     return [reason for reason in _found.values() if reason]
+
+
+def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, both: bool, compiled: bool) -> list[Quantized]:
+    """Quantizes ``x`` as ``dtrain.precision.float8.cast.quantize``, and with ``both`` its transpose, in one read.
+
+    ``compiled``: by Triton kernels, if ``x`` is on a GPU and they are proven; with the same bits.
+    """
+    tensors: tuple[Tensor, ...]
+    by_kernels = x.numel() and scaling is not Scaling.SQUARES and cast.uses_kernels(x.device, compiled=compiled)
+    if by_kernels and proves_quantize(x, dtype, scaling, both=both):
+        from dtrain.kernels import quantize as kernels  # it imports Triton, which only GPUs need
+
+        tensors = kernels.quantize(x, dtype, scaling.value, both=both)
+    else:
+        tensors = (cast.quantized_both if both else cast.quantized)(x, dtype, scaling)
+    return [Quantized(*tensors[first : first + 2]) for first in range(0, 4 if both else 2, 2)]
 
 
 def proves_quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, both: bool) -> bool:
@@ -92,13 +108,13 @@ def check_quantize(
         both: whether the transpose is cast too.
         turned: whether the tensor is a transposed view.
     """
-    from dtrain.kernels.quantize import quantize
+    from dtrain.kernels import quantize as kernels
 
     for non_finite in (None, math.inf, math.nan):
         x = adversarial(shape, non_finite).to(source).to(device)
         x = x.t().contiguous().t() if turned else x
         want = cast.quantized_both(x, dtype, scaling) if both else cast.quantized(x, dtype, scaling)
-        got = quantize(x, dtype, scaling.value, both=both)
+        got = kernels.quantize(x, dtype, scaling.value, both=both)
         for name, own, expected in zip(("values", "scale", "transpose", "its scale"), got, want, strict=False):
             if different := _num_different(own, expected):
                 view = " transposed" if turned else ""

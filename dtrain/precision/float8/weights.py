@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from dtrain.errors import ContractError, UsageError
 from dtrain.precision.fake import address
 from dtrain.precision.float8.cast import E4M3, Quantized, Scaling, dequantize, uses_kernels
-from dtrain.precision.float8.compiled import quantize
 from dtrain.precision.float8.matmul import operand
 from dtrain.precision.float8.options import Recipe
-from dtrain.precision.float8.proof import proves_weights
+from dtrain.precision.float8.proof import proves_weights, quantize
 
 if TYPE_CHECKING:
     from dtrain.kernels.float8 import Transposes
@@ -274,7 +273,7 @@ class QuantizedWeight:
         return Quantized(matrix, matrix.new_empty(0))
 
     def _quantize(self, matrix: Tensor) -> Quantized:
-        return quantize(matrix, E4M3, self.recipe.weight_scaling, compiled=self.recipe.compile)
+        return quantize(matrix, E4M3, self.recipe.weight_scaling, both=False, compiled=self.recipe.compile)[0]
 
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dtrain.config.precision import Float8
 from dtrain.precision.float8 import cast as eager
+from dtrain.precision.float8 import options
 from dtrain.precision.float8 import weights as quantized_weights
 from dtrain.precision.float8.cast import E4M3, E5M2, Scaling
 from dtrain.precision.float8.matmul import ALIGNMENT, operand
@@ -168,11 +169,15 @@ def test_activations_have_the_casts_of_tensor_code(
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(recipe: str, launched: list[str]) -> None:
+def test_an_engine_trains_to_the_same_bits_with_one_launch_for_all_weights(
+    recipe: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernels run in the interpreter, around torch's own products."""
     if torch.cuda.is_available():
         pytest.skip("on a GPU, the kernels do not take an engine on the CPU")
     needs.products_on_cpu(recipe)
+    monkeypatch.setattr(options, "has_float8_tensor_cores", lambda device: True)
+    monkeypatch.setattr(options, "has_compiler", lambda device: True)
     digests = []
     for compiled in (False, True):
         float8 = Float8(recipe, emulate=False, choice="all", compile=compiled)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8 import cast, compiled, proof
+from dtrain.precision.float8 import cast, proof
 from dtrain.precision.float8.cast import E4M3, E5M2, Scaling
 
 quantize = pytest.importorskip("dtrain.kernels.quantize", reason="Triton is not installed")
@@ -50,12 +50,12 @@ def test_a_wrong_kernel_is_replaced_by_tensor_code_and_named_once(monkeypatch: A
     kernel = mock.Mock(side_effect=AssertionError("the wrong kernel was used"))
     monkeypatch.setattr(quantize, "quantize", kernel)
     monkeypatch.setattr(proof, "check_quantize", lambda *args, **options: "Triton 0: garbage")
-    monkeypatch.setattr(compiled, "proves_quantize", _on_any_device(proof.proves_quantize))
+    monkeypatch.setattr(proof, "proves_quantize", _on_any_device(proof.proves_quantize))
     x = torch.randn(32, 48)
     with caplog.at_level(logging.WARNING):
-        found = [compiled.quantize_both(x, E4M3, Scaling.ROWS, compiled=True) for _ in range(2)][-1]
-        only = compiled.quantize(x, E4M3, Scaling.ROWS, compiled=True)
-    want = compiled.quantize_both(x, E4M3, Scaling.ROWS, compiled=False)
+        found = [proof.quantize(x, E4M3, Scaling.ROWS, both=True, compiled=True) for _ in range(2)][-1]
+        (only,) = proof.quantize(x, E4M3, Scaling.ROWS, both=False, compiled=True)
+    want = proof.quantize(x, E4M3, Scaling.ROWS, both=True, compiled=False)
     for got, expected in zip((*found, only), (*want, want[0]), strict=True):
         assert torch.equal(got.values.float(), expected.values.float())
         assert torch.equal(got.scale, expected.scale)

@@ -225,6 +225,16 @@ def test_scales_of_rows_are_padded_with_their_rows() -> None:
     padded = variants.padded_signature(Cause(BATCH, 231, 16, {231}), product, 16)
     assert padded is not None
     assert [value.shape for value in padded.args] == [(240, 64), (64, 32), (240, 1), (1, 32)]
+    lists = (*sides, (scales[0],), (1,), (), (scales[1],), (1,), ())  # as torch.nn.functional.scaled_mm gives them
+    signature = Signature(torch.ops.aten._scaled_mm_v2.default, lists, ())
+    (product,) = products([RecordedCall(signature, output, (0, 1, 2, 3), "layer", 0, False, False, ACTIVATIONS, 0)])
+    padded = variants.padded_signature(Cause(BATCH, 231, 16, {231}), product, 16)
+    assert [value.shape for value in (*padded.args[:2], padded.args[2][0], padded.args[5][0])] == [
+        (240, 64),
+        (64, 32),
+        (240, 1),
+        (1, 32),
+    ]
 
 
 SMALL = ("experiment=smoke", "model.num_layers=1", "launch.device=cpu", "precision=fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dtrain.precision.float8 import cast as casts
+from dtrain.precision.float8 import proof
 from dtrain.precision.float8.cast import E4M3, E5M2, Quantized, Scaling, decode, dequantize, quantize, scale_of, spread
-from dtrain.precision.float8.compiled import quantize_both
 from dtrain.precision.hardware import has_compiler
 
 FORMATS = pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -106,7 +107,7 @@ def test_a_cast_rounds_and_saturates_nothing(x: Tensor, dtype: torch.dtype, scal
     scale = spread(matrix.scale, x.shape).double()
     error = (matrix.values.double() * scale - x.double()).abs()
     assert (error <= torch.maximum(x.double().abs() * HALF_ULP[dtype], scale * HALF_SPACING[dtype])).all()
-    rows, columns = quantize_both(x, dtype, scaling, compiled=False)
+    rows, columns = proof.quantize(x, dtype, scaling, both=True, compiled=False)
     assert same(rows, matrix)
     assert same(columns, quantize(x.t(), dtype, scaling))
     assert columns.values.is_contiguous()
@@ -133,7 +134,7 @@ def test_a_non_finite_value_makes_its_scale_nan(
 @pytest.mark.parametrize("scaling", Scaling)
 def test_gradients_of_zeros_have_finite_scales(scaling: Scaling) -> None:
     """As of a micro-batch whose tokens are all masked."""
-    for matrix in quantize_both(torch.zeros(130, 200).bfloat16(), E5M2, scaling, compiled=False):
+    for matrix in proof.quantize(torch.zeros(130, 200).bfloat16(), E5M2, scaling, both=True, compiled=False):
         assert (matrix.scale == 1.0).all()
         assert not matrix.values.float().any()
 
@@ -180,6 +181,9 @@ def test_compiled_casts_have_the_bits_of_eager_ones() -> None:
     bad = x.clone()
     bad[3, 4], bad[5, 6] = math.nan, math.inf
     for matrix in (x, wide, bad, torch.zeros_like(x)):
-        compiled, eager = (quantize_both(matrix, E4M3, Scaling.TENSOR, compiled=way) for way in (True, False))
-        assert all(same(*pair) for pair in zip(compiled, eager, strict=True))
-        assert compiled[1].values.is_contiguous()
+        for scaling in Scaling:
+            values = torch.compile(partial(casts.quantized_both, traced=True))(matrix, E4M3, scaling)
+            compiled = [Quantized(*values[:2]), Quantized(*values[2:])]
+            eager = proof.quantize(matrix, E4M3, scaling, both=True, compiled=False)
+            assert all(same(*pair) for pair in zip(compiled, eager, strict=True))
+            assert compiled[1].values.is_contiguous()

@@ -161,21 +161,18 @@ def test_a_cpu_without_row_scales_refuses_them(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("there", [False, True])
-def test_casts_are_compiled_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
+def test_kernels_cast_on_a_gpu_with_a_compiler(monkeypatch: pytest.MonkeyPatch, there: bool) -> None:
     pretend_gpu(monkeypatch, 9, 0)
     assert resolve_float8(Float8(), GPU).emulate is False
     monkeypatch.setattr(options, "has_compiler", lambda device: there)
     assert resolve_float8(Float8(), GPU).compile is there
     assert resolve_float8(Float8(compile=False), GPU).compile is False
-    if there:
-        assert resolve_float8(Float8(compile=True), CPU).compile is True
-        pretend_gpu(monkeypatch, 8, 0)  # Triton has no FP8 there
-        assert resolve_float8(Float8(), GPU).compile is False
-        with pytest.raises(ConfigError, match=r"compile=true needs .* compute capability 8\.9; cuda:0 lacks"):
-            resolve_float8(Float8(compile=True), GPU)
-    else:
-        with pytest.raises(ConfigError, match=r"compile=true needs a C\+\+ compiler, .*; cpu lacks one of them"):
-            resolve_float8(Float8(compile=True), CPU)
+    lacking = {"cpu": CPU} | ({} if there else {"cuda:0": GPU})
+    for name, device in lacking.items():
+        with pytest.raises(ConfigError, match=rf"compile=true casts by Triton .* 8\.9 or later .*; {name} lacks one"):
+            resolve_float8(Float8(compile=True), device)
+    pretend_gpu(monkeypatch, 8, 0)  # Triton has no FP8 there
+    assert resolve_float8(Float8(), GPU).compile is False
 
 
 def test_recipe_follows_the_options() -> None:

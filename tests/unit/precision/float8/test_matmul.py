@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.precision.float8 import matmul
 from dtrain.precision.float8.cast import E4M3, E5M2, Quantized, Scaling, dequantize, quantize
 from dtrain.precision.float8.matmul import ALIGNMENT, multiply, operand
 from dtrain.precision.hardware import has_row_scales_on_cpu
@@ -123,6 +124,30 @@ def test_a_gpu_gets_blocks_as_torch_wants_them(
     assert multiply(left, right, torch.bfloat16, emulate=False).shape == (num_rows, num_columns)
     kinds = {Scaling.LINES: F.ScalingType.BlockWise1x128, Scaling.SQUARES: F.ScalingType.BlockWise128x128}
     assert calls == [tuple(kinds[scaling] for scaling in scalings)]
+
+
+def test_a_planted_fault_of_scales_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scales in the other order in memory, and those of a transposed block, fail the tests above."""
+    lines, squares = BLOCKED[::-1]
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul, "_by_line", lambda scale, rows: F.pad(scale, (0, 0, 0, rows - len(scale))).contiguous())
+        with pytest.raises((AssertionError, RuntimeError)):
+            test_a_gpu_gets_blocks_as_torch_wants_them((144, 512, 1024), lines, patch)
+    with monkeypatch.context() as patch:
+        patch.setattr(matmul, "_filled", lambda scale, size: scale.flip(0))
+        with pytest.raises(AssertionError):
+            test_multiply_agrees_with_double(33, E4M3, squares, True)
+    emulated = matmul._emulated
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            matmul, "_emulated", lambda left, right, own, other, out: emulated(left, right, own, other.t(), out)
+        )
+        left, right = matrix(128, 256, E4M3, Scaling.LINES, seed=0), matrix(256, 256, E4M3, Scaling.SQUARES, seed=1)
+        right.scale[0, 1] *= 4
+        exact = dequantize(left) @ dequantize(right).t()
+        transposed = multiply(left, right, torch.float32, emulate=True)
+        assert (transposed - exact).norm() > 0.5 * exact.norm()
+    assert (multiply(left, right, torch.float32, emulate=True) - exact).norm() < 1e-6 * exact.norm()
 
 
 @pytest.mark.parametrize("emulate", [True, False], ids=["emulated", "scaled_mm"])
