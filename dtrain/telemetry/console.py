@@ -112,6 +112,8 @@ def format_step(metrics: StepMetrics, total_steps: int, unit: str = "tokens") ->
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps}")
     parts += [rate(metrics.tokens_per_s, unit), f"{metrics.step_ms:.0f} ms"]
+    if metrics.float8_gradient_cosine is not None:
+        parts.append(f"float8 cosine {metrics.float8_gradient_cosine:.4f}")
     if metrics.data_wait_ms > LONG_WAIT * metrics.step_ms:
         parts.append(f"data_wait {metrics.data_wait_ms:.0f} ms")
     return "  ".join(parts)

@@ -75,6 +75,15 @@ class CompiledBlocks(StepPart):
         self._breaks = _graph_breaks()
         trace_regions(enabled=True)
 
+    @contextmanager
+    def eager(self) -> Iterator[None]:
+        """Inside, no compiled code runs."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
     def wrap(self, forward: Forward) -> Forward:
         """Returns ``forward``, which takes its module as the first argument, compiled."""
         compiled = torch.compile(forward, backend=self._compile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,7 +96,9 @@ class MicroBatchReplay(StepPart):
         """Returns kind and name of the tensors that differ, in the order of computation."""
         try:
             with deterministic_kernels():
-                first, second = (self._run(calls, loss_scale) for _ in range(2))
+                first, second = _Pass(), _Pass()
+                for one in (first, second):
+                    run_again(self._forward, self._states, calls, loss_scale, one.add)
         finally:
             self._forward.discard()
         if first.keys != second.keys:
@@ -109,36 +111,46 @@ class MicroBatchReplay(StepPart):
         differs = (torch.stack(first.values) != torch.stack(second.values)).tolist()
         return [key for key, other in zip(first.keys, differs, strict=True) if other]
 
-    def _run(self, calls: Sequence[Forward], loss_scale: float) -> _Pass:
-        forward, result = self._forward, _Pass()
-        with ExitStack() as stack:
-            stack.enter_context(kept_buffers(forward.module))
-            roots: list[Tensor] = []
-            with torch.enable_grad():
-                for number, call in enumerate(calls):
-                    # a forward in eval mode has no key: both passes need the same numbers, and the caller's kept
-                    key = number if call.key is None else call.key
-                    output = forward.run(key, call.args, call.kwargs)
-                    loss = find_loss(output)
-                    for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
-                        result.add("loss" if tensor is loss else "output", name, tensor)
-                        if tensor.requires_grad and (loss is None or tensor is loss):
-                            roots.append(tensor)
-            for name, parameter in self._parameters().items():
-                stack.callback(parameter.register_hook(partial(_add_gradient, result, name)).remove)
-            if roots:
-                with backward_of(self), forward.backward_precision():
-                    torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
-            for name, buffer in forward.module.named_buffers():
-                result.add("buffer", name, buffer)
-        return result
 
-    def _parameters(self) -> Mapping[str, nn.Parameter]:
-        """Returns the tensors at which the gradients of the trained parameters arrive."""
-        found = self._states.parameters | self._states.unsharded_parameters()
-        return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
+def run_again(
+    forward: ModelForward,
+    states: ModelStates,
+    calls: Sequence[Forward],
+    loss_scale: float,
+    seen: Callable[[str, str, Tensor], None],
+) -> None:
+    """Runs the forwards of a micro-batch and their backward; calls ``seen`` with kind, name and each tensor.
+
+    Kinds are ``loss``, ``output``, ``gradient`` (of a parameter, before any reduction) and ``buffer``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(kept_buffers(forward.module))
+        roots: list[Tensor] = []
+        with torch.enable_grad():
+            for number, call in enumerate(calls):
+                # a forward in eval mode has no key: both passes need the same numbers, and the caller's kept
+                key = number if call.key is None else call.key
+                output = forward.run(key, call.args, call.kwargs)
+                loss = find_loss(output)
+                for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
+                    seen("loss" if tensor is loss else "output", name, tensor)
+                    if tensor.requires_grad and (loss is None or tensor is loss):
+                        roots.append(tensor)
+        for name, parameter in _parameters(states).items():
+            stack.callback(parameter.register_hook(partial(_add_gradient, seen, name)).remove)
+        if roots:
+            with backward_of(forward), forward.backward_precision():
+                torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
+        for name, buffer in forward.module.named_buffers():
+            seen("buffer", name, buffer)
 
 
-def _add_gradient(result: _Pass, name: str, grad: Tensor | None) -> None:
+def _parameters(states: ModelStates) -> Mapping[str, nn.Parameter]:
+    """Returns the tensors at which the gradients of the trained parameters arrive."""
+    found = states.parameters | states.unsharded_parameters()
+    return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
+
+
+def _add_gradient(seen: Callable[[str, str, Tensor], None], name: str, grad: Tensor | None) -> None:
     if grad is not None:
-        result.add("gradient", name, grad)
+        seen("gradient", name, grad)

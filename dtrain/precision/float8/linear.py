@@ -70,7 +70,10 @@ class Float8Linear(nn.Linear):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
         y: Tensor
-        if torch.compiler.is_compiling() or _operators_depth:
+        if _bf16_depth:
+            out_dtype = self.recipe.out_dtype
+            y = F.linear(x.to(out_dtype), quantized.represented(weight).to(out_dtype))
+        elif torch.compiler.is_compiling() or _operators_depth:
             rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
             keeps_input = torch.is_grad_enabled() and weight.requires_grad
             y, *_ = torch.ops.dtrain.float8_linear(
@@ -128,7 +131,7 @@ class Float8Linear(nn.Linear):
         return copied
 
 
-_operators_depth = 0  # a global, because backward runs in threads of its own
+_operators_depth = _bf16_depth = 0  # globals, because backward runs in threads of its own
 
 
 @contextmanager
@@ -140,6 +143,17 @@ def products_as_operators() -> Iterator[None]:
         yield
     finally:
         _operators_depth -= 1
+
+
+@contextmanager
+def products_in_bf16() -> Iterator[None]:
+    """Inside, FP8 Linears multiply in the recipe's output dtype, with the weight that its FP8 copy represents."""
+    global _bf16_depth
+    _bf16_depth += 1
+    try:
+        yield
+    finally:
+        _bf16_depth -= 1
 
 
 def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:
