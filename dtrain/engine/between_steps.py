@@ -22,7 +22,6 @@ from dtrain.engine.full_model import whole_copy
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.module_calls import ModuleCalls
 from dtrain.engine.parts.order import EngineParts
-from dtrain.engine.parts.shadow import Float8Gap
 from dtrain.engine.run_state import RunState
 from dtrain.errors import CorruptionError, UsageError
 from dtrain.parameters.model_states import MASTER, ModelStates
@@ -214,10 +213,6 @@ class BetweenSteps:
     def compiled_graphs(self) -> int | None:
         compiled = self.parts.compiled
         return None if compiled is None or not compiled.is_on else compiled.num_graphs
-
-    @property
-    def float8_gap(self) -> Float8Gap | None:
-        return None if self.parts.shadow is None else self.parts.shadow.latest
 
     @contextmanager
     def ema(self) -> Iterator[None]:

@@ -257,7 +257,7 @@ class Engine(TrainingLoop):
     @property
     def float8_gap(self) -> Float8Gap | None:
         """What FP8 has changed in the last step that was computed in BF16 too (``Float8.shadow_every``)."""
-        return self._between.float8_gap
+        return self._between.parts.shadow.latest
 
     def measure_precision(self, activations: Sequence[str] = ()) -> AbstractContextManager[PrecisionMeasurement]:
         """Returns a context around one whole step, first forward to ``step``, that measures what precision costs it.

@@ -83,10 +83,10 @@ class Contract:
     def float8_modules(self) -> tuple[str, ...]:
         return tuple(module.name for module in self.modules if module.format == "fp8")
 
-    @property
-    def shadow_every(self) -> int:
-        """Steps from one that is computed in BF16 too to the next; 0: none, as without FP8 products."""
-        return self.policy.float8.shadow_every if self.float8_modules else 0
+    def is_shadowed(self, step: int) -> bool:
+        """Whether a micro-batch of the step that ends with ``step`` attempted steps is computed in BF16 too."""
+        every = self.policy.float8.shadow_every
+        return every > 0 and step % every == 0 and bool(self.float8_modules)
 
     @property
     def recipe(self) -> Recipe | None:

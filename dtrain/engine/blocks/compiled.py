@@ -21,6 +21,7 @@ from dtrain.engine.blocks.recompute import Forward
 from dtrain.engine.parts.forward_calls import kept_buffers
 from dtrain.engine.parts.part import StepPart, StepUnderWay
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.linear import are_products_in_bf16
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.regions import trace_regions, traces_regions
 from dtrain.precision.rules import COMPILED_FORWARD
@@ -75,21 +76,12 @@ class CompiledBlocks(StepPart):
         self._breaks = _graph_breaks()
         trace_regions(enabled=True)
 
-    @contextmanager
-    def eager(self) -> Iterator[None]:
-        """Inside, no compiled code runs."""
-        before, self.is_on = self.is_on, False
-        try:
-            yield
-        finally:
-            self.is_on = before
-
     def wrap(self, forward: Forward) -> Forward:
         """Returns ``forward``, which takes its module as the first argument, compiled."""
         compiled = torch.compile(forward, backend=self._compile)
 
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_on or not torch.is_grad_enabled():
+            if not self.is_on or not torch.is_grad_enabled() or are_products_in_bf16():
                 return forward(module, *args, **kwargs)
             if self._measures:  # eager until the ranks have agreed, after the step
                 if not self._times:

@@ -54,7 +54,7 @@ class EngineParts:
     missed: MissedUpdates
     audit: StateAudit
     replay: MicroBatchReplay
-    shadow: ShadowStep | None
+    shadow: ShadowStep
     compiled: CompiledBlocks | None
     busy: BusyMeter
 
@@ -78,8 +78,9 @@ def build_parts(
     busy: BusyMeter,
 ) -> EngineParts:
     """Returns the parts of an engine; ``settings`` are those of audits."""
-    audit, every = StateAudit(states, run, settings, finalizer), states.contract.shadow_every
-    forwards = KeptForwards(settings.replays, lambda step: every > 0 and step % every == 0)
+    audit, contract = StateAudit(states, run, settings, finalizer), states.contract
+    forwards = KeptForwards(settings.replays, contract.is_shadowed)
+    replay = MicroBatchReplay(settings, forward, states, forwards)
     return EngineParts(
         phases=Phases(states.comm.schedule.progress),
         checkpointer=Checkpointer(states, run, finalizer, audit.noting),
@@ -92,8 +93,8 @@ def build_parts(
         samples=samples,
         missed=missed,
         audit=audit,
-        replay=MicroBatchReplay(settings, forward, states, forwards),
-        shadow=ShadowStep(forward, states, forwards, losses, compiled) if every else None,
+        replay=replay,
+        shadow=ShadowStep(contract, replay, losses),
         compiled=compiled,
         busy=busy,
     )

@@ -156,6 +156,11 @@ def products_in_bf16() -> Iterator[None]:
         _bf16_depth -= 1
 
 
+def are_products_in_bf16() -> bool:
+    """Whether it is called inside ``products_in_bf16``."""
+    return _bf16_depth > 0
+
+
 def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:
     """Converts ``module`` in place to compute in FP8, and returns it; its parameters and hooks stay.
 
