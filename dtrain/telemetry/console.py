@@ -126,9 +126,9 @@ def format_step(metrics: StepMetrics, total_steps: int, unit: str = "tokens") ->
 
 def _float8_advice(cosine: float) -> str:
     return (
-        f"the gradients in FP8 and in BF16 have a cosine of {cosine:.3f}, below {_LOWEST_COSINE}: set "
-        f"precision.float8.recipe to one with more scales (rowwise, or blockwise where there is), keep the worst modules "
-        f"of `dtrain formats histogram` out of FP8 by precision.rules, or finish the run with precision=bf16"
+        f"the gradients in FP8 and in BF16 have a cosine of {cosine:.3f}, below {_LOWEST_COSINE}: take a "
+        f"precision.float8.recipe with more scales (rowwise, or blockwise where there is one), keep modules out of FP8 "
+        f"by precision.rules (dtrain formats histogram shows the worst), or finish the run with precision=bf16"
     )
 
 

@@ -71,9 +71,10 @@ class Float8Linear(nn.Linear):
         weight, quantized = self.weight_parameter, self.quantized_weight
         y: Tensor
         if _bf16_depth:
-            out_dtype = self.recipe.out_dtype
-            y = F.linear(x.to(out_dtype), quantized.represented(weight).to(out_dtype))
-        elif torch.compiler.is_compiling() or _operators_depth:
+            dtype = self.recipe.out_dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), quantized.represented(weight).to(dtype), bias)
+        if torch.compiler.is_compiling() or _operators_depth:
             rows, recipe = x.reshape(-1, x.shape[-1]), self.recipe
             keeps_input = torch.is_grad_enabled() and weight.requires_grad
             y, *_ = torch.ops.dtrain.float8_linear(
