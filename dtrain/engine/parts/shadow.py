@@ -79,26 +79,26 @@ class _Passes:
     def __init__(self, device: torch.device) -> None:
         self.num_losses = 0
         self._sums = torch.zeros(5, dtype=torch.float64, device=device)
-        self._gradients: tuple[dict[str, Tensor], ...] = {}, {}
+        self._parts: tuple[dict[str, list[Tensor]], ...] = {}, {}  # a reentrant checkpoint gives several
 
     def add(self, number: int, kind: str, name: str, tensor: Tensor) -> None:
         """Takes what pass ``number`` sees, 0 or 1."""
         if kind == "loss":
             self._sums[number] += tensor.detach()
             self.num_losses += 1
-        elif kind == "gradient":  # never in parts, which engines refuse
-            self._gradients[number][name] = tensor.detach().clone()
-            if number:
+        elif kind == "gradient":
+            parts = self._parts[number].setdefault(name, [])
+            parts.append(tensor.detach().clone())
+            if number and len(parts) == len(self._parts[0].get(name, ())):
                 self._multiply(name)
 
     def sums(self) -> Tensor:
         """Returns FP64 [5]: both losses, the dot product of the gradients, and the squares of their norms."""
-        for name in list(self._gradients[0]):  # such as of an expert that the second pass has not chosen
+        for name in {**self._parts[0], **self._parts[1]}:  # such as of an expert that one pass has not chosen
             self._multiply(name)
         return self._sums
 
     def _multiply(self, name: str) -> None:
-        zero = self._sums.new_zeros(())
-        first, second = (gradients.pop(name, zero).float() for gradients in self._gradients)
+        first, second = (sum(parts.pop(name, ()), self._sums.new_zeros(())).float() for parts in self._parts)
         pairs = ((first, second), (first, first), (second, second))
         self._sums[2:] += torch.stack([(a * b).sum(dtype=torch.float64) for a, b in pairs])
