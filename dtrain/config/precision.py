@@ -141,6 +141,12 @@ class Float8(CheckedRecord):
     )
     fast_accumulation: bool = setting(False, "Accumulate forward products faster and less precisely, on Hopper.")
     compile: bool | str = one_of("auto", True, False, doc="Cast by Triton kernels; auto: on a GPU that has a compiler.")
+    shadow_every: int = at_least(
+        0,
+        0,
+        "Steps from one micro-batch that is computed in BF16 too, to compare its loss and gradients with those of FP8, "
+        "to the next; 0: none. Changes no bits of the training.",
+    )
 
 
 @dataclass(frozen=True)

@@ -309,6 +309,7 @@ def _config_text(
         "schedule": type(options.schedule).__name__,  # asdict leaves out the class, which has the formula
         "loss_scale": asdict(rule),
         "contract": contract.to_dict(),
+        "shadow_every": contract.policy.float8.shadow_every,
         "frozen_source": source is not None,  # its path may differ between hosts
         # with their order, dtypes and buffers: the broadcast of the weights would fill memory of another size or type
         "parameters": {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from dtrain.checkpoint import Retention
 from dtrain.engine.between_steps import BetweenSteps
 from dtrain.engine.loop import TrainingLoop
+from dtrain.engine.parts.shadow import Float8Gap
 from dtrain.parameters.model_states import ManagedModel, ModelStates
 from dtrain.precision.report import PrecisionMeasurement
 
@@ -252,6 +253,11 @@ class Engine(TrainingLoop):
     def compiled_graphs(self) -> int | None:
         """Number of graphs into which the blocks were compiled so far; None: they are not compiled."""
         return self._between.compiled_graphs
+
+    @property
+    def float8_gap(self) -> Float8Gap | None:
+        """What FP8 has changed in the last step that was computed in BF16 too (``Float8.shadow_every``)."""
+        return self._between.parts.shadow.latest
 
     def measure_precision(self, activations: Sequence[str] = ()) -> AbstractContextManager[PrecisionMeasurement]:
         """Returns a context around one whole step, first forward to ``step``, that measures what precision costs it.

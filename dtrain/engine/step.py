@@ -119,7 +119,7 @@ class StepEngine(EngineHooks):
         samples = PrecisionSamples(states, run, self._batch, self._finalizer, names, self.monitor)
         self._taken = TakenGradients(states, self.monitor, names, keeps=self.keeps_gradients)
         watching = samples, self._missed, self._taken, compiled, self.busy
-        parts = build_parts(states, run, self.options.audit, self._finalizer, self._forward, *watching)
+        parts = build_parts(states, run, self.options.audit, self._finalizer, self._forward, self._losses, *watching)
         self._parts = StepParts(parts.in_order())
         self._between = BetweenSteps(
             states, self._run, self._batch, parts, self._forward, self._finalize_step, self.check_contract

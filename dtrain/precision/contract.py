@@ -83,6 +83,11 @@ class Contract:
     def float8_modules(self) -> tuple[str, ...]:
         return tuple(module.name for module in self.modules if module.format == "fp8")
 
+    def is_shadowed(self, step: int) -> bool:
+        """Whether a micro-batch of the step that ends with ``step`` attempted steps is computed in BF16 too."""
+        every = self.policy.float8.shadow_every
+        return every > 0 and step % every == 0 and bool(self.float8_modules)
+
     @property
     def recipe(self) -> Recipe | None:
         return Recipe.of(self.policy.float8, self.policy.compute_dtype) if self.float8_modules else None
@@ -164,7 +169,7 @@ class Contract:
             "weights": self.weights,
             "tf32": policy.tf32,
             "rules": [list(rule) for rule in policy.rules],
-            "float8": asdict(policy.float8) if policy.uses_float8 else None,
+            "float8": _float8_options(policy) if policy.uses_float8 else None,
             "decisions": [asdict(decision) for decision in self.decisions],
             "modules": {m.name: {"kind": m.kind, "format": m.format, "reason": m.reason} for m in self.modules},
             "replicas": {name: format_name(dtype) for name, dtype in self.replica_dtypes.items()},
@@ -197,7 +202,7 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
 
     A resumed run keeps its decisions, because timing a Linear again may decide differently and change the bits.
     """
-    before, now = saved.get("float8"), asdict(policy.float8)
+    before, now = saved.get("float8"), _float8_options(policy)
     if before is None or {key: before.get(key) for key in now} != now:  # a contract may have options that are gone
         return ()
     return tuple(
@@ -211,6 +216,11 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
         )
         for decision in saved.get("decisions", ())
     )
+
+
+def _float8_options(policy: PrecisionPolicy) -> dict[str, Any]:
+    """Returns the options that change what is computed."""
+    return {key: value for key, value in asdict(policy.float8).items() if key != "shadow_every"}
 
 
 def float8_candidates(policy: PrecisionPolicy, model: nn.Module) -> list[Float8Candidate]:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:  # it imports torch, which those who only want a format need n
     from dtrain.telemetry.precision import PrecisionFindings
 
 _REFRESHES_PER_S = 2
+_LOWEST_COSINE = 0.9  # of the gradients in FP8 and in BF16 before the console says so
 
 
 class Console:
@@ -52,6 +53,10 @@ class Console:
         """Shows a logged step; a skipped one always gets a line of its own."""
         if self._live is not None:
             self._progress.add(vars(metrics))
+        cosine = metrics.float8_gradient_cosine
+        if cosine is not None and cosine < _LOWEST_COSINE and "" not in self._advised:
+            self._advised.add("")  # of the whole model
+            logger.warning("step %d: %s", metrics.step, _float8_advice(cosine))
         line = format_step(metrics, self._total, self._unit)
         if not metrics.applied:
             logger.warning(line)
@@ -112,9 +117,19 @@ def format_step(metrics: StepMetrics, total_steps: int, unit: str = "tokens") ->
     if metrics.skipped_steps:
         parts.append(f"skipped {metrics.skipped_steps}")
     parts += [rate(metrics.tokens_per_s, unit), f"{metrics.step_ms:.0f} ms"]
+    if metrics.float8_gradient_cosine is not None:
+        parts.append(f"float8 cosine {metrics.float8_gradient_cosine:.4f}")
     if metrics.data_wait_ms > LONG_WAIT * metrics.step_ms:
         parts.append(f"data_wait {metrics.data_wait_ms:.0f} ms")
     return "  ".join(parts)
+
+
+def _float8_advice(cosine: float) -> str:
+    return (
+        f"the gradients in FP8 and in BF16 have a cosine of {cosine:.3f}, below {_LOWEST_COSINE}: take a "
+        f"precision.float8.recipe with more scales (rowwise, or blockwise where there is one), keep modules out of FP8 "
+        f"by precision.rules (dtrain formats histogram shows the worst), or finish the run with precision=bf16"
+    )
 
 
 def memory_lines(memory: dict[str, int], formula: dict[str, int], host_kinds: Collection[str] = ()) -> list[str]:

@@ -2,7 +2,7 @@
 
 ``metrics.jsonl`` has three kinds of lines. A training line has the fields of ``StepMetrics`` (``reason`` and
 ``culprit`` only for a skipped step; the phases only on a CPU; ``slowest_rank`` and ``busy_*_ms`` only with several
-ranks; ``compiled_graphs`` only if blocks are compiled). A validation line is
+ranks; ``compiled_graphs`` only if blocks are compiled; ``float8_*`` only in a shadow step). A validation line is
 ``{"step": ..., "val_loss": ...}``, with metrics of the task, such as ``val_accuracy``, and all of them again with
 ``_ema`` if an average is kept. A sampled step has a line
 ``{"step": ..., "precision": {...}}`` too: see docs/precision/telemetry.md. JSON has no NaN or infinity, so
@@ -37,9 +37,10 @@ METRIC = re.compile(r"val_(?!loss)\w{1,40}", re.ASCII)
 _BUSY = ("slowest_rank", "busy_slowest_ms", "busy_median_ms", "busy_spread_ms")
 _PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
 _GRAPHS = "compiled_graphs"
+_GAP = ("float8_loss_gap", "float8_gradient_cosine", "float8_gradient_norm_ratio")
 TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY, _GRAPHS)
 """Fields of a training line that depend on the machine or the process; a run that is repeated has the same others."""
-_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS)
+_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS, *_GAP)
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,8 @@ class StepMetrics:
     ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
     compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the start of the process;
-    None: they are not compiled.
+    None: they are not compiled. ``float8_*`` compare FP8 with BF16 in a step of ``precision.float8.shadow_every``: see
+    ``dtrain.engine.parts.shadow.Float8Gap``.
     """
 
     step: int
@@ -85,6 +87,9 @@ class StepMetrics:
     busy_median_ms: float | None = None
     busy_spread_ms: float | None = None
     compiled_graphs: int | None = None
+    float8_loss_gap: float | None = None
+    float8_gradient_cosine: float | None = None
+    float8_gradient_norm_ratio: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         values = finite(asdict(self))

@@ -178,7 +178,8 @@ class Trainer:
         """
         config, step = self._config, self._engine.attempted_steps
         self._unreported.append((step, outcome))
-        intervals = (config.log_every, config.eval_every, config.save_every)
+        shadow_every = self._session.config.precision.float8.shadow_every  # after which the host has waited
+        intervals = (config.log_every, config.eval_every, config.save_every, shadow_every)
         due = self._engine.is_synchronous or step == config.steps or any(_due(step, every) for every in intervals)
         ready = self._unreported if due else self._unreported[:-1]
         stop = any(reported.stop_requested for _, reported in ready)
@@ -200,7 +201,9 @@ class Trainer:
         self._timer.step_done(tokens, self._waited_s)  # after the outcome is read, which waits for the device
         self._waited_s = 0.0
         last = step == self._config.steps or outcome.stop_requested
-        if outcome.applied and not last and step % self._config.log_every:
+        gap = self._engine.float8_gap
+        gap = gap if gap is not None and gap.step == step else None
+        if outcome.applied and not last and step % self._config.log_every and gap is None:
             return
         pace = self._timer.window()
         phases = self._phases.window(pace.steps)
@@ -230,6 +233,9 @@ class Trainer:
             busy_median_ms=busy.median_ms if busy is not None else None,
             busy_spread_ms=busy.spread_ms if busy is not None else None,
             compiled_graphs=self._engine.compiled_graphs,
+            float8_loss_gap=gap.loss if gap is not None else None,
+            float8_gradient_cosine=gap.cosine if gap is not None else None,
+            float8_gradient_norm_ratio=gap.norm_ratio if gap is not None else None,
         )
         for sink in self._sinks:
             sink.step(metrics)

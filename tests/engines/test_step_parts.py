@@ -28,12 +28,13 @@ from dtrain.engine.step import StepEngine
 from dtrain.errors import CheckpointError, ContractError, CorruptionError
 from dtrain.parameters.model_states import MASTER
 from dtrain.precision.regions import trace_regions
+from tests.engines import float8_model
 from tests.helpers.bit_flips import flip_bit
 from tests.helpers.ranks import run_ranks
 from tests.measure.classes import classes_of
 
 NAMES = [field.name for field in fields(EngineParts)]
-NEEDED_BY = {"forwards": {"replay"}, "phases": {"busy"}}
+NEEDED_BY = {"forwards": {"replay", "shadow"}, "phases": {"busy"}}
 """Parts without which another one has nothing to work on: kept forwards, time in phases."""
 
 
@@ -51,14 +52,19 @@ class Model(nn.Module):
         return self.last(self.norm(self.first(x) + self.drift)) * self.table
 
 
-def start(without: str, **options: Any) -> Any:
-    """Returns an engine of two ranks without that part."""
+def without_part(without: str) -> Any:
+    """Context in which engines are built without that part."""
 
     def in_order(parts: EngineParts) -> list[Any]:
         return [getattr(parts, name) for name in NAMES if name != without and getattr(parts, name) is not None]
 
+    return patch.object(EngineParts, "in_order", in_order)
+
+
+def start(without: str, **options: Any) -> Any:
+    """Returns an engine of two ranks without that part."""
     torch.manual_seed(0)
-    with patch.object(EngineParts, "in_order", in_order):
+    with without_part(without):
         settings: dict[str, Any] = {"precision": "fp32", "audit": 1, "seed": 3, "zero_stage": 1} | options
         engine = dtrain.initialize(Model(), optimizer=dtrain.AdamW(lr=0.1), **settings)
     assert isinstance(engine, StepEngine)
@@ -184,6 +190,14 @@ def replay(without: str) -> bool:
     return raises(CorruptionError, lambda: step(engine))
 
 
+def shadow(without: str) -> bool:
+    policy = dtrain.PrecisionPolicy.named("fp8", float8=dtrain.Float8(shadow_every=1))
+    with without_part(without):
+        engine = float8_model.start("native", 1, policy)
+    float8_model.train_step(engine, 2)
+    return engine.float8_gap is not None
+
+
 def compiled(without: str) -> bool:
     """The first step says into how many graphs the blocks were compiled; here none was."""
     build = order.build_parts
@@ -226,6 +240,7 @@ PROMISES: dict[str, Callable[[str], bool]] = {
     "missed": missed,
     "audit": audit,
     "replay": replay,
+    "shadow": shadow,
     "compiled": compiled,
     "busy": busy,
 }

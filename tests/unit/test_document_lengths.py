@@ -20,7 +20,7 @@ BUDGETS = {
     "docs/precision/precision.md": 1580,
     "docs/precision/probe.md": 700,
     "docs/precision/replay.md": 900,
-    "docs/precision/telemetry.md": 1110,
+    "docs/precision/telemetry.md": 1170,
     "docs/run/checkpoints.md": 1970,
     "docs/run/data.md": 1360,
     "docs/run/launchers.md": 690,

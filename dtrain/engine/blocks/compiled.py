@@ -21,6 +21,7 @@ from dtrain.engine.blocks.recompute import Forward
 from dtrain.engine.parts.forward_calls import kept_buffers
 from dtrain.engine.parts.part import StepPart, StepUnderWay
 from dtrain.errors import ConfigError
+from dtrain.precision.float8.linear import are_products_in_bf16
 from dtrain.precision.hardware import has_compiler
 from dtrain.precision.regions import trace_regions, traces_regions
 from dtrain.precision.rules import COMPILED_FORWARD
@@ -80,7 +81,7 @@ class CompiledBlocks(StepPart):
         compiled = torch.compile(forward, backend=self._compile)
 
         def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if not self.is_on or not torch.is_grad_enabled():
+            if not self.is_on or not torch.is_grad_enabled() or are_products_in_bf16():
                 return forward(module, *args, **kwargs)
             if self._measures:  # eager until the ranks have agreed, after the step
                 if not self._times:

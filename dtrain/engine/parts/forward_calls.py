@@ -1,8 +1,8 @@
-"""The forwards of a step, kept so that a micro-batch can be run again: to explain a skip, or to compare its bits."""
+"""The forwards of a step, kept so that a micro-batch can be run again: to explain a skip, or to compare it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,13 +10,12 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dtrain.config.audit import Audit
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.part import Forward, StepPart, StepUnderWay
 from dtrain.engine.vote.decide import DecodedDecision
 
 REPLAYED = 0
-"""Number of the micro-batch that an audit computes again."""
+"""Number of the micro-batch that an audit or a shadow step computes again."""
 
 
 class KeptForwards(StepPart):
@@ -25,15 +24,15 @@ class KeptForwards(StepPart):
     The caller must not overwrite them before the next step.
 
     Args:
-        settings: which steps are replayed.
+        repeats: each tells whether it runs a step, counted from 1, again.
     """
 
-    def __init__(self, settings: Audit) -> None:
-        self._settings = settings
+    def __init__(self, *repeats: Callable[[int], bool]) -> None:
+        self._repeats = repeats
         self._calls: dict[int, dict[int, list[Forward]]] = {}  # by step and micro-batch
 
     def before_forward(self, call: Forward) -> None:
-        is_replayed = call.micro_batch == REPLAYED and self._settings.replays(call.step + 1)
+        is_replayed = call.micro_batch == REPLAYED and any(repeats(call.step + 1) for repeats in self._repeats)
         if not call.is_training or not (call.is_explained or is_replayed):
             return
         if call.begins_step:  # a step that ended the run is never finalized

@@ -7,7 +7,7 @@
 - ``checkpointer`` raises the failure of a save before any part has changed the step, so the caller can repeat it.
 - ``gradients`` comes before the parts that change something in ``before_reduction``, so the caller can repeat the step.
 - ``written`` takes over the user's writes before ``audit``, which leaves written parameters out, looks at the masters.
-- ``samples`` comes before ``replay``, so that it has ended its counting when ``replay`` runs forwards again.
+- ``samples`` comes before ``replay`` and ``shadow``, so that its counting has ended when they run forwards again.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ from dtrain.engine.parts.phases import Phases
 from dtrain.engine.parts.replay import MicroBatchReplay
 from dtrain.engine.parts.running_statistics import RunningStatistics
 from dtrain.engine.parts.samples import PrecisionSamples
+from dtrain.engine.parts.shadow import ShadowStep
 from dtrain.engine.parts.stragglers import BusyMeter
 from dtrain.engine.parts.taken_gradients import TakenGradients
 from dtrain.engine.parts.written_weights import WrittenWeights
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
+from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.parameters.model_states import ModelStates
 
 
@@ -52,6 +54,7 @@ class EngineParts:
     missed: MissedUpdates
     audit: StateAudit
     replay: MicroBatchReplay
+    shadow: ShadowStep
     compiled: CompiledBlocks | None
     busy: BusyMeter
 
@@ -67,6 +70,7 @@ def build_parts(
     settings: Audit,
     finalizer: StepFinalizer,
     forward: ModelForward,
+    losses: LossAccumulator,
     samples: PrecisionSamples,
     missed: MissedUpdates,
     gradients: TakenGradients,
@@ -74,7 +78,9 @@ def build_parts(
     busy: BusyMeter,
 ) -> EngineParts:
     """Returns the parts of an engine; ``settings`` are those of audits."""
-    audit, forwards = StateAudit(states, run, settings, finalizer), KeptForwards(settings)
+    audit, contract = StateAudit(states, run, settings, finalizer), states.contract
+    forwards = KeptForwards(settings.replays, contract.is_shadowed)
+    replay = MicroBatchReplay(settings, forward, states, forwards)
     return EngineParts(
         phases=Phases(states.comm.schedule.progress),
         checkpointer=Checkpointer(states, run, finalizer, audit.noting),
@@ -87,7 +93,8 @@ def build_parts(
         samples=samples,
         missed=missed,
         audit=audit,
-        replay=MicroBatchReplay(settings, forward, states, forwards),
+        replay=replay,
+        shadow=ShadowStep(contract, replay, losses),
         compiled=compiled,
         busy=busy,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ from dtrain.parameters.running_backward import backward_of
 from dtrain.precision.forward import find_loss
 from dtrain.precision.module_values import named_tensors
 
+Seen = Callable[[str, str, Tensor], None]  # kind, name, value
 _NUM_LISTED = 8  # tensors in the message
 
 
@@ -54,10 +55,8 @@ class MicroBatchReplay(StepPart):
     """
 
     def __init__(self, settings: Audit, forward: ModelForward, states: ModelStates, calls: KeptForwards) -> None:
-        self._settings = settings
-        self._forward = forward
-        self._states = states
-        self._calls = calls
+        self._settings, self._states = settings, states
+        self.forward, self.calls = forward, calls
 
     def before_update(self, step: StepUnderWay) -> None:
         """Compares two passes, if the step is replayed; all ranks call together, because forwards may communicate.
@@ -68,9 +67,9 @@ class MicroBatchReplay(StepPart):
         """
         if not self._settings.replays(step.number + 1):
             return
-        calls = self._calls.of(step.number, REPLAYED)
+        calls = self.calls.of(step.number, REPLAYED)
         found = on_every_rank(
-            self._forward.comm,
+            self.forward.comm,
             "audit.replay_every: computing a micro-batch again",
             lambda: self._compare(calls, step.loss_scale),
             UsageError,
@@ -96,9 +95,11 @@ class MicroBatchReplay(StepPart):
         """Returns kind and name of the tensors that differ, in the order of computation."""
         try:
             with deterministic_kernels():
-                first, second = (self._run(calls, loss_scale) for _ in range(2))
+                first, second = _Pass(), _Pass()
+                for one in (first, second):
+                    self.run(calls, loss_scale, one.add)
         finally:
-            self._forward.discard()
+            self.forward.discard()
         if first.keys != second.keys:
             pairs = zip(first.keys, second.keys, strict=False)
             shorter = min(len(first.keys), len(second.keys))
@@ -109,8 +110,9 @@ class MicroBatchReplay(StepPart):
         differs = (torch.stack(first.values) != torch.stack(second.values)).tolist()
         return [key for key, other in zip(first.keys, differs, strict=True) if other]
 
-    def _run(self, calls: Sequence[Forward], loss_scale: float) -> _Pass:
-        forward, result = self._forward, _Pass()
+    def run(self, calls: Sequence[Forward], loss_scale: float, seen: Seen) -> None:
+        """Runs forwards and their backward; ``seen`` gets losses, outputs, gradients before any reduction, buffers."""
+        forward = self.forward
         with ExitStack() as stack:
             stack.enter_context(kept_buffers(forward.module))
             roots: list[Tensor] = []
@@ -121,17 +123,16 @@ class MicroBatchReplay(StepPart):
                     output = forward.run(key, call.args, call.kwargs)
                     loss = find_loss(output)
                     for name, tensor in named_tensors(f"forward {number}" if number else "forward", output):
-                        result.add("loss" if tensor is loss else "output", name, tensor)
+                        seen("loss" if tensor is loss else "output", name, tensor)
                         if tensor.requires_grad and (loss is None or tensor is loss):
                             roots.append(tensor)
             for name, parameter in self._parameters().items():
-                stack.callback(parameter.register_hook(partial(_add_gradient, result, name)).remove)
+                stack.callback(parameter.register_hook(partial(_add_gradient, seen, name)).remove)
             if roots:
                 with backward_of(self), forward.backward_precision():
                     torch.autograd.backward(roots, [torch.full_like(root, loss_scale) for root in roots])
             for name, buffer in forward.module.named_buffers():
-                result.add("buffer", name, buffer)
-        return result
+                seen("buffer", name, buffer)
 
     def _parameters(self) -> Mapping[str, nn.Parameter]:
         """Returns the tensors at which the gradients of the trained parameters arrive."""
@@ -139,6 +140,6 @@ class MicroBatchReplay(StepPart):
         return {name: p for name, p in found.items() if p.requires_grad and not hasattr(p, "device_mesh")}
 
 
-def _add_gradient(result: _Pass, name: str, grad: Tensor | None) -> None:
+def _add_gradient(seen: Seen, name: str, grad: Tensor | None) -> None:
     if grad is not None:
-        result.add("gradient", name, grad)
+        seen("gradient", name, grad)

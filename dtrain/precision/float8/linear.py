@@ -70,6 +70,10 @@ class Float8Linear(nn.Linear):
         if self.computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
+        if _bf16_depth:
+            dtype = self.recipe.out_dtype
+            bias = None if self.bias is None else self.bias.to(dtype)
+            return F.linear(x.to(dtype), quantized.represented(weight).to(dtype), bias)
         traced = torch.compiler.is_compiling()
         source = quantized.key if traced or _operators_depth else quantized
         y: Tensor = _Float8Matmul.apply(
@@ -124,7 +128,7 @@ class Float8Linear(nn.Linear):
         return copied
 
 
-_operators_depth = 0  # a global, because backward runs in threads of its own
+_operators_depth = _bf16_depth = 0  # globals, because backward runs in threads of its own
 
 
 @contextmanager
@@ -136,6 +140,22 @@ def products_as_operators() -> Iterator[None]:
         yield
     finally:
         _operators_depth -= 1
+
+
+@contextmanager
+def products_in_bf16() -> Iterator[None]:
+    """Inside, FP8 Linears multiply in the recipe's output dtype, with the weight that its FP8 copy represents."""
+    global _bf16_depth
+    _bf16_depth += 1
+    try:
+        yield
+    finally:
+        _bf16_depth -= 1
+
+
+def are_products_in_bf16() -> bool:
+    """Whether it is called inside ``products_in_bf16``."""
+    return _bf16_depth > 0
 
 
 def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:

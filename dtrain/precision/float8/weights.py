@@ -275,6 +275,12 @@ class QuantizedWeight:
     def _quantize(self, matrix: Tensor) -> Quantized:
         return quantize(matrix, E4M3, self.recipe.weight_scaling, both=False, compiled=self.recipe.compile)[0]
 
+    def represented(self, weight: Tensor) -> Tensor:
+        """Returns what the copy for the output represents, in the dtype of ``weight``, to which gradients flow."""
+        copy, _ = self.copies(weight)
+        values: Tensor = _Dequantize.apply(weight, copy.values, copy.scale)
+        return values
+
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.
 

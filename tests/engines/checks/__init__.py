@@ -9,6 +9,7 @@ from tests.engines.checks import (  # noqa: F401
     modules,
     optimizers,
     reads,
+    shadow,
     skips,
     training,
     two_engines,

@@ -21,6 +21,7 @@ def test_a_step_is_one_line() -> None:
     assert format_step(replace(STEP, data_wait_ms=15.4), 200).endswith("310 ms")
     assert format_step(replace(STEP, data_wait_ms=15.6), 200).endswith("310 ms  data_wait 16 ms"), "5 % of the step"
     assert "loss_scale 65536  skipped 3" in format_step(replace(STEP, loss_scale=65536.0, skipped_steps=3), 200)
+    assert format_step(replace(STEP, float8_gradient_cosine=0.99943), 200).endswith("310 ms  float8 cosine 0.9994")
     skipped = replace(STEP, applied=False, loss=math.nan, reason="overflow", culprit="'head' on rank 1", loss_scale=8.0)
     assert format_step(skipped, 200) == "step 20/200  skipped: overflow  loss_scale 8  culprit: 'head' on rank 1"
 
@@ -77,3 +78,14 @@ def test_without_a_terminal_there_are_plain_lines_that_control_none(monkeypatch:
     logger.info("the class '%s'\n\tis of the folder", "\x1b]0;title\x07\r\x9b2J")
     logged = "the class '\ufffd]0;title\ufffd\ufffd\ufffd2J'\n\tis of the folder\n"
     assert stream.getvalue() == format_step(STEP, 200) + "\n" + logged
+
+
+def test_gradients_far_from_those_of_bf16_are_a_warning_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    console = Console(200, 0, tmp_path)
+    with caplog.at_level(logging.WARNING, logger.name):
+        for cosine in (math.nan, 0.91, 0.89, 0.5):
+            console.step(replace(STEP, float8_gradient_cosine=cosine))
+    console.close(0)
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith("step 20: the gradients in FP8 and in BF16 have a cosine of 0.890, below 0.9: take")
+    assert all(word in message for word in ("precision.float8.recipe", "precision.rules", "precision=bf16"))

@@ -43,6 +43,8 @@ def test_metrics_lines_have_the_documented_keys(tmp_path: Path) -> None:
     assert list(lines[0]) == [*keys.split(), "peak_memory"]
     assert [lines[1][key] for key in ("loss", "grad_norm", "reason", "culprit")] == [None, None, "overflow", "rank 1"]
     assert lines[2] == {"step": 2, "val_loss": 2.5}
+    gap = replace(STEP, float8_loss_gap=0.5, float8_gradient_cosine=math.nan).to_dict()
+    assert list(gap)[-1] == "float8_loss_gap", "of a skipped step there is no cosine"
     assert replace(STEP, compiled_graphs=2).to_dict()["compiled_graphs"] == 2
 
 

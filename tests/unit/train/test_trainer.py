@@ -60,7 +60,7 @@ class _CountingEngine:
         is_synchronous: bool = True, busy_until: int = 0,
     ) -> None:  # fmt: skip
         self.busy = SimpleNamespace(latest=None)
-        self.compiled_graphs = None
+        self.compiled_graphs = self.float8_gap = None
         self.is_synchronous, self.ema_decay = is_synchronous, None
         self.reads: list[tuple[int, int]] = []  # (step whose outcome is read, steps taken by then), if lazy
         self.attempted_steps = self.applied_steps = self.loaded_steps = attempted_steps
