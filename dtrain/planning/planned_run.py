@@ -127,7 +127,7 @@ class PlannedRun:
         changed in what does not change memory or products.
         """
         recorder = recorder or StepRecorder()
-        config = _executable(self.config, self.device)
+        config = executable(self.config, self.device)
         comm = planned_ranks(self.num_ranks, self.transport, torch.device("cpu"), recorder)
         model = build_without_values(config, self.task)
         # fake targets have no values to count
@@ -225,7 +225,7 @@ def saved_bytes(engine: NativeEngine) -> tuple[int, int]:
     return nbytes, round(nbytes * whole / max(elements, 1))
 
 
-def _executable(config: RunConfig, device: Device) -> RunConfig:
+def executable(config: RunConfig, device: Device) -> RunConfig:
     """Returns ``config`` as fake CPU tensors can run it: what the device decides is decided, nothing is compiled."""
     precision = config.precision
     if device.type == "cuda":

@@ -13,7 +13,8 @@ from dtrain.data import load_dataset
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device
-from dtrain.planning.planned_run import build_without_values
+from dtrain.planning.devices import Device
+from dtrain.planning.planned_run import build_without_values, executable
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import decide_float8
 from dtrain.precision.rules import format_name
@@ -24,18 +25,22 @@ from dtrain.train.setup import check_patterns, check_precision, make_policy
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
 
 
-def show_plan(config: RunConfig, *, folded: bool) -> None:
+def show_plan(config: RunConfig, planned: Device | None = None, *, folded: bool) -> tuple[str, ...]:
     """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
-    If ``folded``, modules that differ only in one index share a row. Raises ``ConfigError`` as ``dtrain train`` would.
+    Returns the FP8 modules. If ``folded``, modules that differ only in one index share a row. ``planned`` is a GPU that
+    is elsewhere. Raises ``ConfigError`` as ``dtrain train`` would.
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    check_precision(config, device)
+    if planned is None:
+        check_precision(config, device)
     is_language = config.data.is_language  # then the formats are the same with any vocabulary
     task = VOCAB_SIZE if is_language else load_dataset(config.data, config.model.max_seq_len).task
     model = build_without_values(config, task)
     check_patterns(config, model)
-    policy = make_policy(config).on(device)
+    policy = make_policy(config if planned is None else executable(config, planned)).on(device)
+    if planned is not None and config.precision.float8.choice != "all" and not policy.float8.emulate:
+        policy = replace(policy, float8=replace(policy.float8, choice="timed"))
     candidates = float8_candidates(policy, model)
     decisions = decide_float8(candidates, replace(policy.float8, choice="all"), device)  # which times nothing
     if policy.float8.choice == "timed":
@@ -59,7 +64,8 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
         counts = [(shape, str(count)) for shape, count in timed.items()]
         tables.append(Table(title, ("rows x in -> out", "modules"), counts))
     show(tables)
-    print(f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else ""))
+    where = device.type if planned is None else planned.name
+    print(f"precision {policy.name} on {where}" + (f", because {policy.reason}" if policy.reason else ""))
     if contract.recipe is not None:
         print(f"float8: {contract.recipe.describe()}")
     numel: Counter[str] = Counter()
@@ -69,6 +75,7 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
     print(f"compute weights: {weights}{frozen}; {states.describe()}")
+    return contract.float8_modules
 
 
 def _shape(module: nn.Module) -> str:
