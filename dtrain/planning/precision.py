@@ -14,13 +14,13 @@ from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device
 from dtrain.planning.devices import Device
-from dtrain.planning.planned_run import build_without_values, executable
+from dtrain.planning.planned_run import build_without_values
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import decide_float8
 from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Table, fold, show
-from dtrain.train.setup import check_patterns, check_precision, make_policy
+from dtrain.train.setup import check_patterns, check_precision, executable, make_policy
 
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
 
@@ -38,7 +38,9 @@ def show_plan(config: RunConfig, planned: Device | None = None, *, folded: bool)
     task = VOCAB_SIZE if is_language else load_dataset(config.data, config.model.max_seq_len).task
     model = build_without_values(config, task)
     check_patterns(config, model)
-    policy = make_policy(config if planned is None else executable(config, planned)).on(device)
+    is_tf32 = planned is not None and config.precision.name == "tf32"  # which a CPU refuses
+    wanted = config if planned is None else executable(config, planned.type, planned.capability)
+    policy = make_policy(config) if is_tf32 else make_policy(wanted).on(device)
     if planned is not None and config.precision.float8.choice != "all" and not policy.float8.emulate:
         policy = replace(policy, float8=replace(policy.float8, choice="timed"))
     candidates = float8_candidates(policy, model)
@@ -61,11 +63,10 @@ def show_plan(config: RunConfig, planned: Device | None = None, *, folded: bool)
     )
     if timed:
         title = "Timed at the start: output and both gradients, in FP8 and in BF16"
-        counts = [(shape, str(count)) for shape, count in timed.items()]
-        tables.append(Table(title, ("rows x in -> out", "modules"), counts))
+        tables.append(Table(title, ("rows x in -> out", "modules"), [(shape, str(n)) for shape, n in timed.items()]))
     show(tables)
-    where = device.type if planned is None else planned.name
-    print(f"precision {policy.name} on {where}" + (f", because {policy.reason}" if policy.reason else ""))
+    because = f", because {policy.reason}" if policy.reason else ""
+    print(f"precision {policy.name} on {device.type if planned is None else planned.name}{because}")
     if contract.recipe is not None:
         print(f"float8: {contract.recipe.describe()}")
     numel: Counter[str] = Counter()

@@ -131,20 +131,21 @@ class Outlook:
         shares = ", ".join(f"{flops / total:.0%} in {kind}" for kind, flops in self.flops.items() if flops)
 
         def shown(times: Times) -> str:
-            texts = (f"{1e3 * seconds:.4g} ms ({1e6 * seconds / self.targets:.3g} us)" for seconds in times)
-            return "{} in BF16, {} in FP8".format(*texts)
+            ms, us = ([scale * seconds for seconds in times] for scale in (1e3, 1e6 / self.targets))
+            return f"{ms[0]:.4g} ms in BF16, {ms[1]:.4g} ms in FP8 ({us[0]:.3g} and {us[1]:.3g} us each)"
 
         return [
-            f"FLOPs of a step: {shares}; attention is counted by half if it is causal",
-            f"a step of {self.targets:,} {self.unit} (each): {shown(self.unfused)}; fused: {shown(self.fused)}",
-            f"nothing is measured: products at {BF16_SHARE:.0%} of the published BF16 rate and {FP8_SHARE:.0%} of "
-            f"FP8's, casts at {MEMORY_SHARE:.0%} of the memory's, {FUSED_SHARE:.0%} of the bytes if fused",
+            f"FLOPs of a step: {shares} (half of it if it is causal)",
+            f"a step of {self.targets:,} {self.unit}: {shown(self.unfused)}",
+            f"with compiled blocks: {shown(self.fused)}",
+            f"assumed, not measured: {BF16_SHARE:.0%} of the published BF16 rate, {FP8_SHARE:.0%} of FP8's, "
+            f"{MEMORY_SHARE:.0%} of the memory's; {FUSED_SHARE:.0%} of the bytes if fused",
         ]
 
 
 def emulated_line(device: str) -> str:
     """Returns the line of a run on a device without FP8 products."""
     return (
-        f"fp8 on {device} is emulated and brings no speed here; what a GPU would gain: "
+        f"fp8 is emulated on {device} and brings no speed; what a GPU with FP8 would gain: "
         "dtrain plan precision precision=fp8 device=h100-80gb"
     )

@@ -62,6 +62,15 @@ class ReceiptRow:
         measured = "-" if self.measured is None else bytes_text(self.measured)
         return bytes_range(self.planned_low, self.planned_high), measured
 
+    def deviation(self) -> str:
+        """Returns how far the measured bytes are outside of the planned bounds, for people."""
+        if self.measured is None:
+            return "not measured"
+        nearest = min(max(self.measured, self.planned_low), self.planned_high)
+        return (
+            "as planned" if nearest == self.measured else f"{100 * (self.measured - nearest) / max(nearest, 1):+.1f} %"
+        )
+
 
 @dataclass(frozen=True)
 class Receipt:

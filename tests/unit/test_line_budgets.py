@@ -15,8 +15,8 @@ BUDGETS: dict[str, tuple[int, int]] = {  # rooms: lines of *.py at most, blank a
     "train telemetry supervision config cli": (11_500, 11_500),
     "data models tasks": (7_500, 7_500),
     "measure": (12_700, 9_000),
-    "planning": (3_800, 3_800),
-    "tools integrations": (7_000, 7_000),
+    "planning": (3_860, 3_860),
+    "tools integrations": (6_940, 6_940),
     "redaction": (400, 400),
 }
 """A budget above its goal only shrinks."""

@@ -29,8 +29,8 @@ ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
 _CPU_RATE, _CPU_BANDWIDTH = 50e9, 10e9
 """Stand-ins for a CPU, whose rates are not published: only the proportions between operations count."""
 
-Change = Callable[[RecordedCall, MatrixProduct | None, float], float]
-"""Returns the seconds of a call of forward or backward, which is perhaps a product, from those without a change."""
+Pricing = Callable[[RecordedCall, MatrixProduct | None, float], float]
+"""Returns the seconds of a call, which is perhaps a product, from those by published rates."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class PricedRun:
     parts: Parts
 
     @staticmethod
-    def of(recorded: RecordedSteps, efficiency: float = 1.0, change: Change = lambda *priced: priced[-1]) -> PricedRun:
+    def of(recorded: RecordedSteps, efficiency: float = 1.0, change: Pricing = lambda *priced: priced[-1]) -> PricedRun:
         """Returns ``recorded`` with the seconds of its operations; one more micro-batch costs what the last one did.
 
         ``efficiency`` is the share of the published rates that products reach; ``change`` prices a call otherwise.
@@ -171,11 +171,11 @@ class PricedRun:
         return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
 
 
-def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float, change: Change) -> tuple[RankTrace, Parts]:
+def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float, change: Pricing) -> tuple[RankTrace, Parts]:
     """Returns what a rank does in ``step`` if transfers take no time, and the seconds of its parts.
 
     A product takes the longer of its FLOPs, at a share ``efficiency`` of the rate, and its bytes; all else its bytes.
-    The update is one pass over the states, whatever operations it has.
+    ``change`` prices it otherwise. The update is one pass over the states, whatever operations it has.
 
     Raises:
         ConfigError: a rate that is needed is not published.
@@ -199,8 +199,7 @@ def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float, change
     for call in step.calls:
         multiplied = found[call.at]
         taken = sum(map(seconds_of, multiplied)) if multiplied else moved_bytes(call) / bandwidth
-        if call.part != UPDATE:
-            taken = change(call, multiplied[0] if multiplied else None, taken)
+        taken = change(call, multiplied[0] if multiplied else None, taken)
         timed.append((call, taken))
         sums[UPDATE if call.part == UPDATE else "products" if multiplied else "others"] += taken
     states = Counter(recorded.memory[0]) + Counter(recorded.memory[1])
