@@ -13,7 +13,7 @@ from typing import NamedTuple
 from dtrain.precision.float8.choice import MIN_GAIN
 
 BF16_SHARE, FP8_SHARE, MEMORY_SHARE = 0.67, 0.59, 0.9
-"""Shares of the published rates that are sustained: 660 of 989 and 1,170 of 1,979 TFLOP/s, 3.0 of 3.35 TB/s (H100)."""
+"""Assumed shares of the published rates: 660 of 989 and 1,170 of 1,979 TFLOP/s, 3.0 of 3.35 TB/s (H100)."""
 
 FUSED_SHARE = 0.2
 """Share that remains of the bytes of casts, and of all else between the products of a block, if the compiler fuses it.
@@ -21,8 +21,14 @@ FUSED_SHARE = 0.2
 An assumption: nothing says it of a model but a measurement.
 """
 
-FP8_LINEARS, LINEARS, IN_ATTENTION, OTHERS = KINDS = ("FP8 Linears", "other Linears", "attention", "other products")
-"""Kinds of products."""
+FP8_LINEARS, LINEARS, IN_ATTENTION, OTHERS = (
+    "FP8 Linears",
+    "other Linears",
+    "attention (half if causal)",
+    "other products",
+)
+KINDS = (FP8_LINEARS, LINEARS, IN_ATTENTION, OTHERS)
+"""Kinds of products. Of causal attention half is counted."""
 
 
 class RecipeCost(NamedTuple):
@@ -135,7 +141,7 @@ class Outlook:
             return f"{ms[0]:.4g} ms in BF16, {ms[1]:.4g} ms in FP8 ({us[0]:.3g} and {us[1]:.3g} us each)"
 
         return [
-            f"FLOPs of a step: {shares} (half of it if it is causal)",
+            f"FLOPs of a step: {shares}",
             f"a step of {self.targets:,} {self.unit}: {shown(self.unfused)}",
             f"with compiled blocks: {shown(self.fused)}",
             f"assumed, not measured: {BF16_SHARE:.0%} of the published BF16 rate, {FP8_SHARE:.0%} of FP8's, "

@@ -75,7 +75,7 @@ def test_the_predicted_step_differs_by_products_and_casts() -> None:
     assert found.flops["FP8 Linears"] == 6 * _MACS
     assert found.flops["other Linears"] == 6 * 4096 * 2048 * 320  # the head, of 320 tokens
     # scores and sums in forward, the same and five products in backward, half of them
-    assert found.flops["attention"] == 2 * 32 * 2 * 4096 * 4096 * 64 * 7 // 2
+    assert found.flops["attention (half if causal)"] == 2 * 32 * 2 * 4096 * 4096 * 64 * 7 // 2
     assert found.flops["other products"] == 0
 
 
