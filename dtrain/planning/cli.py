@@ -41,10 +41,10 @@ _USAGE = f"""usage: dtrain plan memory|time|shapes|precision|scale [option ...] 
   memory     bytes of a rank by kind, whether they fit, the largest micro-batch that does, and what would help
   time       how long a step takes and what it consists of; what faster products would bring
   shapes     every product of a step: its dimensions, the rules it breaks, its arithmetic intensity
-  precision  the format of each module of the model, with the reason
+  precision  the format of each module of the model, with the reason, and the speed that FP8 is expected to bring
   scale      a step, a start, the memory and a checkpoint on many ranks; dtrain simulate is another name
 
-All take the keys of dtrain train (dtrain train --help). memory, time, shapes and scale also take:
+All take the keys of dtrain train (dtrain train --help); precision also takes device=, the others also take:
 
 {_OWN}
 
@@ -64,7 +64,7 @@ _PLANS = ("memory", "time", "shapes", "precision", "scale")
 _RUN, _TIME, _SCALE = ("memory", "time", "shapes", "scale"), ("time", "scale"), ("scale",)
 _ANY = (str, lambda _: True, "")
 _OWN_KEYS: dict[str, tuple[Sequence[str], Callable[[str], Any], Callable[[Any], bool], str]] = {
-    "device=": (_RUN, *_ANY),
+    "device=": (_PLANS, *_ANY),
     "ranks=": (
         _RUN,
         lambda text: [int(count) * count.isdecimal() for count in text.split(",")],

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain.config.audit import Audit
 from dtrain.config.model import HF_FACTORY
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset, load_dataset
@@ -29,7 +28,7 @@ from dtrain.planning.record.ranks import HOST, NCCL, SOCKETS, Transfer, planned_
 from dtrain.planning.record.recorder import RecordedStep, RecordedStorage, StepRecorder
 from dtrain.tasks import Language, Task
 from dtrain.train.session import Session, micro_batch_weight
-from dtrain.train.setup import make_engine, torch_settings_restored
+from dtrain.train.setup import executable, make_engine, torch_settings_restored
 
 _NUM_TREE_MICRO_BATCHES = 8
 """Micro-batches of a planned step in which partial sums stay (``reproducible``); two show all else."""
@@ -127,7 +126,7 @@ class PlannedRun:
         changed in what does not change memory or products.
         """
         recorder = recorder or StepRecorder()
-        config = _executable(self.config, self.device)
+        config = executable(self.config, self.device.type, self.device.capability)
         comm = planned_ranks(self.num_ranks, self.transport, torch.device("cpu"), recorder)
         model = build_without_values(config, self.task)
         # fake targets have no values to count
@@ -223,29 +222,3 @@ def saved_bytes(engine: NativeEngine) -> tuple[int, int]:
     elements = max(sum(shard.data.numel() for shard in shards) for shards in own.values())
     whole = sum(slot.spec.numel for layout in engine.sharded.layouts for slot in layout.slots)
     return nbytes, round(nbytes * whole / max(elements, 1))
-
-
-def _executable(config: RunConfig, device: Device) -> RunConfig:
-    """Returns ``config`` as fake CPU tensors can run it: what the device decides is decided, nothing is compiled."""
-    precision = config.precision
-    if device.type == "cuda":
-        if precision.name == "auto":
-            precision = replace(precision, name="bf16" if device.capability >= (8, 0) else "fp16")
-        elif precision.name == "tf32":  # the same tensors
-            precision = replace(precision, name="fp32")
-    if precision.name == "fp8" or "fp8" in precision.rules.values():
-        float8 = precision.float8
-        emulate: Any = float8.emulate
-        if emulate == "auto" and device.type == "cuda":
-            emulate = device.capability < (8, 9)
-        choice = "all" if float8.choice in ("auto", "timed") else float8.choice
-        precision = replace(precision, float8=replace(float8, emulate=emulate, choice=choice, compile=False))
-    optim: Any = config.optim
-    if hasattr(optim, "compile"):
-        optim = replace(optim, compile=False)
-    engine = config.engine.as_native()  # which has the activations of the same model
-    if engine.offload == "cpu" and device.type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
-        engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
-    model = replace(config.model, compile="none")
-    audit = Audit(every=0)  # it reads values
-    return replace(config, precision=precision, optim=optim, engine=engine, model=model, audit=audit)

@@ -27,6 +27,7 @@ from dtrain.planning.precision import show_plan
 from dtrain.planning.record.ranks import NCCL
 from dtrain.planning.scale import draw, scale, show_points, to_json
 from dtrain.planning.shapes.show import show_shapes
+from dtrain.planning.time.float8 import float8_lines
 from dtrain.planning.time.prediction import NO_NETWORK, Assumptions, PricedRun
 from dtrain.planning.time.show import show_time
 from dtrain.telemetry.metrics import CONFIG_FILE
@@ -39,7 +40,10 @@ def show(plan: str, config: RunConfig, given: Mapping[str, Any]) -> None:
     """Prints ``plan`` of ``config``; ``given`` are values of the keys and options that the plan takes."""
     folded, ranks = "--all" not in given, sorted({*given.get("ranks", [])})
     if plan == "precision":
-        show_plan(config, folded=folded)
+        device = find_device(given.get("device") or ("cpu" if config.launch.device == "cpu" else HERE))
+        modules = show_plan(config, None if device.is_here else device, folded=folded)
+        for line in float8_lines(modules, device, lambda: planned_run(config, device.name)) if modules else ():
+            print(line)
         return
     for key in ("json", "picture"):
         if key in given and not (folder := Path(given[key]).parent).is_dir():
@@ -115,6 +119,11 @@ class RunPlanner:
                 note = f"a step: {1e3 * planned.step.seconds:.4g} ms planned, {step_ms:.4g} ms measured"
                 return replace(receipt, notes=[*receipt.notes, note])
         return receipt
+
+    def float8_line(self, config: RunConfig, engine: Engine, dataset: Dataset) -> str:
+        run = _here(config, engine.device, engine.world_size, dataset)
+        with torch.random.fork_rng([engine.device] if engine.device.type == "cuda" else []):
+            return float8_lines(engine.contract.float8_modules, run.device, lambda: run)[-1]
 
     def advice(self, config: RunConfig, device: torch.device, num_ranks: int) -> list[str]:
         return plan_lines(_here(config, device, num_ranks))

@@ -13,29 +13,36 @@ from dtrain.data import load_dataset
 from dtrain.data.text import VOCAB_SIZE
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device
+from dtrain.planning.devices import Device
 from dtrain.planning.planned_run import build_without_values
 from dtrain.precision.contract import Contract, StateFormats, float8_candidates, resolve
 from dtrain.precision.float8.choice import decide_float8
 from dtrain.precision.rules import format_name
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Table, fold, show
-from dtrain.train.setup import check_patterns, check_precision, make_policy
+from dtrain.train.setup import check_patterns, check_precision, executable, make_policy
 
 _TO_BE_TIMED = "if timed faster than BF16 at the start"
 
 
-def show_plan(config: RunConfig, *, folded: bool) -> None:
+def show_plan(config: RunConfig, planned: Device | None = None, *, folded: bool) -> tuple[str, ...]:
     """Prints the formats of modules and operations, and the matmuls that will be timed at the start.
 
-    If ``folded``, modules that differ only in one index share a row. Raises ``ConfigError`` as ``dtrain train`` would.
+    Returns the FP8 modules. If ``folded``, modules that differ only in one index share a row. ``planned`` is a GPU that
+    is elsewhere. Raises ``ConfigError`` as ``dtrain train`` would.
     """
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    check_precision(config, device)
+    if planned is None:
+        check_precision(config, device)
     is_language = config.data.is_language  # then the formats are the same with any vocabulary
     task = VOCAB_SIZE if is_language else load_dataset(config.data, config.model.max_seq_len).task
     model = build_without_values(config, task)
     check_patterns(config, model)
-    policy = make_policy(config).on(device)
+    is_tf32 = planned is not None and config.precision.name == "tf32"  # which a CPU refuses
+    wanted = config if planned is None else executable(config, planned.type, planned.capability)
+    policy = make_policy(config) if is_tf32 else make_policy(wanted).on(device)
+    if planned is not None and config.precision.float8.choice != "all" and not policy.float8.emulate:
+        policy = replace(policy, float8=replace(policy.float8, choice="timed"))
     candidates = float8_candidates(policy, model)
     decisions = decide_float8(candidates, replace(policy.float8, choice="all"), device)  # which times nothing
     if policy.float8.choice == "timed":
@@ -56,10 +63,10 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     )
     if timed:
         title = "Timed at the start: output and both gradients, in FP8 and in BF16"
-        counts = [(shape, str(count)) for shape, count in timed.items()]
-        tables.append(Table(title, ("rows x in -> out", "modules"), counts))
+        tables.append(Table(title, ("rows x in -> out", "modules"), [(shape, str(n)) for shape, n in timed.items()]))
     show(tables)
-    print(f"precision {policy.name} on {device.type}" + (f", because {policy.reason}" if policy.reason else ""))
+    because = f", because {policy.reason}" if policy.reason else ""
+    print(f"precision {policy.name} on {device.type if planned is None else planned.name}{because}")
     if contract.recipe is not None:
         print(f"float8: {contract.recipe.describe()}")
     numel: Counter[str] = Counter()
@@ -69,6 +76,7 @@ def show_plan(config: RunConfig, *, folded: bool) -> None:
     num_frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
     frozen = f"; {compact(num_frozen)} of them frozen, without masters" if num_frozen else ""
     print(f"compute weights: {weights}{frozen}; {states.describe()}")
+    return contract.float8_modules
 
 
 def _shape(module: nn.Module) -> str:

@@ -1,6 +1,6 @@
-"""The last acts of a run, which must not fail it: its receipt, its page, and the reason if its memory ran out.
+"""Acts around a run, which must not fail it: its plan, its receipt, its page, and the reason if its memory ran out.
 
-The planner, which says what the run was planned to need, is handed in by the command line.
+The planner, which says what the run is planned to need, is handed in by the command line.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ class Planner(Protocol):
         That is ``peak``, bytes of rank 0, and ``step_ms``, the mean of a step; None: not known.
         """
 
+    def float8_line(self, config: RunConfig, engine: Engine, dataset: Dataset) -> str:
+        """Returns what FP8 is expected to bring to the run of ``engine``, which has FP8 modules."""
+
     def advice(self, config: RunConfig, device: torch.device, num_ranks: int) -> list[str]:
         """Returns the planned memory of a run on this machine, and changes that make it fit, as lines of text."""
 
@@ -58,6 +61,15 @@ class ReceiptRow:
         """Returns the planned and the measured bytes, for people."""
         measured = "-" if self.measured is None else bytes_text(self.measured)
         return bytes_range(self.planned_low, self.planned_high), measured
+
+    def deviation(self) -> str:
+        """Returns how far the measured bytes are outside of the planned bounds, for people."""
+        if self.measured is None:
+            return "not measured"
+        nearest = min(max(self.measured, self.planned_low), self.planned_high)
+        return (
+            "as planned" if nearest == self.measured else f"{100 * (self.measured - nearest) / max(nearest, 1):+.1f} %"
+        )
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,12 @@ def write_receipt(run_dir: Path, compare: Callable[[], Receipt]) -> None:
             logger.info(f"memory {kind:<16} {planned:>24} {measured:>12}")
 
 
+def log_float8_line(line: Callable[[], str]) -> None:
+    """Logs what FP8 is expected to bring; a plan that fails is a warning."""
+    with _logged("no plan of what FP8 brings"):
+        logger.info(line())
+
+
 def write_page(run_dir: Path) -> None:
     """Writes ``report.html``."""
     with _logged(f"no {REPORT_FILE}"):
@@ -107,7 +125,7 @@ def write_page(run_dir: Path) -> None:
 
 @contextmanager
 def _logged(failure: str) -> Iterator[None]:
-    """Logs an error in the block as a ``failure``; the run is finished and saved."""
+    """Logs an error in the block as a ``failure``, which does not concern what the run trains or saves."""
     try:
         yield
     except Exception as error:

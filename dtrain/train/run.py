@@ -50,7 +50,7 @@ from dtrain.telemetry.texts import compact, rate
 from dtrain.telemetry.throughput import device_name, mfu, mfu_text
 from dtrain.telemetry.trackers import check_tracker, open_tracker
 from dtrain.train.flops import flops_between, flops_by_seq_len
-from dtrain.train.receipt import Planner, explained_out_of_memory, write_page, write_receipt
+from dtrain.train.receipt import Planner, explained_out_of_memory, log_float8_line, write_page, write_receipt
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
     CONTRACT_FILE,
@@ -89,7 +89,7 @@ def run_training(config: RunConfig, *, job: int | None = None, planner: Planner 
     Args:
         config: resolved and checked.
         job: the number of this run in a sweep, else None.
-        planner: writes ``memory.json`` and explains a lack of memory; None: neither is done.
+        planner: says what FP8 brings, writes ``memory.json`` and explains a lack of memory; None: none of it is done.
 
     Returns:
         0 when all steps are done, 75 when a signal stopped the run after saving.
@@ -178,6 +178,8 @@ def _train(
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
     tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads, num_parameters)
+    if planner is not None and comm.rank == 0 and engine.contract.float8_modules:
+        log_float8_line(partial(planner.float8_line, config, engine, dataset))
     sinks = _open_sinks(config, engine, dataset, run_dir)
     exit_code = EXIT_FAILED
     try:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from dtrain.checkpoint.frozen_source import FrozenSource
+from dtrain.config.audit import Audit
 from dtrain.config.dump import agreed, config_hash
 from dtrain.config.fields import in_keys
 from dtrain.config.model import HF_FACTORY, ModelConfig
@@ -283,3 +284,32 @@ def check_same(comm: Communicator, config: RunConfig, dataset: Dataset) -> None:
                 f"the data differs: sha256 {first['data'][:12]} on rank 0 and {record['data'][:12]} on rank {rank}; "
                 f"start every rank with the same command and the same files"
             )
+
+
+def executable(config: RunConfig, device_type: str, capability: tuple[int, int]) -> RunConfig:
+    """Returns ``config`` as fake CPU tensors can run it in place of a device, for a plan.
+
+    What a device of this ``capability`` decides is decided, and nothing is compiled.
+    """
+    precision = config.precision
+    if device_type == "cuda":
+        if precision.name == "auto":
+            precision = replace(precision, name="bf16" if capability >= (8, 0) else "fp16")
+        elif precision.name == "tf32":  # the same tensors
+            precision = replace(precision, name="fp32")
+    if precision.name == "fp8" or "fp8" in precision.rules.values():
+        float8 = precision.float8
+        emulate: Any = float8.emulate
+        if emulate == "auto" and device_type == "cuda":
+            emulate = capability < (8, 9)
+        choice = "all" if float8.choice in ("auto", "timed") else float8.choice
+        precision = replace(precision, float8=replace(float8, emulate=emulate, choice=choice, compile=False))
+    optim: Any = config.optim
+    if hasattr(optim, "compile"):
+        optim = replace(optim, compile=False)
+    engine = config.engine.as_native()  # which has the activations of the same model
+    if engine.offload == "cpu" and device_type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
+        engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
+    model = replace(config.model, compile="none")
+    audit = Audit(every=0)  # it reads values
+    return replace(config, precision=precision, optim=optim, engine=engine, model=model, audit=audit)

@@ -129,7 +129,8 @@ def candidates(run: PlannedRun, plan: MemoryPlan) -> list[Candidate]:
     stage, reshards = engine.zero_stage, engine.as_native().reshard_after_forward
     wants_bf16 = config.precision.name in ("fp32", "tf32") and (is_cpu or run.device.capability >= (8, 0))
     has_chunks = model.factory in (DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY)
-    micro = config.train.micro_batch_size
+    micro, twice = config.train.micro_batch_size, "forward is computed twice"
+    mostly = f"{twice}, but for attention and every second matmul"
     sizes = [size for size in range(micro // 2, 0, -1) if micro % size == 0]
     size = next((n for n in sizes if n == 1 or plan.can_hold(plan.tensors - (1 - n / micro) * plan.growing)), micro)
     rows: list[tuple[bool, str, Any, str]] = [
@@ -141,15 +142,10 @@ def candidates(run: PlannedRun, plan: MemoryPlan) -> list[Candidate]:
         (has_chunks and model.loss_chunk == "none", "model.loss_chunk", "auto", "training returns no logits"),
         (size < micro, "train.micro_batch_size", size, f"{micro // size} times as many forwards, of smaller products"),
         (wants_bf16, "precision", "bf16", "products of BF16; masters and sums stay FP32"),
-        (
-            model.recompute == "none",
-            "model.recompute",
-            "selective",
-            "forward is computed twice, but for attention and every second matmul",
-        ),
+        (model.recompute == "none", "model.recompute", "selective", mostly),
         (config.optim.name == "adamw", "optim", "adamw-bf16", "moments rounded to BF16"),
         (has_others and stage < 3, "engine.zero_stage", 3, "weights are gathered in forward and backward"),
-        (model.recompute != "full", "model.recompute", "full", "forward is computed twice"),
+        (model.recompute != "full", "model.recompute", "full", twice),
         (not is_cpu, "engine.offload", "cpu", "the CPU updates; gradients and weights cross to the host and back"),
         *((stage > 0, "ranks", factor * run.num_ranks, f"{factor} times the devices") for factor in (2, 4, 8)),
     ]

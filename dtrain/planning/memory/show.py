@@ -50,7 +50,7 @@ def show_against(receipt: Receipt, run: PlannedRun) -> None:
     peak = measured.get(PEAK)
     states = {kind: nbytes or 0 for kind, nbytes in measured.items() if kind not in (STEP, PEAK)}
     again = receipt_of(plan_memory(run), states, peak)
-    rows = [(row.kind, *row.texts(), _deviation(row)) for row in again.rows]
+    rows = [(row.kind, *row.texts(), row.deviation()) for row in again.rows]
     show([Table("Memory of rank 0, planned and measured", ("kind", "planned", "measured", ""), rows)])
     for note in receipt.notes:
         print(note)
@@ -87,10 +87,3 @@ def fit_lines(run: PlannedRun, plan: MemoryPlan) -> list[str]:
         need = bytes_range(change.plan.low, change.plan.high)
         lines.append(f"with {change.keys}: {need}, {change.plan.fit}; costs: {change.cost}")
     return lines
-
-
-def _deviation(row: ReceiptRow) -> str:
-    if row.measured is None:
-        return "not measured"
-    nearest = min(max(row.measured, row.planned_low), row.planned_high)
-    return "as planned" if nearest == row.measured else f"{100 * (row.measured - nearest) / max(nearest, 1):+.1f} %"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -28,6 +28,9 @@ ENGINE, RING, RING_FP32 = "engine", "ring", "ring-fp32"
 
 _CPU_RATE, _CPU_BANDWIDTH = 50e9, 10e9
 """Stand-ins for a CPU, whose rates are not published: only the proportions between operations count."""
+
+Pricing = Callable[[RecordedCall, MatrixProduct | None, float], float]
+"""Returns the seconds of a call, which is perhaps a product, from those by published rates."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +133,16 @@ class PricedRun:
     parts: Parts
 
     @staticmethod
-    def of(recorded: RecordedSteps, efficiency: float = 1.0) -> PricedRun:
+    def of(recorded: RecordedSteps, efficiency: float = 1.0, change: Pricing = lambda *priced: priced[-1]) -> PricedRun:
         """Returns ``recorded`` with the seconds of its operations; one more micro-batch costs what the last one did.
 
-        ``efficiency`` is the share of the published rates that products reach.
+        ``efficiency`` is the share of the published rates that products reach; ``change`` prices a call otherwise.
 
         Raises:
             ConfigError: a rate of the device is not published.
         """
-        traces, parts = zip(*(price(step, recorded, efficiency) for step in recorded.steps[1:]), strict=True)
+        priced = (price(step, recorded, efficiency, change) for step in recorded.steps[1:])
+        traces, parts = zip(*priced, strict=True)
         return PricedRun(recorded, traces, Parts(*map(partial(_extended, recorded.num_more), parts[-1], parts[0])))
 
     def predict(self, assumed: Assumptions) -> Prediction:
@@ -167,11 +171,11 @@ class PricedRun:
         return Prediction(self, assumed, step, sum(map(links.seconds, recorded.startup)))
 
 
-def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float) -> tuple[RankTrace, Parts]:
+def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float, change: Pricing) -> tuple[RankTrace, Parts]:
     """Returns what a rank does in ``step`` if transfers take no time, and the seconds of its parts.
 
     A product takes the longer of its FLOPs, at a share ``efficiency`` of the rate, and its bytes; all else its bytes.
-    The update is one pass over the states, whatever operations it has.
+    ``change`` prices it otherwise. The update is one pass over the states, whatever operations it has.
 
     Raises:
         ConfigError: a rate that is needed is not published.
@@ -189,11 +193,15 @@ def price(step: RecordedStep, recorded: RecordedSteps, efficiency: float) -> tup
 
     timed: list[tuple[RecordedCall, float]] = []
     sums: defaultdict[str, float] = defaultdict(float)
+    found = defaultdict(list)
+    for product in products(step.calls, tf32=run.config.precision.name == "tf32"):
+        found[product.call.at].append(product)
     for call in step.calls:
-        found = products([call], tf32=run.config.precision.name == "tf32")
-        taken = sum(map(seconds_of, found)) if found else moved_bytes(call) / bandwidth
+        multiplied = found[call.at]
+        taken = sum(map(seconds_of, multiplied)) if multiplied else moved_bytes(call) / bandwidth
+        taken = change(call, multiplied[0] if multiplied else None, taken)
         timed.append((call, taken))
-        sums[UPDATE if call.part == UPDATE else "products" if found else "others"] += taken
+        sums[UPDATE if call.part == UPDATE else "products" if multiplied else "others"] += taken
     states = Counter(recorded.memory[0]) + Counter(recorded.memory[1])
     update = (2 * (states["main_grad"] + states["master"] + states["moments"]) + states["compute"]) / bandwidth
     work = [(call.at, taken * update / sums[UPDATE] if call.part == UPDATE else taken) for call, taken in timed]
