@@ -47,6 +47,7 @@ class StepMetrics:
     """One logged step.
 
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
+    ``format`` is the precision of the step, such as ``bf16``.
     ``global_batch_size`` and, of tokens, ``seq_len`` are those of this step's batch.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
@@ -71,6 +72,7 @@ class StepMetrics:
     step_ms: float
     data_wait_ms: float
     peak_memory: int
+    format: str | None = None
     global_batch_size: int | None = None
     seq_len: int | None = None
     reason: str | None = None
