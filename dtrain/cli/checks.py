@@ -59,9 +59,9 @@ def check_config(config: RunConfig, world_size: int, num_planned: int | None = N
         *(config.engine, config.optim, config.audit, config.model, precision.name, precision.rules.values()),
         format_key=lambda key: keys.get(key, f"engine.{key}"),
     )
-    if config.switch_step != config.train.steps:
+    for finish in config.parts[1:]:
         _check_finish(config)
-        check_config(config.at(config.switch_step), world_size, num_planned)
+        check_config(finish, world_size, num_planned)
 
 
 def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:

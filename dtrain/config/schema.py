@@ -256,6 +256,11 @@ class RunConfig(CheckedRecord):
             return self
         return replace(self, precision=self.precision.finish())
 
+    @property
+    def parts(self) -> tuple[RunConfig, ...]:
+        """The run in each of its precisions, in their order."""
+        return (self,) if self.switch_step == self.train.steps else (self, self.at(self.switch_step))
+
     def at_largest_batch(self) -> RunConfig:
         """Returns the run with the largest batch and the longest rows in every step."""
         largest = self.batch_growth.largest

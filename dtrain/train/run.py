@@ -102,7 +102,7 @@ def run_training(config: RunConfig, *, job: int | None = None, planner: Planner 
     """
     check_run(config)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    for part in (config, config.at(config.switch_step)):
+    for part in config.parts:
         check_precision(part, device)
     launch = config.launch
     # before the signal handlers: a signal must end a rank that waits here for others, since there is nothing to save
@@ -114,7 +114,7 @@ def run_training(config: RunConfig, *, job: int | None = None, planner: Planner 
         try:
             configure_logging(comm.rank)
             watch = watched.enter_context(supervised(comm, limits_s, enabled=supervise.enabled))
-            explained = explained_out_of_memory(config.at(config.switch_step), comm, planner)
+            explained = explained_out_of_memory(config.parts[-1], comm, planner)
             with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending(), explained:
                 exit_code = _train(config, comm, planner, job, stop, held, watch)
             if exit_code == EXIT_STOPPED:
