@@ -40,8 +40,7 @@ def show_memory(run: PlannedRun) -> None:
     rows = [(kind, bytes_range(*bounds), meanings.get(kind, "")) for kind, bounds in plan.rows.items()]
     title = f"Memory at the peak of a step, precision={name}, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])
-    for line in fit_lines(run, plan):
-        print(line)
+    print(*fit_lines(run, plan), sep="\n")
 
 
 def show_against(receipt: Receipt, run: PlannedRun) -> None:
