@@ -137,7 +137,7 @@ class Float8(CheckedRecord):
     fast_accumulation: bool = setting(False, "Accumulate forward products faster and less precisely, on Hopper.")
     compile: bool | str = one_of("auto", True, False, doc="Compile the casts; auto: on a GPU that has a compiler.")
     finish_in: str = one_of(
-        "none", "bf16", doc="Format of the last steps of dtrain train, in which the loss gap of FP8 closes; none: FP8."
+        "none", "bf16", doc="Format of the last steps of dtrain train, to narrow the loss gap of FP8; none: FP8."
     )
     finish_steps: int = at_least(200, 1, "Last steps, which compute in finish_in from a checkpoint before them.")
 
