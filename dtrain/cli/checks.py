@@ -59,6 +59,9 @@ def check_config(config: RunConfig, world_size: int, num_planned: int | None = N
         *(config.engine, config.optim, config.audit, config.model, precision.name, precision.rules.values()),
         format_key=lambda key: keys.get(key, f"engine.{key}"),
     )
+    for finish in config.parts[1:]:
+        _check_finish(config)
+        check_config(finish, world_size, num_planned)
 
 
 def check_parity_engine(config: ParitySuiteConfig, engine: str) -> None:
@@ -79,6 +82,9 @@ def check_suite(config: Any) -> None:
     Raises:
         ConfigError: the first thing at fault, its value, and what to change.
     """
+    float8 = getattr(getattr(config, "precision", None), "float8", Float8())
+    if float8.finish_in != "none":
+        raise ConfigError(f"precision.float8.finish_in={float8.finish_in} is for dtrain train; remove it")
     if isinstance(config, ProbeConfig):
         _check_probe(config)
         return
@@ -222,6 +228,14 @@ def _check_seq_len(config: RunConfig) -> None:
         raise ConfigError(
             "train.seq_len cuts samples into rows, which would part the answers of data=chat from their questions; "
             "remove it, and lower model.max_seq_len for shorter conversations"
+        )
+
+
+def _check_finish(config: RunConfig) -> None:
+    if config.switch_step <= 0:
+        raise ConfigError(
+            f"precision.float8.finish_steps={config.precision.float8.finish_steps} is not below train.steps="
+            f"{config.train.steps}, so that no step would compute in FP8; lower it, or set precision=bf16 alone"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from dtrain.config.fields import CheckedRecord, above, at_least, check_field, group, one_of, setting, shown, similar
@@ -147,6 +147,17 @@ class Float8(CheckedRecord):
         "Steps from one micro-batch that is computed in BF16 too, to compare its loss and gradients with those of FP8, "
         "to the next; 0: none. Changes no bits of the training.",
     )
+    finish_in: str = one_of(
+        "none", "bf16", doc="Format of the last steps of dtrain train, to narrow the loss gap of FP8; none: FP8."
+    )
+    finish_steps: int = at_least(200, 1, "Last steps, which compute in finish_in from a checkpoint before them.")
+
+    def _check(self) -> None:
+        if self.finish_in == "none" and self.finish_steps != (default := type(self).finish_steps):
+            raise ConfigError(
+                f"{self._entry('finish_steps')} is not used with {self._entry('finish_in')}; set "
+                f"{self._key('finish_in')}=bf16, or leave it at {default}"
+            )
 
 
 @dataclass(frozen=True)
@@ -173,6 +184,11 @@ class PrecisionConfig(CheckedRecord):
         for known, fix in ((used | CALIBRATION, "dynamic"), (used, "calibrated")):
             rest = f"and {mode}={scale.mode}; remove it, or set {mode}={fix}"
             self._check_unused("loss_scale", scale, known, rest)
+
+    def finish(self) -> PrecisionConfig:
+        """Returns the formats of the last steps with ``float8.finish_in``: BF16 in the place of FP8."""
+        rules = {pattern: "bf16" if name == "fp8" else name for pattern, name in self.rules.items()}
+        return replace(self, name="bf16", rules=rules, float8=Float8())
 
     def _check_unused(self, name: str, record: CheckedRecord, used: set[str], rest: str) -> None:
         for item in fields(record):

@@ -244,6 +244,23 @@ class RunConfig(CheckedRecord):
         """Targets of a sample that may count in the loss: its tokens, else one."""
         return self.model.max_seq_len if self.data.is_language else 1
 
+    @property
+    def switch_step(self) -> int:
+        """Steps after which the run leaves FP8 (``precision.float8.finish_in``); all of them if it never does."""
+        float8 = self.precision.float8
+        return self.train.steps - (float8.finish_steps if float8.finish_in != "none" else 0)
+
+    def at(self, step: int) -> RunConfig:
+        """Returns the run in the precision of the step that follows ``step`` steps; itself before ``switch_step``."""
+        if self.precision.float8.finish_in == "none" or step < self.switch_step:
+            return self
+        return replace(self, precision=self.precision.finish())
+
+    @property
+    def parts(self) -> tuple[RunConfig, ...]:
+        """The run in each of its precisions, in their order."""
+        return (self,) if self.switch_step == self.train.steps else (self, self.at(self.switch_step))
+
     def at_largest_batch(self) -> RunConfig:
         """Returns the run with the largest batch and the longest rows in every step."""
         largest = self.batch_growth.largest

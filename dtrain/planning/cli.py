@@ -59,7 +59,6 @@ weights, and trains some steps on this device, if it is the planned one. Nothing
 Tables are drawn on a terminal and Markdown elsewhere. docs/scale/planning.md says what is assumed."""
 _HELP = frozenset(("-h", "--help"))
 
-
 _PLANS = ("memory", "time", "shapes", "precision", "scale")
 _RUN, _TIME, _SCALE = ("memory", "time", "shapes", "scale"), ("time", "scale"), ("scale",)
 _ANY = (str, lambda _: True, "")
@@ -119,7 +118,9 @@ def main(argv: Sequence[str]) -> int:
     if jobs:  # else Hydra has printed its own output, such as --help
         from dtrain.planning.plans import show
 
-        show(plan, jobs[0].config, given)
+        for part in jobs[0].config.parts[: None if plan == "memory" else 1]:
+            print("\n" * (part is not jobs[0].config), end="")
+            show(plan, part, given)
     if not _HELP.isdisjoint(words):
         print(f"\nOf dtrain plan itself:\n\n{_OWN}")
     return 0

@@ -77,7 +77,7 @@ def _show_scale(run: PlannedRun, ranks: list[int], assumed: Assumptions, given: 
 def show_receipt(folder: Path) -> None:
     """Prints the plan of the run in ``folder`` beside what it has measured."""
     receipt = Receipt.read(folder)
-    config = config_from_dict(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8")))
+    config = config_from_dict(yaml.safe_load((folder / CONFIG_FILE).read_text(encoding="utf-8"))).parts[-1]
     show_against(receipt, PlannedRun.of(config, find_device(receipt.device, receipt.num_ranks), receipt.num_ranks))
 
 

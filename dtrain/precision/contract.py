@@ -219,8 +219,9 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
 
 
 def _float8_options(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Returns the options that change what is computed."""
-    return {key: value for key, value in asdict(policy.float8).items() if key != "shadow_every"}
+    """Returns the options that change what a step computes."""
+    others = ("shadow_every", "finish_in", "finish_steps")
+    return {key: value for key, value in asdict(policy.float8).items() if key not in others}
 
 
 def float8_candidates(policy: PrecisionPolicy, model: nn.Module) -> list[Float8Candidate]:

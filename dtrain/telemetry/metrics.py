@@ -48,12 +48,13 @@ class StepMetrics:
     """One logged step.
 
     ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
+    ``format`` is the precision of the step, such as ``bf16``.
     ``global_batch_size`` and, of tokens, ``seq_len`` are those of this step's batch.
     ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
-    the start of the run: of tensors on its GPU, else of the resident process. ``forward_ms``, ``backward_ms`` and
-    ``update_ms`` are rank 0's times in these phases without its waits for other ranks, and ``rank_wait_ms`` these
-    waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
+    the start of the run, or of its finish in another precision: of tensors on its GPU, else of the resident process.
+    ``forward_ms``, ``backward_ms`` and ``update_ms`` are rank 0's times in these phases without its waits for other
+    ranks, and ``rank_wait_ms`` these waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
     ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
     compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the start of the process;
@@ -73,6 +74,7 @@ class StepMetrics:
     step_ms: float
     data_wait_ms: float
     peak_memory: int
+    format: str | None = None
     global_batch_size: int | None = None
     seq_len: int | None = None
     reason: str | None = None

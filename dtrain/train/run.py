@@ -5,22 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from dtrain.checkpoint.directory import step_name
 from dtrain.checkpoint.huggingface.folder import TOKENIZER_FOLDER
 from dtrain.checkpoint.huggingface.task_model import HF_CONFIG, TASK
 from dtrain.config.dump import config_to_dict
 from dtrain.config.schema import RunConfig
 from dtrain.data import Dataset
 from dtrain.data.tokenizer import copy_tokenizer
-from dtrain.device import PeakMemory
+from dtrain.device import PeakMemory, free_memory
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.consensus import describe
 from dtrain.distributed.logging import configure_logging, logger
+from dtrain.distributed.progress import Phase
 from dtrain.distributed.rank_liveness import RankLiveness
 from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device, connect, disconnect
@@ -53,7 +56,6 @@ from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.receipt import Planner, explained_out_of_memory, log_float8_line, write_page, write_receipt
 from dtrain.train.restarts import counted_attempt
 from dtrain.train.run_dir import (
-    CONTRACT_FILE,
     RunDir,
     check_not_newer,
     check_resume,
@@ -61,6 +63,7 @@ from dtrain.train.run_dir import (
     open_run_dir,
     redacted,
     write_config,
+    write_contract,
 )
 from dtrain.train.session import Session, make_model, open_data, with_model_facts
 from dtrain.train.setup import (
@@ -99,7 +102,8 @@ def run_training(config: RunConfig, *, job: int | None = None, planner: Planner 
     """
     check_run(config)
     device = choose_device(config.launch.device, LaunchEnv.read().local_rank)
-    check_precision(config, device)
+    for part in config.parts:
+        check_precision(part, device)
     launch = config.launch
     # before the signal handlers: a signal must end a rank that waits here for others, since there is nothing to save
     comm = connect(device, timeout_s=launch.timeout_s, job=job or 0, shared_memory=launch.shared_memory)
@@ -110,7 +114,7 @@ def run_training(config: RunConfig, *, job: int | None = None, planner: Planner 
         try:
             configure_logging(comm.rank)
             watch = watched.enter_context(supervised(comm, limits_s, enabled=supervise.enabled))
-            explained = explained_out_of_memory(config, comm, planner)
+            explained = explained_out_of_memory(config.parts[-1], comm, planner)
             with RankLiveness(comm).name_ended_rank(), ExitStack() as held, watch.ending(), explained:
                 exit_code = _train(config, comm, planner, job, stop, held, watch)
             if exit_code == EXIT_STOPPED:
@@ -171,12 +175,10 @@ def _train(
     logger.info("data %s", dataset.description)
     num_parameters = sum(p.numel() for p in model.parameters())  # now, because engines may shard them
     saving = _saving(config, model, dataset, run_dir)
-    session = Session.open(config, comm, model=model, dataset=dataset, contract=run_dir.contract)
+    session, tokens = _open(config, comm, run_dir, dataset, watch, model)
     engine = session.engine
-    engine.busy.every = config.telemetry.busy_every
-    engine.explain_skips = config.telemetry.precision_every > 0
+    del model  # it holds the weights of an engine that a finish in another precision replaces
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
-    tokens = _resume(config, engine, run_dir, dataset)
     _describe(config, engine, threads, num_parameters)
     if planner is not None and comm.rank == 0 and engine.contract.float8_modules:
         log_float8_line(partial(planner.float8_line, config, engine, dataset))
@@ -185,6 +187,18 @@ def _train(
     try:
         with watch.ending():
             result = Trainer(session, saving, stop=stop, sinks=sinks, tokens_before=tokens).run()
+            if result.finished and (step := session.config.switch_step) < config.train.steps:
+                comm.schedule.progress.begin(Phase.START)
+                del session, engine
+                free_memory(comm.device)
+                meter = PeakMemory(comm.device)
+                saved = run_dir.checkpoints / step_name(step)
+                last = replace(run_dir, load_from=saved, contract={}, step=step)
+                session, tokens = _open(config, comm, last, dataset, watch)
+                engine = session.engine
+                decide_on_rank_0(comm, partial(write_contract, run_dir, engine.contract.to_dict(), step))
+                _describe_memory(engine)
+                result = Trainer(session, saving, stop=stop, sinks=sinks, tokens_before=tokens).run()
         peak = meter.total(comm.foreign_nbytes())  # of training, which is what was planned
         summary = _summarize(config, engine, result, flops, time.monotonic() - start)
         if comm.rank == 0:
@@ -202,11 +216,37 @@ def _train(
             with watch.ending():
                 if planner is not None:
                     step_ms = 1e3 * result.timing.step_s or None
-                    compare = partial(planner.receipt, config, engine, dataset, peak=peak, step_ms=step_ms)
+                    compare = partial(planner.receipt, session.config, engine, dataset, peak=peak, step_ms=step_ms)
                     write_receipt(run_dir.path, compare)
                 write_page(run_dir.path)
         _log_summary(summary, run_dir, stop, dataset.task.unit)
     return exit_code
+
+
+def _open(
+    config: RunConfig,
+    comm: Communicator,
+    run_dir: RunDir,
+    dataset: Dataset,
+    watch: Supervision,
+    model: nn.Module | None = None,
+) -> tuple[Session, int]:
+    """Opens the run where it continues, in the precision of that step; returns the tokens on which it was trained."""
+    part = config.at(run_dir.step)
+    if part is not config:
+        float8 = config.precision.float8
+        name = float8.finish_in.upper()
+        logger.info("step %d: the last %d steps compute in %s", config.switch_step, float8.finish_steps, name)
+    session = Session.open(part, comm, model=model, dataset=dataset, contract=run_dir.contract)
+    session.engine.busy.every = config.telemetry.busy_every
+    session.engine.explain_skips = config.telemetry.precision_every > 0
+    with watch.following_compilation():
+        tokens = _resume(config, session.engine, run_dir, dataset)
+    if config.at(step := session.engine.attempted_steps) == part:
+        return session, tokens
+    # the newest checkpoint is damaged, and the one before it is of the steps in FP8
+    del session, model
+    return _open(config, comm, replace(run_dir, step=step), dataset, watch)
 
 
 def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: Dataset) -> int:
@@ -236,9 +276,13 @@ def _describe(config: RunConfig, engine: Engine, threads: int, num_parameters: i
     trained = f", {compact(engine.num_parameters)} of them trained" if num_parameters > engine.num_parameters else ""
     logger.info("model %s: %s parameters%s", config.model.name, compact(num_parameters), trained)
     logger.info("engine %s: %s on %s", engine.name, ranks, where)
+    _describe_memory(engine)
+    _describe_growth(config)
+
+
+def _describe_memory(engine: Engine) -> None:
     for line in memory_lines(engine.memory(), engine.memory_formula(), engine.host_kinds):
         logger.info(line)
-    _describe_growth(config)
 
 
 def _describe_growth(config: RunConfig) -> None:
@@ -260,7 +304,7 @@ def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: Ru
     def open_all() -> None:
         write_config(run_dir, config, step)
         write_json(run_dir.path / ENVIRONMENT_FILE, environment(engine.world_size), indent=2)
-        write_json(run_dir.path / CONTRACT_FILE, engine.contract.to_dict(), indent=2)
+        write_contract(run_dir, engine.contract.to_dict(), step)
         if dataset.tokenizer_file is not None:
             end_id = None if dataset.codec is None else dataset.codec.end_id
             copy_tokenizer(dataset.tokenizer_file, end_id, run_dir.path / TOKENIZER_FOLDER)

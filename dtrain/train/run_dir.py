@@ -44,6 +44,7 @@ from dtrain.telemetry.metrics import (
     METRICS_FILE,
     SUMMARY_FILE,
     read_summary,
+    to_json,
     write_atomically,
 )
 
@@ -64,12 +65,14 @@ class RunDir:
         load_from: a checkpoint or a directory of checkpoints; None: start from step 0.
         finished: whether all steps are done already.
         contract: the precision contract of that checkpoint; empty if unknown.
+        step: of that checkpoint, if it verifies.
     """
 
     path: Path
     load_from: Path | None
     finished: bool
     contract: Mapping[str, Any] = field(default_factory=dict)
+    step: int = 0
 
     @property
     def checkpoints(self) -> Path:
@@ -103,7 +106,7 @@ def open_run_dir(
         StorageError: on every rank: the disk is full or faulty.
     """
 
-    def decide(while_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any]]:
+    def decide(while_waiting: Callable[[], None]) -> tuple[str, str | None, bool, dict[str, Any], int]:
         path = _create(config, job, while_waiting)
         load_from, finished = _starting_point(config, path)
         if not finished:
@@ -122,14 +125,15 @@ def open_run_dir(
             if task is not None:
                 compare_tasks(task_of(manifest.state), task, manifest.step)
             contract = manifest.state.get("contract") or {}
-        return str(path), str(load_from) if load_from else None, finished, contract
+        step = 0 if manifest is None else manifest.step
+        return str(path), str(load_from) if load_from else None, finished, contract, step
 
-    path, load_from, finished, contract = _value(
+    path, load_from, finished, contract, step = _value(
         on_rank_0_for_long(
             comm, "", lambda keep: _outcome(lambda: decide(keep)), ConfigError, expected=(ConfigError, OSError)
         )
     )
-    return RunDir(Path(path), Path(load_from) if load_from else None, finished, contract)
+    return RunDir(Path(path), Path(load_from) if load_from else None, finished, contract, step)
 
 
 def decide_on_rank_0(comm: Communicator, decide: Callable[[], Any]) -> Any:
@@ -250,10 +254,17 @@ def compare_tasks(before: Any, task: Task, step: int) -> None:
 
 def write_config(run_dir: RunDir, config: RunConfig, step: int) -> None:
     """Writes ``config.yaml``; a different one is kept as ``config-until-step-<step>.yaml``."""
-    path = run_dir.path / CONFIG_FILE
-    text = to_yaml(redacted(config))
+    _write_keeping(run_dir.path / CONFIG_FILE, to_yaml(redacted(config)), step)
+
+
+def write_contract(run_dir: RunDir, contract: Mapping[str, Any], step: int) -> None:
+    """Writes ``precision.json``; a different one is kept as ``precision-until-step-<step>.json``."""
+    _write_keeping(run_dir.path / CONTRACT_FILE, to_json(contract, indent=2), step)
+
+
+def _write_keeping(path: Path, text: str, step: int) -> None:
     if path.exists() and path.read_text(encoding="utf-8") != text:
-        path.replace(path.with_name(f"config-until-step-{step}.yaml"))
+        path.replace(path.with_stem(f"{path.stem}-until-step-{step}"))
     write_atomically(path, text)
 
 

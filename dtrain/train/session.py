@@ -21,6 +21,7 @@ from dtrain.distributed.startup.launch_env import LaunchEnv
 from dtrain.distributed.startup.setup import choose_device, connect
 from dtrain.engine.interface import Engine
 from dtrain.engine.outcome import StepOutcome
+from dtrain.errors import UsageError
 from dtrain.models import build_model, vocabulary
 from dtrain.tasks import num_targets
 from dtrain.train.setup import (
@@ -157,9 +158,15 @@ class Session:
 
         Raises:
             NonFiniteError: too many steps in a row were skipped.
+            UsageError: from this step on ``config`` computes in another precision, which needs another engine.
             CheckpointError: an earlier asynchronous save failed; ``engine.step()`` then completes the step.
         """
         engine, cursor = self.engine, None
+        if self.config.at(step := engine.attempted_steps) is not self.config:
+            raise UsageError(
+                f"after step {step} this run computes in {self.config.precision.float8.finish_in} "
+                f"(precision.float8.finish_in): save, open a Session with precision=bf16 alone, and load"
+            )
         if batch is None:
             batch = next(self.loader)
             cursor = self.loader.cursor

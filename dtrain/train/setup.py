@@ -127,6 +127,11 @@ def check_patterns(config: RunConfig, model: nn.Module) -> None:
     if config.engine.reproducible:
         require_reproducible(model)
     contract = resolve(make_policy(config), model)
+    if len(config.parts) > 1 and not contract.float8_modules:
+        raise ConfigError(
+            f"precision.float8.finish_in={config.precision.float8.finish_in}, but no module of this model can be FP8: "
+            f"see dtrain plan precision; remove it, or set precision=bf16"
+        )
     telemetry = config.telemetry
     if isinstance(loss_head := getattr(model, "loss_head", None), LossHead):
         loss_head.check_supported(contract)

@@ -44,7 +44,7 @@ class SaveOptions:
 
 @dataclass(frozen=True)
 class TrainResult:
-    """Result of ``Trainer.run``: finished, or stopped by a signal after saving."""
+    """Result of ``Trainer.run``: finished its steps, or stopped by a signal after saving."""
 
     finished: bool
     tokens: int  # that counted in the loss of all applied steps, including those before a resume
@@ -54,7 +54,7 @@ class TrainResult:
 
 
 class Trainer:
-    """Trains ``session`` for ``train.steps`` attempted steps of its configuration.
+    """Trains ``session`` up to the attempted step ``switch_step`` of its configuration, and saves there.
 
     Args:
         session: the loop starts at the ``attempted_steps`` of its engine.
@@ -77,6 +77,7 @@ class Trainer:
         self._session = session
         self._engine = engine
         self._config = config.train
+        self._end = config.switch_step
         self._growth = config.batch_growth
         self._unit = session.dataset.task.unit
         self._num_targets = config.train.micro_batch_size * config.targets_per_sample
@@ -114,7 +115,7 @@ class Trainer:
         config, engine = self._config, self._engine
         if self._saving.config.asynchronous:
             engine.prepare_saves()
-        while engine.attempted_steps < config.steps:
+        while engine.attempted_steps < self._end:
             stop = self._report_ready(self._step())
             step = engine.attempted_steps
             if stop and step < config.steps:
@@ -126,7 +127,7 @@ class Trainer:
                 self._save_with_validation(step, when_busy=self._saving.config.when_busy)
         # save before the last evaluation, whose failure then loses no training
         step = engine.attempted_steps
-        if self._saving.config.save_at_end:
+        if self._saving.config.save_at_end or self._end < config.steps:
             self._save_with_validation(step, when_busy="wait")
         self._evaluate(step)
         engine.wait_for_save()
@@ -152,7 +153,8 @@ class Trainer:
     def _will_save(self, step: int) -> bool:
         """Whether the state after ``step`` steps is saved; a stop by a signal is known to the engine."""
         config = self._config
-        return _due(step, config.save_every) or (step == config.steps and self._saving.config.save_at_end)
+        saves_at_end = self._saving.config.save_at_end or self._end < config.steps
+        return _due(step, config.save_every) or (step == self._end and saves_at_end)
 
     def _retry_if_stopping(self, action: Callable[[], Outcome], again: Callable[[], Outcome]) -> Outcome:
         """Calls ``action``, then ``again`` if it raises the failure of an earlier save while any rank wants to stop.
@@ -180,7 +182,7 @@ class Trainer:
         self._unreported.append((step, outcome))
         shadow_every = self._session.config.precision.float8.shadow_every  # after which the host has waited
         intervals = (config.log_every, config.eval_every, config.save_every, shadow_every)
-        due = self._engine.is_synchronous or step == config.steps or any(_due(step, every) for every in intervals)
+        due = self._engine.is_synchronous or step == self._end or any(_due(step, every) for every in intervals)
         ready = self._unreported if due else self._unreported[:-1]
         stop = any(reported.stop_requested for _, reported in ready)
         if stop:  # the save that follows counts the tokens of all steps
@@ -200,7 +202,7 @@ class Trainer:
             self._skipped_steps += 1
         self._timer.step_done(tokens, self._waited_s)  # after the outcome is read, which waits for the device
         self._waited_s = 0.0
-        last = step == self._config.steps or outcome.stop_requested
+        last = step == self._end or outcome.stop_requested
         gap = self._engine.float8_gap
         gap = gap if gap is not None and gap.step == step else None
         if outcome.applied and not last and step % self._config.log_every and gap is None:
@@ -216,6 +218,7 @@ class Trainer:
             grad_norm=outcome.grad_norm,
             loss_scale=outcome.loss_scale,
             applied=outcome.applied,
+            format=self._engine.policy.name,
             skipped_steps=self._skipped_steps,
             tokens=self._tokens,
             global_batch_size=sizes.global_batch_size,

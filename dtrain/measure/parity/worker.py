@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import traceback
 from collections.abc import Generator, Mapping
 from itertools import islice
@@ -15,7 +14,7 @@ from dtrain.config.dump import config_from_dict
 from dtrain.config.optim import OptimConfig
 from dtrain.config.schema import RunConfig
 from dtrain.data import BatchLoader, Dataset, load_dataset
-from dtrain.device import synchronize
+from dtrain.device import free_memory, synchronize
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.startup.setup import (
     connect,
@@ -122,9 +121,7 @@ def train_cases(rank: Rank) -> Generator[dict[str, Any], Mapping[str, Any], None
                 raise
             traceback.print_exc()
             found = {"status": "failed", "reason": failure_reason(error)}
-        gc.collect()  # an engine has cycles through its hooks
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(device)
         request = yield {**found, "works": _works(device)}
 
 

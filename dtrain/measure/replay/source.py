@@ -33,8 +33,6 @@ from dtrain.telemetry.metrics import (
 from dtrain.train.run import DATA_FINGERPRINT
 from dtrain.train.run_dir import CONTRACT_FILE
 
-_OLD_CONFIGS = "config-until-step-*.yaml"
-
 
 @dataclass(frozen=True)
 class RecordedRun:
@@ -86,7 +84,7 @@ def read_run(path: Path, step: int) -> RecordedRun:
     saved_next = [manifest.state for manifest in manifests if manifest.step >= step]
     summary = read_summary(path)
     world_size = _world_size(summary, failure, [*saved_next, *reversed(before)])
-    contract = _read_json(path / CONTRACT_FILE) or {}
+    contract = _read_json(_in_force(path / CONTRACT_FILE, step)) or {}
     if config.precision.name == "auto" and contract:  # this machine might choose another one
         config = replace(config, precision=replace(config.precision, name=contract["precision"]))
     last = max((number for number in metrics if number <= step), default=None)
@@ -97,7 +95,7 @@ def read_run(path: Path, step: int) -> RecordedRun:
     return RecordedRun(
         path,
         step,
-        config,
+        config.at(step - 1),
         _checkpoints_before(path, config, step),
         metrics,
         failure,
@@ -138,11 +136,7 @@ def _read_config(path: Path, step: int) -> RunConfig:
     """Returns the configuration that was in force at ``step``, on this machine's device and without a tracker."""
     if not path.is_dir():
         raise ConfigError(f"{path}: no such directory; give the run directory of dtrain train")
-    # a resumed run keeps its earlier configurations
-    steps = {old: old.stem.rpartition("-")[2] for old in path.glob(_OLD_CONFIGS)}
-    earlier = {int(number): old for old, number in steps.items() if number.isdecimal()}
-    changes = sorted(number for number in earlier if number >= step)
-    file = earlier[changes[0]] if changes else path / CONFIG_FILE
+    file = _in_force(path / CONFIG_FILE, step)
     if not file.is_file():
         raise ConfigError(f"{path} holds no {CONFIG_FILE}; give the run directory of dtrain train")
     try:
@@ -161,6 +155,14 @@ def _read_config(path: Path, step: int) -> RunConfig:
         timeout_s=config.launch.timeout_s,
     )
     return replace(config, launch=launch, tracker=TrackerConfig())
+
+
+def _in_force(file: Path, step: int) -> Path:
+    """Returns the version of a run's file that was in force at ``step``; a run that changes it keeps the earlier."""
+    steps = {old: old.stem.rpartition("-")[2] for old in file.parent.glob(f"{file.stem}-until-step-*{file.suffix}")}
+    earlier = {int(number): old for old, number in steps.items() if number.isdecimal()}
+    changes = sorted(number for number in earlier if number >= step)
+    return earlier[changes[0]] if changes else file
 
 
 def _blanked(key: str, value: Any) -> Iterator[str]:
@@ -221,7 +223,13 @@ def _world_size(
 
 
 def _checkpoints_before(path: Path, config: RunConfig, step: int) -> tuple[Path, ...]:
-    own = [found for found in committed_checkpoints(path / CHECKPOINTS) if step_of(found) < step]
+    begin = 0 if config.at(step - 1) is config else config.switch_step
+    own = [found for found in committed_checkpoints(path / CHECKPOINTS) if begin <= step_of(found) < step]
+    if begin and not own:
+        raise ConfigError(
+            f"step={step} computes in another precision than the steps up to {begin}, and {path} holds no checkpoint "
+            f"from there on before it; choose a later step, or one up to {begin}"
+        )
     if own or config.resume in ("auto", "none"):
         return tuple(reversed(own))
     # the run began from another run's checkpoint

@@ -34,14 +34,13 @@ _MEANINGS = {
 
 def show_memory(run: PlannedRun) -> None:
     """Prints the plan: the kinds, whether the run fits, the largest micro-batch that does, and changes."""
-    plan = plan_memory(run)
+    plan, name = plan_memory(run), run.config.precision.name
     margin = "the driver's context, kernels, fragments" + (", NCCL" if plan.num_ranks > 1 else "")
     meanings = _MEANINGS | ({MARGIN: margin} if plan.device.type == "cuda" else {})
     rows = [(kind, bytes_range(*bounds), meanings.get(kind, "")) for kind, bounds in plan.rows.items()]
-    title = f"Memory of a rank at the peak of a step, rank 0 of {plan.num_ranks} on {plan.device.name}"
+    title = f"Memory at the peak of a step, precision={name}, rank 0 of {plan.num_ranks} on {plan.device.name}"
     show([Table(title, ("kind", "planned", "what it is"), rows)])
-    for line in fit_lines(run, plan):
-        print(line)
+    print(*fit_lines(run, plan), sep="\n")
 
 
 def show_against(receipt: Receipt, run: PlannedRun) -> None:

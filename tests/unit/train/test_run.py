@@ -141,7 +141,15 @@ def test_the_reference_names_the_files_of_a_run(whole: Path) -> None:
     """Each that a run writes, and no other."""
     written = {re.sub(r"\d+", "N", str(path.relative_to(whole))) for path in whole.rglob("*") if path.is_file()}
     other_runs = {
-        *("config-until-step-N.yaml", "deepspeed.json", "tokenizer/", TRACKER_FILE, "wandb/", "tensorboard/"),
+        *(
+            "config-until-step-N.yaml",
+            "precision-until-step-N.json",
+            "deepspeed.json",
+            "tokenizer/",
+            TRACKER_FILE,
+            "wandb/",
+            "tensorboard/",
+        ),
         *(RESTARTS_FILE, "checkpoints/lease-N.json", "sample.txt", "sample.png"),
         *(f"{FAILURES}/{name}" for name in ("step-N.json", f"hang-N/{HANG_FILE}", "hang-N/rank-N.txt")),
     }

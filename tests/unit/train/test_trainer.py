@@ -59,7 +59,7 @@ class _CountingEngine:
         self, attempted_steps: int = 0, skip: Iterable[int] = (), comm: Communicator | None = None, *,
         is_synchronous: bool = True, busy_until: int = 0,
     ) -> None:  # fmt: skip
-        self.busy = SimpleNamespace(latest=None)
+        self.busy, self.policy = SimpleNamespace(latest=None), SimpleNamespace(name="fp32")
         self.compiled_graphs = self.float8_gap = None
         self.is_synchronous, self.ema_decay = is_synchronous, None
         self.reads: list[tuple[int, int]] = []  # (step whose outcome is read, steps taken by then), if lazy

@@ -131,14 +131,15 @@ def warn_of_other_bits(reader: CheckpointReader, states: ModelStates) -> None:
         )
     contracts = (state.contract or {}, states.contract.to_dict())
     before, now = map(_formats, contracts)
-    changed = [name for name in now if before.get(name, now[name]) != now[name]]
+    saved_options, own_options = (contract.get("float8") for contract in contracts)
+    finish = ("fp8", (saved_options or {}).get("finish_in"))  # of which the run's own log says where it begins
+    changed = [name for name in now if before.get(name, now[name]) != now[name] and (before[name], now[name]) != finish]
     if changed:
         listed = ", ".join(f"'{name}' in {before[name]} (now {now[name]})" for name in changed[:3])
         logger.warning(
             f"{reader.path} was saved with {listed}{', ...' if changed[3:] else ''}: {len(changed)} modules compute in "
             f"another format, so the run resumes, but not bit for bit"
         )
-    saved_options, own_options = (contract.get("float8") for contract in contracts)
     if saved_options and own_options:
         others = {key: saved_options.get(key) for key in _FLOAT8_BITS if saved_options.get(key) != own_options[key]}
         if others:
