@@ -203,7 +203,8 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
     A resumed run keeps its decisions, because timing a Linear again may decide differently and change the bits.
     """
     before, now = saved.get("float8"), _float8_options(policy)
-    if before is None or {key: before.get(key) for key in now} != now:  # a contract may have options that are gone
+    step = [key for key in now if not key.startswith("finish_")]  # a contract may have options that are gone
+    if before is None or any(before.get(key) != now[key] for key in step):
         return ()
     return tuple(
         Float8Decision(
@@ -219,9 +220,8 @@ def earlier_decisions(saved: Mapping[str, Any], policy: PrecisionPolicy) -> tupl
 
 
 def _float8_options(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Returns the options that change what a step computes."""
-    others = ("shadow_every", "finish_in", "finish_steps")
-    return {key: value for key, value in asdict(policy.float8).items() if key not in others}
+    """Returns the options that change what a run computes."""
+    return {key: value for key, value in asdict(policy.float8).items() if key != "shadow_every"}
 
 
 def float8_candidates(policy: PrecisionPolicy, model: nn.Module) -> list[Float8Candidate]:

@@ -54,7 +54,8 @@ class StepMetrics:
     steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
     the start of the run, or of its finish in another precision: of tensors on its GPU, else of the resident process.
     ``forward_ms``, ``backward_ms`` and ``update_ms`` are rank 0's times in these phases without its waits for other
-    ranks, and ``rank_wait_ms`` these waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
+    ranks, and ``rank_wait_ms`` these waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the
+    culprit as a dictionary.
     ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
     compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
     ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the start of the process;

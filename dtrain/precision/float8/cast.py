@@ -19,6 +19,8 @@ from dtrain.precision.fake import is_fake
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _EXPONENT_OF_MAX = {E4M3: 8, E5M2: 15}  # both largest numbers are 1.75 times a power of two: 448 and 57,344
 
+_ONE, _NAN = 0x3F800000, 0x7FC00000  # bits of FP32
+
 BLOCK = 128
 """Side of a block that has its own scale."""
 
@@ -74,9 +76,9 @@ def scale_of(amax: Tensor, dtype: torch.dtype) -> Tensor:
     # amax = 1.f * 2^(exponent - 127) fits 1.75 * 2^max if 1.f <= 1.75, else it needs one power more
     power = exponent - 127 - _EXPONENT_OF_MAX[dtype] + (mantissa > 0x600000).int()
     power = power.clamp(-126, 126)  # keeps the reciprocal a normal number
-    scale = ((power + 127) << 23).view(torch.float32)
-    scale = torch.where(bits == 0, 1.0, scale)
-    return torch.where(exponent == 255, torch.nan, scale)
+    found = torch.where(bits == 0, _ONE, (power + 127) << 23)
+    # NaN by its bits: a compiler that merges equal operations takes no two NaN as equal, and would cast for each Linear
+    return torch.where(exponent == 255, _NAN, found).view(torch.float32)
 
 
 def cast(x: Tensor, scale: Tensor, dtype: torch.dtype, *, traced: bool = False) -> Tensor:

@@ -12,13 +12,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8.cast import Quantized, dequantize
+from dtrain.precision.float8.cast import BLOCK, Quantized, Scaling, dequantize
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.products import gradient, output
+from dtrain.precision.float8.proof import quantize
 from dtrain.precision.float8.weights import QuantizedWeight
 
 
-@torch.library.custom_op("dtrain::float8_weight_product", mutates_args=())
+# the layout is flexible, because Inductor would copy the cast for each product of one input
+@torch.library.custom_op("dtrain::float8_weight_product", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def weight_product(
     left: Tensor,
     scale: Tensor,
@@ -40,12 +42,12 @@ def weight_product(
         out_dtype: of the recipe.
         is_gradient: whether the product is the gradient.
     """
-    quantized = QuantizedWeight.of_key(key)
+    quantized, cast = QuantizedWeight.of_key(key), Quantized(left.contiguous(), scale)
     if is_gradient:
         right, _ = quantized.backward(*(weight if len(weight) > 1 else quantized.saved(weight[0])))
-        return gradient(Quantized(left, scale), right, num_columns, quantized.recipe).contiguous()
+        return gradient(cast, right, num_columns, quantized.recipe).contiguous()
     right = quantized.stored_operand(weight) if len(weight) > 1 else quantized.forward(weight[0])[0]
-    return output(Quantized(left, scale), right, num_columns, quantized.recipe)
+    return output(cast, right, num_columns, quantized.recipe)
 
 
 @weight_product.register_fake
@@ -73,6 +75,25 @@ def weight_gradient(
 @weight_gradient.register_fake
 def _(grad: Tensor, scale: Tensor, columns: Tensor, columns_scale: Tensor, num_columns: int, recipe_key: str) -> Tensor:
     return grad.new_empty(grad.shape[0], num_columns, dtype=Recipe.of_key(recipe_key).out_dtype)
+
+
+@torch.library.custom_op("dtrain::float8_quantize", mutates_args=())
+def quantize_in_blocks(rows: Tensor, dtype: torch.dtype, both: bool, compiled: bool) -> list[Tensor]:
+    """Returns values and scales of lines of 128 of ``rows`` [M, n], and with ``both`` those of the transpose.
+
+    Opaque, because one kernel reads a block once for both, which a compiler does not find: it needs more bytes.
+    """
+    found = quantize(rows, dtype, Scaling.LINES, both=both, compiled=compiled)
+    return [tensor for one in found for tensor in (one.values, one.scale)]
+
+
+@quantize_in_blocks.register_fake
+def _(rows: Tensor, dtype: torch.dtype, both: bool, compiled: bool) -> list[Tensor]:
+    found = []
+    for height, width in (tuple(rows.shape), tuple(rows.shape[::-1]))[: 1 + both]:
+        across = -(-width // BLOCK)
+        found += [rows.new_empty(height, width, dtype=dtype), rows.new_empty(across, height, dtype=torch.float32).t()]
+    return found
 
 
 @torch.library.custom_op("dtrain::float8_dequantize", mutates_args=())

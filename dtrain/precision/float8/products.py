@@ -34,11 +34,14 @@ def operands(
     found: list[Quantized] = []
     if of_left or of_columns:
         x, both = rows if of_left else rows.t(), of_left and of_columns
-        if traced:
-            tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
-            found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
-        else:
+        if not traced:
             found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile)
+        else:
+            if recipe.scaling.in_blocks:
+                tensors = torch.ops.dtrain.float8_quantize(x, dtype, both, recipe.compile)
+            else:
+                tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
+            found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
     plain = rows.to(recipe.out_dtype)
     none = plain.new_empty(0, dtype=torch.float32)
     return (
