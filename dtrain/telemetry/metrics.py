@@ -46,18 +46,17 @@ _OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BU
 class StepMetrics:
     """One logged step.
 
-    ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss.
-    ``format`` is the precision of the step, such as ``bf16``.
-    ``global_batch_size`` and, of tokens, ``seq_len`` are those of this step's batch.
-    ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are means over the
-    steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on rank 0 since
-    the start of the run, or of its finish in another precision: of tensors on its GPU, else of the resident process.
-    ``forward_ms``, ``backward_ms`` and ``update_ms`` are rank 0's times in these phases without its waits for other
-    ranks, and ``rank_wait_ms`` these waits; on a GPU, ahead of which the host runs, they are None. ``evidence`` is the culprit as a dictionary.
-    ``busy_*_ms`` are milliseconds a step without the waits for other ranks, in the last window in which the ranks
-    compared them: of the slowest rank, of the median rank, and between the slowest and the fastest.
-    ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the start of the process;
-    None: they are not compiled.
+    ``step`` counts attempted steps; ``tokens`` counts the targets of applied steps that count in the loss. ``format``
+    is the precision of the step, such as ``bf16``. ``global_batch_size`` and, of tokens, ``seq_len`` are those of this
+    step's batch. ``tokens_per_s``, ``step_ms`` and ``data_wait_ms``, the time that rank 0 waited for its batch, are
+    means over the steps since the last logged one, without evaluation and saving. ``peak_memory`` is the most bytes on
+    rank 0 since the start of the run, or of its finish in another precision: of tensors on its GPU, else of the
+    resident process. ``forward_ms``, ``backward_ms`` and ``update_ms`` are rank 0's times in these phases without its
+    waits for other ranks, and ``rank_wait_ms`` these waits; on a GPU, ahead of which the host runs, they are None.
+    ``evidence`` is the culprit as a dictionary. ``busy_*_ms`` are milliseconds a step without the waits for other
+    ranks, in the last window in which the ranks compared them: of the slowest rank, of the median rank, and between the
+    slowest and the fastest. ``compiled_graphs`` is the number of graphs into which rank 0 has compiled blocks since the
+    start of the process; None: they are not compiled.
     """
 
     step: int
