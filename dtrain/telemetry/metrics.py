@@ -39,7 +39,7 @@ _PHASES = ("forward_ms", "backward_ms", "update_ms", "rank_wait_ms")
 _GRAPHS = "compiled_graphs"
 TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY, _GRAPHS)
 """Fields of a training line that depend on the machine or the process; a run that is repeated has the same others."""
-_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS)
+_OPTIONAL = ("format", "global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS)
 
 
 @dataclass(frozen=True)
