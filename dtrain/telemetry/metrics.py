@@ -40,7 +40,7 @@ _GRAPHS = "compiled_graphs"
 _GAP = ("float8_loss_gap", "float8_gradient_cosine", "float8_gradient_norm_ratio")
 TIMES = ("tokens_per_s", "step_ms", "data_wait_ms", "peak_memory", *_PHASES, *_BUSY, _GRAPHS)
 """Fields of a training line that depend on the machine or the process; a run that is repeated has the same others."""
-_OPTIONAL = ("global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS, *_GAP)
+_OPTIONAL = ("format", "global_batch_size", "seq_len", "reason", "culprit", *_PHASES, *_BUSY, _GRAPHS, *_GAP)
 
 
 @dataclass(frozen=True)
