@@ -108,7 +108,7 @@ CALIBRATION = {"calibration_steps", "margin"}
 
 @dataclass(frozen=True)
 class Float8(CheckedRecord):
-    """FP8 matrix products; used if the precision or a rule is fp8. See docs/precision/precision.md.
+    """FP8 matrix products; used if the precision or a rule is fp8. See docs/precision/fp8.md.
 
     Examples:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(3)])
