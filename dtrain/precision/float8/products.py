@@ -42,11 +42,13 @@ def operands(
             else:
                 tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
             found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
-    plain = rows.to(recipe.out_dtype)
-    none = plain.new_empty(0, dtype=torch.float32)
+
+    def plain(x: Tensor) -> Quantized:
+        return Quantized(x.to(recipe.out_dtype), x.new_empty(0, dtype=torch.float32))
+
     return (
-        (found[0] if of_left else Quantized(plain, none)) if left else None,
-        (found[-1] if of_columns else Quantized(plain.t(), none)) if columns else None,
+        (found[0] if of_left else plain(rows)) if left else None,
+        (found[-1] if of_columns else plain(rows.t())) if columns else None,
     )
 
 
