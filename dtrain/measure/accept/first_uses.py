@@ -29,7 +29,7 @@ _PACKAGES = (
 )  # fmt: skip
 _TOOLS = ("nvidia-smi", "gcc", "g++", "clang", "nvcc", "ninja", "ncu", "git")
 _VARIABLES = ("CUDA", "NCCL", "TORCH", "TRITON", "LD", "OMP", "CUBLAS", "PYTHONPATH")
-OPTIONAL = ("import deepspeed", "scaled_mm, blocks of 128")
+OPTIONAL = ("import deepspeed", "scaled_mm, blocks of 128", "scaled_mm, lines of 128")
 """First uses whose failure is a fact and no failure."""
 
 SAME_BITS = "the bits of tensor code"

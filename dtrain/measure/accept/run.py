@@ -55,7 +55,8 @@ def accept(config: AcceptConfig, command: str, folder: Path, age_s: float) -> Ac
         raise directory_error("out", folder, error) from error
     caches = Path(config.caches) if config.caches else None
     use_caches(folder / CACHES, caches)
-    machine = Machine(facts["device"], (facts.get("memory_gib") or 79.0) if facts["device"] == "cuda" else 0.0)
+    gib = (facts.get("memory_gib") or 79.0) if facts["device"] == "cuda" else 0.0
+    machine = Machine(facts["device"], gib, str(facts.get("name", "")))
     plan = make_plan(
         config.goal,
         machine,

@@ -13,6 +13,7 @@ from typing import Any
 from dtrain.config.capabilities import CAPABILITIES
 from dtrain.distributed.startup.launch_env import num_cores
 from dtrain.measure.accept.job import PartJob
+from dtrain.precision.hardware import GPUS
 
 FACTS, FIGURES, ALL = "facts", "figures", "all"
 LIMITS_S = {FACTS: 340.0, FIGURES: 280.0, ALL: 1500.0}
@@ -135,6 +136,7 @@ ROWS = (
     PartJob("casts", "casts", f"{_USES} what=casts", 150.0, on_cpu="", together=True),
     _compiled("dtrain", "dtrain"),
     _compiled("FP8 tensorwise", "tensorwise"),
+    _compiled("FP8 blockwise", "blockwise"),
     _compiled("FSDP2", "fsdp2"),
     _compiled("chunked loss", "chunked"),
     PartJob(
@@ -150,7 +152,7 @@ ROWS = (
         "products",
         "rates",
         "products {1.2B} bench.rows=8192 bench.squares=[4096,8192,16384] bench.copied=268435456 bench.case_s=0.4 "
-        "bench.limit_s=22",
+        "bench.limit_s=25",
         50.0,
         goals=_BOTH,
         on_cpu="products {1.2B} bench.squares=[64,128] bench.limit_s=5",
@@ -169,7 +171,8 @@ ROWS = (
     _profile("profile of fp8", "bench.precisions=[fp8]", 3, on_cpu=False),
     _steps("3B", "dtrain,fsdp2,tensorwise", 1),
     _steps("1.2B, less memory", "eager,selective,full,offload", 2, "bench.rounds=1 bench.attempts=6"),
-    _steps("1.2B, rowwise", "dtrain,rowwise", 3),
+    _steps("1.2B, rowwise", "dtrain,rowwise,rowwise_bf16_wgrad", 3),
+    replace(_steps("1.2B, blockwise", "dtrain,blockwise", 3), on_cpu=""),  # the small model has no blocks of 128
     _steps("3B, others", "dtrain,chunked,deepspeed,plain", 1, "bench.rounds=1"),
     _bench("states", "memory", "memory {50M}", 60.0),
     _profile("profile of bf16", "bench.precisions=[bf16]", 3, on_cpu=False),
@@ -179,10 +182,11 @@ ROWS = (
 
 @dataclass(frozen=True)
 class Machine:
-    """The machine that a plan is made for; ``gib`` is the memory of its GPU, 0 on a CPU."""
+    """The machine that a plan is made for; ``gib`` is the memory of its GPU, 0 on a CPU; ``name`` is the GPU's."""
 
     device: str
     gib: float = 0.0
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -246,6 +250,9 @@ def make_plan(
 def _missing(row: PartJob, machine: Machine) -> str:
     if machine.device == "cpu" and row.on_cpu == "":
         return "no GPU"
+    capability = next((gpu.capability for gpu in GPUS if machine.name in gpu.variants), (9, 0))
+    if "blockwise" in row.command and capability != (9, 0):
+        return "FP8 products of blocks need compute capability 9.0"
     if row.part == "curves":
         return CAPABILITIES[row.name.removeprefix("curves of ")].missing_requirement
     if row.results != ".jsonl":

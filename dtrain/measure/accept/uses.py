@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -63,25 +62,23 @@ def triton_kernel(device: torch.device) -> str:
     return f"Triton {triton.__version__}"
 
 
-def scaled_mm(device: torch.device, *, rowwise: bool) -> str:
-    a, b = (torch.randn(256, 256, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    sizes: tuple[tuple[int, ...], ...] = ((256, 1), (1, 256)) if rowwise else ((), ())
-    scales = [torch.ones(size, device=device) for size in sizes]
-    product = torch._scaled_mm(a, b.t(), scale_a=scales[0], scale_b=scales[1], out_dtype=torch.bfloat16)
-    require(_error(product, a.float() @ b.float().t()), 0.0, 2e-2)
-    return f"torch._scaled_mm, cuBLAS or CUTLASS, {tuple(product.shape)}"
+def scaled_mm(device: torch.device, *, left: str, right: str) -> str:
+    """Multiplies FP8 matrices with scales that differ; ``left`` and ``right`` are names of ``Scaling``."""
+    from dtrain.precision.float8.cast import E4M3, Scaling, dequantize, quantize
+    from dtrain.precision.float8.matmul import multiply
+
+    scalings, generator = (Scaling[left], Scaling[right]), torch.Generator().manual_seed(0)
+    a, b = (quantize(_uneven(generator).to(device), E4M3, scaling) for scaling in scalings)
+    product = multiply(a, b, torch.bfloat16, emulate=False)
+    require(_error(product, dequantize(a) @ dequantize(b).t()), 0.0, 2e-2)
+    return f"torch.nn.functional.scaled_mm, scales of {' by '.join(str(one.value) for one in scalings)}"
 
 
-def scaled_mm_blocks(device: torch.device) -> str:
-    scaling: Any = F.ScalingType
-    a, b = (torch.randn(256, 256, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    by_row = torch.ones(2, 256, device=device).t()  # [M, K / 128] with stride (1, M)
-    by_block = torch.ones(2, 4, device=device).t()  # [K / 128 padded to 4, N / 128] with stride (1, 4)
-    scaled_mm: Any = F.scaled_mm
-    kinds = scaling.BlockWise1x128, scaling.BlockWise128x128
-    product = scaled_mm(a, b.t(), by_row, kinds[0], by_block, kinds[1], output_dtype=torch.bfloat16)
-    require(_error(product, a.float() @ b.float().t()), 0.0, 2e-2)
-    return "torch.nn.functional.scaled_mm, 1 x 128 by 128 x 128"
+def _uneven(generator: torch.Generator) -> Any:
+    """Returns a matrix whose rows, lines of 128 and squares of 128 need scales that differ."""
+    of_lines, of_squares = (torch.randint(-2, 3, (rows, 4), generator=generator) for rows in (256, 2))
+    powers = of_lines + of_squares.repeat_interleave(128, 0)
+    return torch.randn(256, 512, generator=generator) * torch.exp2(powers).repeat_interleave(128, 1)
 
 
 def addmm(device: torch.device) -> str:
@@ -138,9 +135,10 @@ USES: dict[str, Callable[[torch.device], object]] = {
     "compiler for kernels": compiler,
     "cuBLAS product": lambda device: (ones := torch.ones(64, 64, device=device)).mm(ones).sum().item(),
     "Triton kernel": triton_kernel,
-    "scaled_mm, one scale": partial(scaled_mm, rowwise=False),
-    "scaled_mm, a scale for each row": partial(scaled_mm, rowwise=True),
-    "scaled_mm, blocks of 128": scaled_mm_blocks,
+    "scaled_mm, one scale": partial(scaled_mm, left="TENSOR", right="TENSOR"),
+    "scaled_mm, a scale for each row": partial(scaled_mm, left="ROWS", right="ROWS"),
+    "scaled_mm, blocks of 128": partial(scaled_mm, left="LINES", right="SQUARES"),
+    "scaled_mm, lines of 128": partial(scaled_mm, left="LINES", right="LINES"),
     "addmm to FP32, in place": addmm,
     "attention, grouped queries": attention,
     "process group of one rank": process_group,

@@ -160,16 +160,22 @@ class ProductCall:
         if dy is not None and "dgrad" in self.exact:
             gradient = _Matrix.of(dy, recipe.grad_dtype, scaling)
             pairs["dgrad"] = gradient, by_rows[1].transposed(recipe.weight_scaling)
-        if dy is not None and "wgrad" in self.exact:
+        if dy is not None and "wgrad" in self.exact and "wgrad" in recipe.products:
             gradient = pairs["dgrad"][0] if "dgrad" in pairs else _Matrix.of(dy, recipe.grad_dtype, scaling)
             pairs["wgrad"] = gradient.transposed(scaling), by_rows[0].transposed(scaling)
 
+        counts = {name: left.count() + right.count() for name, (left, right) in pairs.items()}
+        others: Results = {}
+        for name in self.exact.keys() - pairs.keys():  # the recipe leaves it in BF16
+            in_bf16 = self._elementwise(BF16, 1.0)
+            counts[name], others[name] = in_bf16.counts[name], in_bf16.results[name]
+
         def multiply(part: str) -> Results:
-            return {
+            of_pairs = {
                 name: self._float8_result(name, *(getattr(side, part) for side in pair)) for name, pair in pairs.items()
             }
+            return of_pairs | others
 
-        counts = {name: left.count() + right.count() for name, (left, right) in pairs.items()}
         may_be_range = any(side.loses_range() for pair in pairs.values() for side in pair)
         return _Computed(counts, multiply("quantized"), may_be_range, partial(multiply, "unlimited"))
 

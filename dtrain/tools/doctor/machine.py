@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.device import cublaslt_version, dotted_version, elapsed_ms, loaded_library
@@ -147,7 +149,8 @@ def _cublaslt() -> str:
     if number is None:
         return "unknown version"
     is_old = tuple(map(int, number.split("."))) < _BLOCKWISE
-    needs = "; FP8 products with blockwise scales need 12.9" if is_old else ""
+    fix = "install the wheel of CUDA 13.0 (cu130)"
+    needs = f"; FP8 products with blockwise scales need 12.9: {fix}" if is_old else ""
     return f"{number}, {loaded_library('libcublasLt.so')}{needs}"
 
 
@@ -258,7 +261,10 @@ def _float8_product(device: torch.device, size: int) -> Callable[[], Tensor]:
     a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
     one = torch.ones((), device=device)
     # Tensor Cores require a column-major second operand
-    return lambda: torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    scaled_mm: Any = F.scaled_mm
+    kinds: Any = F.ScalingType
+    scale = one, kinds.TensorWise
+    return lambda: scaled_mm(a, b.t(), *scale, *scale, output_dtype=torch.bfloat16)
 
 
 def _measure(name: str, make: Callable[[int], Callable[[], object]], device: torch.device) -> MatmulSpeed:

@@ -17,6 +17,7 @@ from dtrain.distributed.transport.single_rank import SingleRank
 from dtrain.engine.step import StepEngine
 from dtrain.parameters.model_states import MAIN_GRAD
 from dtrain.precision.float8.cast import E4M3, dequantize, quantize
+from dtrain.precision.float8.options import Recipe
 from tests.engines import float8_model
 from tests.engines.checks.float8 import ENGINES, RECIPES
 from tests.engines.float8_model import FLOAT8, batch, train_step
@@ -85,9 +86,10 @@ def without_dropout(engine: StepEngine) -> StepEngine:
     return engine
 
 
-def alone(precision: Any, index: int, weights: dict[str, Tensor]) -> tuple[float, Tensor]:
+def alone(precision: Any, index: int, weights: dict[str, Tensor], wide: bool) -> tuple[float, Tensor]:
     """Loss and gradient of a micro-batch in an engine of this process, whose masters are ``weights``."""
-    engine = float8_model.start("native", 0, precision, comm=SingleRank(torch.device("cpu")), max_grad_norm=None)
+    comm = SingleRank(torch.device("cpu"))
+    engine = float8_model.start("native", 0, precision, wide=wide, comm=comm, max_grad_norm=None)
     with engine.modify_weights(), torch.no_grad():
         for name, parameter in engine.module.named_parameters():
             parameter.copy_(weights[name])
@@ -107,15 +109,15 @@ def the_gap_is_that_of_two_engines(trial: Trial) -> Any:
     for index in engine.accumulate([trial.rank, trial.rank + 2]):
         engine.backward(engine(tokens=batch(index)), weight=1 + 2 * index)
     engine.step()
-    represented = dict(masters)
+    represented, wide = dict(masters), policy.float8.recipe == "blockwise"
     for name in (f"{module}.weight" for module in FLOAT8):
         weight = masters[name].bfloat16() if engine.name == "fsdp2" else masters[name]
-        represented[name] = dequantize(quantize(weight, E4M3, rowwise=policy.float8.recipe == "rowwise"))
+        represented[name] = dequantize(quantize(weight, E4M3, Recipe(policy.float8.recipe).weight_scaling))
     sums = torch.zeros(2, dtype=torch.float64)
     products = torch.zeros(3, dtype=torch.float64)
     for index in range(trial.ranks):
         own = masters if engine.name != "fsdp2" else {name: value.bfloat16().float() for name, value in masters.items()}
-        float8, bf16 = alone(policy, index, own), alone("bf16", index, represented)
+        float8, bf16 = alone(policy, index, own, wide), alone("bf16", index, represented, wide)
         weight = 1 + 2 * index
         sums += weight * torch.tensor([float8[0], bf16[0]])
         products += weight**2 * torch.stack([float8[1] @ bf16[1], float8[1].square().sum(), bf16[1].square().sum()])

@@ -19,16 +19,19 @@ from dtrain.distributed.startup.setup import choose_device
 from dtrain.errors import ConfigError, nearest
 from dtrain.measure.bench.records import TableResults
 from dtrain.measure.record import head
+from dtrain.precision.float8.cast import BLOCK
 from dtrain.precision.hardware import has_float8_tensor_cores, rate
 from dtrain.telemetry.throughput import device_name
 from dtrain.tools.tables import Table
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FLOAT8 = {  # rowwise scales, fast accumulation
-    "fp8": (False, False),
-    "fp8 fast": (False, True),
-    "fp8 rowwise": (True, False),
-    "fp8 rowwise fast": (True, True),
+_BLOCKWISE = "fp8 blockwise"
+_FLOAT8 = {  # kinds of both scales, fast accumulation
+    "fp8": ("TensorWise", "TensorWise", False),
+    "fp8 fast": ("TensorWise", "TensorWise", True),
+    "fp8 rowwise": ("RowWise", "RowWise", False),
+    "fp8 rowwise fast": ("RowWise", "RowWise", True),
+    _BLOCKWISE: ("BlockWise1x128", "BlockWise128x128", False),
 }
 _WARMUP_S = 0.5
 _LARGEST_EMULATED = 256  # 40 seconds for one product of 1,024 on a CPU
@@ -132,9 +135,12 @@ def _formats(bench: ProductsBenchConfig, device: torch.device, left_out: dict[st
         return ["bf16", "fp8", "fp32"]  # FP16 is emulated on most CPUs
     if not has_float8_tensor_cores(device):
         left_out["fp8"] = f"{device_name(device)} has no FP8 Tensor Cores"
-    old = torch.cuda.get_device_capability(device) < (8, 0)
+    capability = torch.cuda.get_device_capability(device)
     float8 = list(_FLOAT8) if has_float8_tensor_cores(device) else []
-    return ["fp16", "fp32"] if old else ["bf16", *float8, "fp16", "tf32", "fp32"]
+    if float8 and capability != (9, 0):
+        float8.remove(_BLOCKWISE)
+        left_out[_BLOCKWISE] = "needs compute capability 9.0"
+    return ["fp16", "fp32"] if capability < (8, 0) else ["bf16", *float8, "fp16", "tf32", "fp32"]
 
 
 def _products(config: ModelSuite[ProductsBenchConfig], name: str, device: torch.device) -> Iterator[_Case]:
@@ -170,13 +176,19 @@ def multiplication(name: str, shape: tuple[int, ...], device: torch.device) -> O
         torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
         x, weight = x.to(_DTYPES[name]), weight.to(_DTYPES[name])
         return lambda: x @ weight.t(), 0, flops
-    rowwise, fast = _FLOAT8[name]
+    *kinds, fast = _FLOAT8[name]
     left, right = (tensor.to(torch.float8_e4m3fn) for tensor in (x, weight))
-    scales = [torch.ones((), device=device)] * 2
-    if rowwise:
-        scales = [torch.ones(m, 1, device=device), torch.ones(1, n, device=device)]
-    options: dict[str, Any] = {"scale_a": scales[0], "scale_b": scales[1], "use_fast_accum": fast}
-    return lambda: torch._scaled_mm(left, right.t(), out_dtype=torch.bfloat16, **options), 0, flops
+    blocks = -(-k // BLOCK)
+    ones = partial(torch.ones, device=device)
+    scales = {  # in the layouts of [Note: rules of scaled_mm]
+        "TensorWise": (ones(()), ones(())),
+        "RowWise": (ones((m, 1)), ones((1, n))),
+        "BlockWise1x128": (ones((blocks, m)).t(), ones((-(-n // BLOCK), blocks + -blocks % 4)).t()),
+    }[kinds[0]]
+    types: Any = [getattr(F.ScalingType, kind) for kind in kinds]
+    operands = (left, right.t(), scales[0], types[0], scales[1], types[1])
+    scaled_mm: Any = F.scaled_mm
+    return lambda: scaled_mm(*operands, output_dtype=torch.bfloat16, use_fast_accum=fast), 0, flops
 
 
 def _attention(config: ModelSuite[ProductsBenchConfig], name: str, device: torch.device) -> _Case:

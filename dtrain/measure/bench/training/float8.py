@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError
 from dtrain.measure.bench.records import BenchmarkCase, LinearFormat, ProductTimes, TrainingResults
 from dtrain.measure.bench.training.rounds import run_rounds
 from dtrain.measure.record import head
-from dtrain.precision.float8.cast import E4M3, Quantized, quantize
+from dtrain.precision.float8.cast import E4M3, quantize
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT, multiply
 from dtrain.precision.float8.options import Recipe
@@ -41,6 +41,7 @@ def run_float8_suite(config: Float8Suite[Float8BenchConfig], command: str) -> It
     device = choose_device(bench.device, 0)
     torch.set_num_threads(bench.threads_per_rank)
     recipes = {name: _recipe(config, name, device) for name in bench.recipes}
+    alignment = max(recipe.alignment for recipe in recipes.values())
     models = [model_of(config.model, width) for width in bench.widths]
     results = TrainingResults(
         **head(command, config),
@@ -55,7 +56,8 @@ def run_float8_suite(config: Float8Suite[Float8BenchConfig], command: str) -> It
             results = replace(results, cases=[*cases, *measured.cases], failures=[*failures, *measured.failures])
             yield results
         rows = bench.micro_batch_size * model.max_seq_len
-        for shape in product_shapes(linear for result in measured.cases for linear in result.footprint.linears):
+        linears = [linear for result in measured.cases for linear in result.footprint.linears]
+        for shape in product_shapes(linears, alignment):
             results.products.extend(time_products(model.hidden_dim, rows, shape, recipes, bench.rounds, device))
         yield results
 
@@ -95,10 +97,10 @@ def model_of(model: ModelConfig, width: int) -> ModelConfig:
     )
 
 
-def product_shapes(linears: Iterable[LinearFormat]) -> list[tuple[int, int]]:
-    """Returns the distinct weight shapes that FP8 Tensor Cores accept without padding, in the order of the model."""
+def product_shapes(linears: Iterable[LinearFormat], alignment: int = ALIGNMENT) -> list[tuple[int, int]]:
+    """Returns the distinct weight shapes that need no padding to multiples of ``alignment``, in the model's order."""
     shapes = dict.fromkeys((linear.out_features, linear.in_features) for linear in linears)
-    return [shape for shape in shapes if not any(size % ALIGNMENT for size in shape)]
+    return [shape for shape in shapes if not any(size % alignment for size in shape)]
 
 
 def time_products(
@@ -145,7 +147,6 @@ def _product(left: Tensor, right: Tensor, product: str, recipe: Recipe) -> Calla
     kind = E4M3 if product == "output" else recipe.grad_dtype
     of_right = recipe.scaling if product == "weight gradient" else recipe.weight_scaling
     a, b = quantize(left, kind, recipe.scaling), quantize(right, E4M3, of_right)
-    a, b = (Quantized(operand.values.contiguous(), operand.scale) for operand in (a, b))
     return lambda: multiply(a, b, recipe.out_dtype, emulate=recipe.emulate)
 
 

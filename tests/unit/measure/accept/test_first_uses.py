@@ -18,9 +18,9 @@ from dtrain.measure.accept import first_uses
 from dtrain.measure.accept.job import DONE, Ended, Lines
 from dtrain.measure.accept.lines import read_lines
 from dtrain.measure.accept.run import driver_facts
-from dtrain.measure.accept.uses import require
-from dtrain.precision.float8 import proof
-from dtrain.precision.float8.cast import Scaling
+from dtrain.measure.accept.uses import USES, require
+from dtrain.precision.float8 import matmul, proof
+from dtrain.precision.float8.cast import Quantized, Scaling
 
 
 def shown(folder: Path) -> Lines:
@@ -71,6 +71,23 @@ def test_each_step_is_written_as_it_ends_and_one_that_fails_stops_no_other(tmp_p
     for wrong in (2.1, float("nan")):
         with pytest.raises(ArithmeticError, match="expected 2"):
             require(wrong, 2.0, 1e-2)
+
+
+def test_a_wrong_scale_of_a_product_is_found(monkeypatch: Any) -> None:
+    """On a CPU, by the emulation; a GPU multiplies them itself."""
+    uses, real = [use for name, use in USES.items() if name.startswith("scaled_mm")], matmul.multiply
+    monkeypatch.setattr(matmul, "multiply", lambda *sides, emulate: real(*sides, emulate=True))
+    cpu = torch.device("cpu")
+    kinds = ("(0, 0) by (0, 0)", "(1, 0) by (1, 0)", "(1, 128) by (128, 128)", "(1, 128) by (1, 128)")
+    assert [use(cpu) for use in uses] == [f"torch.nn.functional.scaled_mm, scales of {kind}" for kind in kinds]
+
+    def turned(left: Quantized, right: Quantized, *rest: Any, emulate: bool) -> torch.Tensor:
+        return real(left, Quantized(right.values, right.scale.flip(0)), *rest, emulate=True)
+
+    monkeypatch.setattr(matmul, "multiply", turned)
+    for use in uses[1:]:
+        with pytest.raises(ArithmeticError, match="expected 0"):
+            use(cpu)
 
 
 def test_each_variant_of_the_casts_is_compared_and_a_wrong_one_is_a_failure(tmp_path: Path, monkeypatch: Any) -> None:

@@ -80,6 +80,14 @@ def test_what_is_missing_is_left_out_with_the_reason(monkeypatch: pytest.MonkeyP
     assert left_out["tests"].startswith("this is an installed package")
 
 
+def test_blocks_of_128_run_where_the_gpu_multiplies_them() -> None:
+    blockwise = {"compiled, FP8 blockwise", "1.2B, blockwise"}
+    for name in ("NVIDIA H100 80GB HBM3", "one of tomorrow"):
+        assert blockwise <= set(names(plan("all", Machine("cuda", 79.6, name)).jobs))
+    left_out = plan("all", Machine("cuda", 79.6, "NVIDIA A100-SXM4-80GB")).left_out
+    assert left_out == dict.fromkeys(blockwise, "FP8 products of blocks need compute capability 9.0")
+
+
 def test_every_test_for_a_gpu_is_named_by_a_row() -> None:
     words = [word for job in plan("facts").jobs for word in job.words(Path()) if "/tests/gpu/" in word]
     files = {Path(word.split("::")[0]) for word in words}

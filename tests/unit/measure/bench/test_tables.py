@@ -48,6 +48,20 @@ def test_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert results.conclusions[0].startswith("highest matrix rates, TFLOP/s: fp32 0.001, bf16 0.001, fp8 0.001")
 
 
+@pytest.mark.parametrize("name", list(products._FLOAT8))
+def test_float8_operands_are_as_torch_wants_them_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own checks of shapes and strides run on meta tensors."""
+    given: list[Any] = []
+    real: Any = torch.nn.functional.scaled_mm
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *a, **how: given.extend(a) or real(*a, **how))
+    operation, nbytes, flops = products.multiplication(name, (32, 256, 640), torch.device("meta"))
+    output: Any = operation()
+    assert (output.shape, output.dtype, nbytes, flops) == ((32, 256), torch.bfloat16, 0, 2 * 32 * 256 * 640)
+    if name == "fp8 blockwise":
+        assert (given[2].shape, given[2].stride()) == ((32, 5), (1, 32))
+        assert (given[4].shape, given[4].stride()) == ((8, 2), (1, 8)), "padded to a multiple of 4"
+
+
 @pytest.mark.parametrize(
     ("error", "reason"),
     [(torch.OutOfMemoryError("CUDA out of memory"), "out of memory"), (RuntimeError("no such\nformat"), "no such")],

@@ -92,7 +92,10 @@ def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pyt
     assert rows["GPU 0 power and clocks"] == power
     assert rows["GPU 0 MIG mode"] == "disabled"
     assert rows["cuDNN"] == "9.10.2, /opt/libcudnn.so.9"
-    assert rows["cublasLt"] == "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9"
+    assert rows["cublasLt"] == (
+        "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9: install the wheel of CUDA 13.0 "
+        "(cu130)"
+    )
     assert rows["attention of 16 heads of 128"] == "flash; with 4 key heads: cudnn (BF16, causal, 2,048 tokens)"
     assert {"GPU driver", "compiler for GPUs"} <= rows.keys()
     assert "GPU" not in rows
