@@ -18,6 +18,7 @@ from dtrain.__main__ import main
 from dtrain.cli.resolve import read_suite
 from dtrain.config import capabilities
 from dtrain.config.commands import SUITES
+from dtrain.config.precision import Float8
 from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, TrainingSuite
 from dtrain.errors import BenchError
 from dtrain.measure.bench import cli, peers
@@ -26,10 +27,11 @@ from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResu
 from dtrain.measure.bench.report.document import describe
 from dtrain.measure.bench.report.statistics import final_loss
 from dtrain.measure.bench.report.training import has_wrong_loss
-from dtrain.measure.bench.training import cases, first_step, rounds, suites
+from dtrain.measure.bench.training import cases, first_step, float8, rounds, suites
 from dtrain.measure.bench.training.float8 import ALL_THREE, product_shapes
 from dtrain.measure.bench.training.processes import CaseProcesses
 from dtrain.measure.record import write_record
+from dtrain.precision.float8.options import Recipe, resolve_float8
 from dtrain.telemetry import host
 from tests.unit.measure.bench.made import HOST, SHORT, TINY, result, row
 
@@ -141,6 +143,26 @@ def test_float8_suite(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     products = ["output", "input gradient", "weight gradient", ALL_THREE] * len(product_shapes(fp8.footprint.linears))
     assert [product.product for product in results.products] == products
     assert all(list(product.ms) == ["bf16", "tensorwise"] for product in results.products)
+
+
+@pytest.mark.parametrize("recipe", Float8.__dataclass_fields__["recipe"].metadata["choices"])
+def test_each_product_of_a_recipe_is_one_of_its_linear(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[dict[str, Any]] = []
+
+    def time(workloads: dict[str, Any], *_: Any, **__: Any) -> dict[str, list[float]]:
+        timed.append(workloads)
+        return {name: [1.0] for name in workloads}
+
+    monkeypatch.setattr(float8, "alternating_ms", time)
+    torch.manual_seed(0)
+    resolved = Recipe.of(resolve_float8(Float8(recipe=recipe), torch.device("cpu")), torch.bfloat16)
+    times = float8.time_products(128, 160, (256, 128), {recipe: resolved}, 1, torch.device("cpu"))
+    assert [product.sizes for product in times[:3]] == [[160, 256, 128], [160, 128, 256], [256, 128, 160]]
+    for product, workloads in zip(times[:3], timed, strict=False):
+        exact, got = workloads["bf16"](), workloads[recipe]()
+        assert torch.equal(exact, got) == (recipe == "rowwise_bf16_wgrad" and product.product == "weight gradient")
+        assert (got.float() - exact.float()).norm() < 0.1 * exact.float().norm()
+    timed[3][recipe]()
 
 
 def test_step_suite_starts_each_round_anew_and_measures_what_its_keys_ask_for(
