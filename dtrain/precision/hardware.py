@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -167,11 +167,14 @@ def has_bf16_products(device: torch.device) -> bool:
 def has_row_scales_on_cpu() -> bool:
     """Whether ``scaled_mm`` takes one scale per row on a CPU, which it did not before PyTorch 2.13."""
     import torch
+    import torch.nn.functional as F
 
     values, scales = torch.zeros(16, 16).to(torch.float8_e4m3fn), torch.ones(16, 1)
+    kinds: Any = F.ScalingType
+    scaled_mm: Any = F.scaled_mm
     try:
-        torch._scaled_mm(values, values.t(), scales, scales.t(), out_dtype=torch.bfloat16)
-    except RuntimeError:
+        scaled_mm(values, values.t(), scales, kinds.RowWise, scales.t(), kinds.RowWise)
+    except (RuntimeError, ValueError):
         return False
     return True
 

@@ -33,7 +33,7 @@ from tests.helpers.oracle import normwise_error
 
 pytestmark = pytest.mark.usefixtures("one_rank_of_nccl")
 
-RECIPES = ("tensorwise", "rowwise")
+RECIPES = ("tensorwise", "rowwise", "rowwise_bf16_wgrad")
 ENGINES = [*(("native", stage) for stage in range(4)), ("ddp", 0), ("fsdp2", 2), ("fsdp2", 3)]
 OPTIONS = [Float8(recipe=recipe, choice="all") for recipe in RECIPES]
 
@@ -48,15 +48,17 @@ def recipe_of(options: Float8) -> Recipe:
 
 @tensor_cores
 @pytest.mark.parametrize("grad_format", ["e4m3", "e5m2"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [*RECIPES, "blockwise"])
 @pytest.mark.parametrize("shape", [(16, 16, 16), (64, 48, 2064), (1000, 144, 272), (4096, 1024, 1024)])
 def test_products_are_those_of_float64(shape: tuple[int, int, int], recipe: str, grad_format: str) -> None:
     """Beyond one rounding to BF16 a sum of K products may be off by the bits that the Tensor Core accumulates in.
 
     Hopper keeps 13 bits of a partial sum of up to 128 products, then adds it in FP32.
     """
-    if (recipe, grad_format) == ("rowwise", "e5m2"):
-        pytest.skip("scaled_mm takes E4M3 alone, row by row")
+    if recipe != "tensorwise" and grad_format == "e5m2":
+        pytest.skip("scaled_mm takes E4M3 alone, row by row and in blocks")
+    if recipe == "blockwise" and not ON_CPU and capability() != (9, 0):
+        pytest.skip("blocks need compute capability 9.0")
     m, n, k = shape
     chosen = replace(recipe_of(Float8(recipe=recipe, grad_format=grad_format)), compile=False)
     m = -(-m // 16) * 16
@@ -156,7 +158,8 @@ def test_what_is_timed_is_never_slower(recipe: str) -> None:
         if not decision.is_float8:
             continue
         plain = nn.Linear(k, n, bias=False, device=DEVICE).bfloat16()
-        fast = convert(copy.deepcopy(plain), chosen, QuantizedWeight(chosen, Cache.UNTIL_WRITTEN))
+        own = replace(chosen, products=decision.products)
+        fast = convert(copy.deepcopy(plain), own, QuantizedWeight(own, Cache.UNTIL_WRITTEN))
         x = torch.randn(rows, k, device=DEVICE).bfloat16()
         gradient = torch.randn(rows, n, device=DEVICE).bfloat16()
         slow, quick = (partial(run_linear, linear, x, gradient) for linear in (plain, fast))

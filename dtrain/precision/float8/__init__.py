@@ -1,1 +1,1 @@
-"""FP8 products: scales, casts, ``torch._scaled_mm`` and its emulation, and the Linear that computes with them."""
+"""FP8 products: scales, casts, ``scaled_mm`` and its emulation, and the Linear that computes with them."""
