@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtrain.errors import ConfigError
+from dtrain.precision.fake import is_fake
 from dtrain.precision.float8.cast import BLOCK, Quantized, decode, dequantize
 
 ALIGNMENT = 16
@@ -50,6 +52,9 @@ def multiply(
         emulate: multiply in FP32. On a CPU this gives the bits of ``scaled_mm``, except for fewer than 16 rows, which
             that function sums in another order. In blocks FP32 sums of 128 products are scaled and added in order.
         fast_accumulation: let Hopper accumulate in fewer bits than FP32 has. The emulation does not imitate this.
+
+    Raises:
+        ConfigError: blocks on a CPU without ``emulate``.
     """
     num_columns = right.values.shape[0]
     if not left.values.numel():
@@ -70,6 +75,8 @@ def multiply(
         if emulate:
             product = _emulated(padded, values, left.scale, right.scale, out_dtype)
         else:
+            if in_blocks and device_type == "cpu" and not is_fake(padded):  # on which a plan for a GPU runs
+                raise ConfigError("float8 recipe=blockwise has no products on CPUs but emulated ones; use emulate=auto")
             kinds, scales = _given(left, right.scale, padded, values)
             scaled_mm: Any = F.scaled_mm
             product = scaled_mm(

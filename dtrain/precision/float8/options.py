@@ -64,7 +64,7 @@ def _problem(recipe: str, device: torch.device) -> str:
         if scaling is Scaling.ROWS and not has_row_scales_on_cpu():
             lacks = f"which torch {torch.__version__} lacks"
             return f"needs a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto"
-        return "has no products on CPUs but emulated ones; use emulate=auto" if scaling.in_blocks else ""
+        return ""  # a plan for a GPU runs on fake tensors of a CPU, blocks too
     if not scaling.in_blocks:
         return ""
     capability = torch.cuda.get_device_capability(device)

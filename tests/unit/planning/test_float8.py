@@ -181,3 +181,14 @@ def test_a_plan_that_fails_does_not_stop_a_run(
     assert run_training(compose([*_RUN, f"run_dir={tmp_path}/run"]), planner=RunPlanner()) == 0
     captured = capsys.readouterr()
     assert "no plan of what FP8 brings: " in captured.out + captured.err + caplog.text
+
+
+@pytest.mark.parametrize("recipe", ["rowwise_bf16_wgrad", "blockwise"])
+def test_each_recipe_is_planned_for_a_gpu_that_is_elsewhere(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that a CPU cannot multiply in."""
+    shape = ("model.hidden_dim=256", "model.num_layers=3", "model.num_heads=2", "model.ffn_dim=512")
+    assert (
+        main(["plan", "precision", "precision=fp8", f"precision.float8.recipe={recipe}", "device=h100-80gb", *shape])
+        == 0
+    )
+    assert "fp8 on h100-80gb: expected" in capsys.readouterr().out

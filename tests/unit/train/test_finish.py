@@ -169,7 +169,7 @@ def test_a_replay_takes_the_precision_of_its_step(whole: Path, tmp_path: Path) -
 
 
 def test_an_own_loop_saves_and_loads_in_an_engine_in_bf16(tmp_path: Path) -> None:
-    """As docs/precision/precision.md says."""
+    """As docs/precision/fp8.md says."""
     torch.manual_seed(0)
     build = lambda: torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3)))  # noqa: E731
     options: dict[str, Any] = {"optimizer": dtrain.AdamW(lr=1e-2), "seed": 1, "reproducible": True}

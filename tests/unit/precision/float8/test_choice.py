@@ -10,12 +10,14 @@ from unittest import mock
 import pytest
 import torch
 
+import dtrain
 from dtrain.config.precision import Float8
 from dtrain.errors import ConfigError
 from dtrain.precision.float8 import choice, options, weights
 from dtrain.precision.float8.cast import E4M3, E5M2
 from dtrain.precision.float8.choice import Float8Candidate, decide_float8
 from dtrain.precision.float8.options import PRODUCTS, Recipe, resolve_float8
+from dtrain.precision.policy import PrecisionPolicy
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 BY_SHAPE = resolve_float8(Float8(choice="all"), CPU)
@@ -141,8 +143,10 @@ def test_blocks_need_hopper_and_a_new_cublaslt(monkeypatch: pytest.MonkeyPatch) 
         pretend_gpu(monkeypatch, major, minor)
         with pytest.raises(ConfigError, match=rf"needs compute capability 9\.0 .* has {major}\.{minor}; use"):
             resolve_float8(blocks, GPU)
+    on_cpu = PrecisionPolicy.named("fp8", float8=replace(blocks, emulate=False))
+    model = torch.nn.Sequential(*[torch.nn.Linear(128, 128) for _ in range(3)])
     with pytest.raises(ConfigError, match="blockwise has no products on CPUs but emulated ones; use emulate=auto"):
-        resolve_float8(replace(blocks, emulate=False), CPU)
+        dtrain.initialize(model, precision=on_cpu)
     for wrong in ({"grad_format": "e5m2"}, {"fast_accumulation": True}):
         with pytest.raises(ConfigError, match="blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out"):
             resolve_float8(replace(blocks, **wrong), CPU)

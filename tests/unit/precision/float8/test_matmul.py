@@ -118,6 +118,7 @@ def test_a_gpu_gets_blocks_as_torch_wants_them(
         return torch.zeros(a.shape[0], b.shape[1], dtype=how["output_dtype"])
 
     monkeypatch.setattr(F, "scaled_mm", check)
+    monkeypatch.setattr(matmul, "is_fake", lambda tensor: True)  # which a CPU does not refuse
     num_rows, num_columns, inner = shape
     left = matrix(num_rows, inner, E4M3, scalings[0], seed=0)
     right = matrix(num_columns, inner, E4M3, scalings[1], seed=1)
