@@ -70,7 +70,7 @@ def test_goes_on_from_the_native_engine(engine: str, stage: int, tmp_path: Path)
     made = make_engine(engine, stage, "bf16")
     made.load(tmp_path)
     want = dict(native.states.full_state("exp_avg"))
-    assert all(torch.equal(want[name], tensor) for name, tensor in made.full_state("exp_avg"))
+    assert all(torch.equal(want[name], tensor) for name, tensor in made.states.full_state("exp_avg"))
     expected, got = train(native, 3), train(made, 3)
     assert [outcome.loss for outcome in got] == pytest.approx([outcome.loss for outcome in expected], rel=5e-3)
 
@@ -79,5 +79,5 @@ def test_goes_on_from_the_native_engine(engine: str, stage: int, tmp_path: Path)
 def test_offloaded_states_lie_in_host_memory() -> None:
     made = make_engine("deepspeed", 2, "bf16", offload="cpu")
     assert all(outcome.applied for outcome in train(made, 2))
-    assert {shard.data.device.type for shard in made.owned_shards("master")} == {"cpu"}
+    assert {shard.data.device.type for shard in made.states.owned_shards("master")} == {"cpu"}
     assert ON_CPU or {"master", "moments"} <= set(made.host_kinds)
