@@ -15,7 +15,7 @@ from dtrain.device import alternating_ms
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.options import PRODUCTS, Recipe, alignment_of, products_of
+from dtrain.precision.float8.options import PRODUCTS, Recipe
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 MIN_GAIN = 0.03
@@ -85,26 +85,26 @@ def decide_float8(
     for candidate in candidates:
         shape = replace(candidate, name="")
         if shape not in by_shape:
-            by_shape[shape] = replace(_by_shape(candidate, options.recipe), products=products_of(options.recipe))
+            by_shape[shape] = _by_shape(candidate, Recipe.of(options, torch.bfloat16))
             if by_shape[shape].is_float8 and options.choice == "timed":
                 by_shape[shape] = _timed(candidate, options, device, casts_each_time)
     return tuple(replace(by_shape[replace(candidate, name="")], name=candidate.name) for candidate in candidates)
 
 
-def _by_shape(candidate: Float8Candidate, recipe: str) -> Float8Decision:
-    alignment = alignment_of(recipe)
-    shape = f"[{candidate.out_features}, {candidate.in_features}]"
-    padded = [size + -size % alignment for size in (candidate.out_features, candidate.in_features)]
-    added = max(padded[0] / candidate.out_features, padded[1] / candidate.in_features) - 1
-    if min(candidate.out_features, candidate.in_features) < ALIGNMENT:
-        return Float8Decision(candidate.name, False, f"{shape} has a dimension below {ALIGNMENT}")
-    if not added:
-        return Float8Decision(candidate.name, True, f"{shape} are multiples of {alignment}")
-    if added <= MAX_PADDING:
-        return Float8Decision(candidate.name, True, f"{shape} is padded to {padded}")
-    return Float8Decision(
-        candidate.name, False, f"{shape} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
-    )
+def _by_shape(candidate: Float8Candidate, recipe: Recipe) -> Float8Decision:
+    sizes, alignment = [candidate.out_features, candidate.in_features], recipe.alignment
+    padded = [size + -size % alignment for size in sizes]
+    added = max(new / old for new, old in zip(padded, sizes, strict=True)) - 1
+    if min(sizes) < ALIGNMENT:
+        reason = f"{sizes} has a dimension below {ALIGNMENT}"
+    elif not added:
+        reason = f"{sizes} are multiples of {alignment}"
+    elif added <= MAX_PADDING:
+        reason = f"{sizes} is padded to {padded}"
+    else:
+        reason = f"{sizes} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
+    is_float8 = min(sizes) >= ALIGNMENT and added <= MAX_PADDING
+    return Float8Decision(candidate.name, is_float8, reason, products=recipe.products)
 
 
 def _timed(candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool) -> Float8Decision:
@@ -131,14 +131,12 @@ def _times(
     """Returns the milliseconds of forward and gradients by the products in FP8: medians of alternating rounds."""
     assert options.num_rows is not None  # resolved
     generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
-    x, grad, weight = (
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        for shape in (
-            (options.num_rows, candidate.in_features),
-            (options.num_rows, candidate.out_features),
-            (candidate.out_features, candidate.in_features),
-        )
-    )
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    x, grad = (random(options.num_rows, size) for size in (candidate.in_features, candidate.out_features))
+    weight = random(candidate.out_features, candidate.in_features)
     recipe = Recipe.of(options, torch.bfloat16)
     cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
     possible = [name for name in recipe.products if candidate.trained or name != "wgrad"]

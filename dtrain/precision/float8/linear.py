@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -203,16 +203,13 @@ class _Float8Matmul(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         left, columns = operands(rows, E4M3, recipe, "fprop", left=True, columns=keeps_input, traced=traced)
         assert left is not None
-        saved_weight: Sequence[Tensor]
         if isinstance(source, Tensor):
-            given = copies[:2] or [weight]
-            y = weight_product(left.values, left.scale, source, given, weight.shape[0], recipe.out_dtype, False)
-            saved_weight = (source, *(copies[2:] or [weight]))
+            of_output, saved_weight = copies[:2] or (weight,), (source, *(copies[2:] or (weight,)))
+            y = weight_product(*left, weight.shape[0], recipe.out_dtype, source, of_output, False)
         else:
-            right, saved_weight = source.forward(weight)
-            y = output(left, right, weight.shape[0], recipe)
-        saved_input = () if columns is None else (columns.values, columns.scale)
-        ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
+            of_output, saved_weight = source.tensors(weight)
+            y = output(left, source.forward(*of_output), weight.shape[0], recipe)
+        ctx.save_for_backward(*(columns or ()), *(saved_weight if ctx.needs_input_grad[0] else ()))
         ctx.quantized = None if isinstance(source, Tensor) else source
         ctx.recipe_key, ctx.traced, ctx.x_shape, ctx.w_shape = recipe_key, traced, x.shape, weight.shape
         # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
@@ -242,13 +239,12 @@ class _Float8Matmul(torch.autograd.Function):
         dx = dw = None
         if by_column is not None:
             if ctx.quantized is None and "wgrad" in recipe.products:
-                dw = weight_gradient(by_column.values, by_column.scale, *saved_input, num_inputs, ctx.recipe_key)
+                dw = weight_gradient(*by_column, *saved_input, num_inputs, ctx.recipe_key)
             else:
                 dw = gradient(by_column, Quantized(*saved_input), num_inputs, recipe)
         if right is not None and left is not None:
             dx = gradient(left, right, num_inputs, recipe).reshape(ctx.x_shape)
         elif left is not None:
             key, *weight = saved
-            dx = weight_product(left.values, left.scale, key, weight, num_inputs, recipe.out_dtype, True)
-            dx = dx.reshape(ctx.x_shape)
+            dx = weight_product(*left, num_inputs, recipe.out_dtype, key, weight, True).reshape(ctx.x_shape)
         return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)

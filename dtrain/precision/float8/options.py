@@ -60,19 +60,14 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
 def _problem(recipe: str, device: torch.device) -> str:
     """Returns why ``device`` cannot multiply in ``recipe``, and what to do; empty: it can."""
     scaling = _SCALINGS[recipe][0]
-    if device.type == "cpu":
-        if scaling is Scaling.ROWS and not has_row_scales_on_cpu():
-            lacks = f"which torch {torch.__version__} lacks"
-            return f"needs a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto"
+    if device.type == "cpu" and scaling is Scaling.ROWS and not has_row_scales_on_cpu():
+        lacks = f"which torch {torch.__version__} lacks"
+        return f"needs a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto"
+    if device.type == "cpu" or not scaling.in_blocks:
         return ""  # a plan for a GPU runs on fake tensors of a CPU, blocks too
-    if not scaling.in_blocks:
-        return ""
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return (
-            f"needs compute capability 9.0 (H100, H200); {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}; use recipe=rowwise"
-        )
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200); {name} has {major}.{minor}; use recipe=rowwise"
     version = cublaslt_version()
     if version is not None and tuple(map(int, version.split("."))) < (12, 9):
         return (
@@ -129,7 +124,7 @@ class Recipe:
             emulate=options.emulate,
             fast_accumulation=options.fast_accumulation,
             compile=options.compile,
-            products=products_of(options.recipe),
+            products=PRODUCTS[:2] if options.recipe == "rowwise_bf16_wgrad" else PRODUCTS,
         )
 
     @property
@@ -155,21 +150,11 @@ class Recipe:
 
     @property
     def alignment(self) -> int:
-        """Number whose multiples the dimensions of products are padded to."""
-        return alignment_of(self.name)
+        """Number whose multiples the dimensions of products are padded to, as Tensor Cores take them."""
+        return BLOCK if self.scaling.in_blocks else ALIGNMENT
 
     def describe(self) -> str:
         """Returns a description such as ``tensorwise, E5M2 gradients, emulated``."""
         parts = [self.name, f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients"]
         parts += ["emulated"] * self.emulate + ["fast accumulation"] * self.fast_accumulation
         return ", ".join(parts + ["casts by kernels"] * self.compile)
-
-
-def products_of(recipe: str) -> tuple[str, ...]:
-    """Returns the products that are FP8 in the recipe of that name."""
-    return PRODUCTS[:2] if recipe == "rowwise_bf16_wgrad" else PRODUCTS
-
-
-def alignment_of(recipe: str) -> int:
-    """Returns the number whose multiples Tensor Cores take as dimensions in the recipe of that name."""
-    return BLOCK if _SCALINGS[recipe][0].in_blocks else ALIGNMENT

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8 import cast as casts
 from dtrain.precision.float8.cast import Quantized
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
@@ -34,14 +33,7 @@ def operands(
     found: list[Quantized] = []
     if of_left or of_columns:
         x, both = rows if of_left else rows.t(), of_left and of_columns
-        if not traced:
-            found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile)
-        else:
-            if recipe.scaling.in_blocks:
-                tensors = torch.ops.dtrain.float8_quantize(x, dtype, both, recipe.compile)
-            else:
-                tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
-            found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
+        found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile, traced=traced)
 
     def plain(x: Tensor) -> Quantized:
         return Quantized(x.to(recipe.out_dtype), x.new_empty(0, dtype=torch.float32))
@@ -54,9 +46,8 @@ def operands(
 
 def output(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:
     """Returns the product [M, N] of an input [M, K] and the operand of a weight [N, K], in the recipe's dtype."""
-    fast = recipe.fast_accumulation
-    y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=fast)
-    return y[:, :num_columns].contiguous()
+    how = {"emulate": recipe.emulate, "fast_accumulation": recipe.fast_accumulation}
+    return multiply(left, right, recipe.out_dtype, **how)[:, :num_columns].contiguous()
 
 
 def gradient(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -38,7 +38,7 @@ class Cache(Enum):
     UNTIL_WRITTEN = "until written"
 
 
-_numbers = itertools.count()
+_numbers = count()
 _by_number: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
@@ -123,81 +123,65 @@ class QuantizedWeight:
     def of_key(key: Tensor) -> QuantizedWeight:
         return _by_number[int(key)]
 
+    def _bound(self, weight: Tensor) -> Bound | None:
+        """Returns what ``weight`` is bound to; None for a weight that is cast, such as a functional call's."""
+        return self.cache if isinstance(self.cache, Bound) and weight is self.cache.parameter else None
+
     # -- the operands ----------------------------------------------------------------------------------------------
 
-    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Returns the operand for the output, and the tensors that autograd saves for ``backward``.
-
-        The operand is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale; the copy itself
-        if the product is not FP8.
-        """
-        saved: tuple[Tensor, ...]
+    def tensors(self, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns what ``forward`` takes for ``weight``, and what ``backward`` takes, which autograd saves."""
         if self.cache is Cache.NEVER:
-            rowwise, saved = self._cast_for("fprop", weight.detach()), (weight,)
-        else:
-            rowwise, columnwise = self.copies(weight)
-            saved = self._saved(rowwise, columnwise)
-        return self._operand("fprop", rowwise), saved
+            return (weight,), (weight,)
+        rowwise, columnwise = self.copies(weight)
+        if rowwise is columnwise and self.recipe.scaling is Scaling.ROWS:  # [Note: one copy]
+            return rowwise, (rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale)
+        # the copy, not its operand: under emulation that is FP32, four times the bytes
+        return rowwise, columnwise
 
     def stored(self, weight: Tensor) -> list[Tensor]:
-        """Returns the copies of a ``Bound`` weight that compiled code passes; empty if ``weight`` is cast.
+        """Returns the ``tensors`` of a ``Bound`` weight, which compiled code passes; empty if ``weight`` is cast."""
+        return [*chain(*self.tensors(weight))] if self._bound(weight) else []
 
-        They are the values and scale for ``stored_operand``, then what ``backward`` takes.
+    def forward(self, *given: Tensor) -> Quantized:
+        """Returns the operand for the output.
+
+        It is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale; the copy itself if the
+        product is not FP8.
         """
-        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter:
-            return []
-        rowwise, columnwise = self.copies(weight)
-        return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
-
-    def saved(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Returns what ``backward`` takes for a weight that is not ``Bound``."""
-        return (weight,) if self.cache is Cache.NEVER else self._saved(*self.copies(weight))
-
-    def _saved(self, rowwise: Quantized, columnwise: Quantized) -> tuple[Tensor, ...]:
-        if rowwise is columnwise and self.recipe.scaling is Scaling.ROWS:  # [Note: one copy]
-            return rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale
-        # the copy, not its operand: under emulation that is FP32, four times the bytes
-        return columnwise.values, columnwise.scale
-
-    def stored_operand(self, copies: Sequence[Tensor]) -> Quantized:
-        """Returns the operand for the output, as ``forward``, from what ``stored`` returned."""
-        return self._operand("fprop", Quantized(*copies[:2]))
+        if len(given) == 1:
+            return self._cast_for("fprop", given[0].detach())
+        return self._operand(Quantized(*given), transposed=False)
 
     def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
         """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
 
         The operand is [K, N]; rowwise with a scale for each of its K rows. The factor is [N]: [Note: one copy].
         """
-        if self.cache is Cache.NEVER:
-            (weight,) = saved
-            return self._operand("dgrad", self._cast_for("dgrad", weight.detach().t())), None
-        copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
-        return self._operand("dgrad", copy, transposed=True), factor
+        if len(saved) == 1:
+            return self._cast_for("dgrad", saved[0].detach().t()), None
+        return self._operand(Quantized(*saved[:2]), transposed=True), saved[2] if saved[2:] else None
 
-    def _operand(self, product: str, copy: Quantized, *, transposed: bool = False) -> Quantized:
-        scale = copy.scale.t() if transposed else copy.scale
-        if product in self.recipe.products:
-            return Quantized(self._operand_values(copy.values, transposed=transposed), scale)
-        return Quantized(copy.values.t() if transposed else copy.values, scale)
-
-    def _operand_values(self, values: Tensor, *, transposed: bool) -> Tensor:
-        emulate = self.recipe.emulate
+    def _operand(self, copy: Quantized, *, transposed: bool) -> Quantized:
+        """Returns ``copy`` as the operand for the output, or ``transposed`` as that for the input gradient."""
+        values, scale = copy.values, copy.scale.t() if transposed else copy.scale
+        recipe, emulate = self.recipe, self.recipe.emulate
+        if ("dgrad" if transposed else "fprop") not in recipe.products:
+            return Quantized(values.t() if transposed else values, scale)
         key = (address(values), transposed and not emulate)  # the emulation transposes as a view
-        cached = self._operands.get(key)
-        if cached is None:
+        found = self._operands.get(key)
+        if found is None:
+            bound = self.cache if isinstance(self.cache, Bound) else None
             # an address identifies stored copies only: other memory may be reused for another weight
             is_stored = any(address(copy.values) == key[0] for copy in self._copies)
-            is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
-            kernels = uses_kernels(values.device, compiled=self.recipe.compile) and proves_weights(
-                values, self.recipe.weight_scaling
-            )
-            if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
-                self.cache.transposes.prepare()
-                return self._operands[key] if is_kept else self._operands.pop(key)
-            cached = operand(values, emulate=emulate, transposed=key[1], alignment=self.recipe.alignment)
-            if is_kept:
-                self._operands[key] = cached
-        return cached.t() if transposed and emulate else cached
+            has_kernel = is_stored and key[1] and uses_kernels(values.device, compiled=recipe.compile)
+            if bound and has_kernel and proves_weights(values, recipe.weight_scaling):
+                bound.transposes.prepare()
+            else:
+                self._operands[key] = operand(values, emulate=emulate, transposed=key[1], alignment=recipe.alignment)
+            is_kept = is_stored and (bound is None or bound.keeps_operands)
+            found = self._operands[key] if is_kept else self._operands.pop(key)
+        return Quantized(found.t() if transposed and emulate else found, scale)
 
     @property
     def gradient_factor(self) -> Tensor | None:
@@ -235,14 +219,10 @@ class QuantizedWeight:
         N rows, and the second for each of its K columns, which are the rows of the transpose; or the first is both:
         [Note: one copy].
         """
-        if isinstance(self.cache, Bound):
-            if weight is not self.cache.parameter:  # such as a functional call's: nothing is bound for it
-                return self._cast(weight)
+        if bound := self._bound(weight):
             if not self._copies:
-                raise ContractError(
-                    f"'{self.cache.name}' is computed with while it is sharded; its group was not unsharded"
-                )
-        elif self.cache is Cache.NEVER or weight.is_inference():  # inference tensors have no version counter
+                raise ContractError(f"'{bound.name}' is computed with while it is sharded; its group was not unsharded")
+        elif self.cache is not Cache.UNTIL_WRITTEN or weight.is_inference():  # which has no version counter
             return self._cast(weight)
         else:
             self._keep_copies(weight)
@@ -263,8 +243,8 @@ class QuantizedWeight:
         rowwise = self._quantize(weight)
         if self.recipe.weight_scaling is not Scaling.ROWS:
             return rowwise, rowwise
-        transposed = self._quantize(weight.t())
-        return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
+        values, scale = self._quantize(weight.t())
+        return rowwise, Quantized(values.t().contiguous(), scale)
 
     def _cast_for(self, product: str, matrix: Tensor) -> Quantized:
         """Returns ``matrix`` as an operand of ``product``: itself, without a scale, if that is not FP8."""
@@ -277,8 +257,7 @@ class QuantizedWeight:
 
     def represented(self, weight: Tensor) -> Tensor:
         """Returns what the copy for the output represents, in the dtype of ``weight``, to which gradients flow."""
-        copy, _ = self.copies(weight)
-        values: Tensor = _Dequantize.apply(weight, copy.values, copy.scale)
+        values: Tensor = _Dequantize.apply(weight, *self.copies(weight)[0])
         return values
 
     def dequantized(self, weight: Tensor) -> Tensor:
@@ -288,15 +267,16 @@ class QuantizedWeight:
         ``dtrain.errors.UsageError``, which refers to the parameter. While it is sharded, it is NaN, as the
         parameter.
         """
-        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:
+        bound = self._bound(weight)
+        if not bound or not self._copies or getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
             return weight
-        if getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
-            return weight
+        result: Tensor
         if torch.compiler.is_compiling():  # which traces no method that is replaced
-            return torch.ops.dtrain.float8_dequantize(weight, self._copies[0].values, self._copies[0].scale)  # type: ignore[no-any-return]
-        result: Tensor = _Dequantize.apply(weight, self._copies[0].values, self._copies[0].scale)
+            result = torch.ops.dtrain.float8_dequantize(weight, *self._copies[0])
+            return result
+        result = _Dequantize.apply(weight, *self._copies[0])
         for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
-            setattr(result, method, partial(_refuse, self.cache.name))
+            setattr(result, method, partial(_refuse, bound.name))
         return result
 
 
