@@ -124,13 +124,9 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
 
 
 def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = False) -> Quantized:
-    """Quantizes ``x`` [rows, columns] to ``dtype``.
+    """Quantizes ``x`` [rows, columns], in FP32, BF16 or FP16 and of any strides, to ``dtype``, E4M3 or E5M2.
 
-    Args:
-        x: FP32, BF16 or FP16, of any strides.
-        dtype: E4M3 or E5M2.
-        scaling: which elements share a scale.
-        traced: see ``cast``.
+    ``scaling``: which elements share a scale; ``traced``: see ``cast``.
     """
     scale = scale_of(_amax(x, scaling, traced), dtype)
     if scaling is Scaling.LINES:
@@ -138,9 +134,7 @@ def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = 
     return Quantized(cast(x, spread(scale, x.shape), dtype, traced=traced).contiguous(), scale)
 
 
-def quantized_both(
-    x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantized_both(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = False) -> tuple[Tensor, ...]:
     """Returns values and scale of ``x``, then those of its transpose."""
     values, scale = quantize(x, dtype, scaling, traced=traced)
     if scaling is Scaling.TENSOR:
@@ -159,12 +153,11 @@ def _amax(x: Tensor, scaling: Scaling, traced: bool) -> Tensor:
         whole = F.pad(x, pad) if any(pad) else x
         blocks: Tensor = whole.unflatten(1, (columns, width)).unflatten(0, (rows, height))
         return blocks.abs().amax(dim=(1, 3))
-    if scaling is Scaling.ROWS:
-        return x.abs().amax(dim=-1)
-    if traced:  # by rows first, as the norms before it reduce
-        return x.abs().amax(dim=-1).amax()
-    minimum, maximum = torch.aminmax(x)  # one pass; propagates NaN
-    return torch.maximum(-minimum, maximum)
+    if scaling is Scaling.TENSOR and not traced:
+        minimum, maximum = torch.aminmax(x)  # one pass; propagates NaN
+        return torch.maximum(-minimum, maximum)
+    of_rows = x.abs().amax(dim=-1)  # first, as the norms before it reduce
+    return of_rows if scaling is Scaling.ROWS else of_rows.amax()
 
 
 @cache

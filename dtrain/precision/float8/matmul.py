@@ -120,7 +120,7 @@ def _is_of_squares(scale: Tensor, num_rows: int) -> bool:
 
 def _by_line(scale: Tensor, num_rows: int) -> Tensor:
     """Returns ``scale`` [rows, n] with its first stride 1, with ones for rows up to ``num_rows``."""
-    return _filled(scale, num_rows).t().contiguous().t()
+    return F.pad(scale.t(), (0, num_rows - len(scale)), value=1.0).contiguous().t()
 
 
 def _filled(scale: Tensor, num_rows: int) -> Tensor:

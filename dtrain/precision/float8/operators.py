@@ -23,35 +23,28 @@ from dtrain.precision.float8.weights import QuantizedWeight
 # the layout is flexible, because Inductor would copy the cast for each product of one input
 @torch.library.custom_op("dtrain::float8_weight_product", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def weight_product(
-    left: Tensor,
-    scale: Tensor,
-    num_columns: int,
-    out_dtype: torch.dtype,
-    key: Tensor,
-    weight: Sequence[Tensor],
-    is_gradient: bool,
+    left: Tensor, scale: Tensor, width: int, out_dtype: torch.dtype, key: Tensor, weight: Sequence[Tensor], dgrad: bool
 ) -> Tensor:
     """Returns the product of ``left`` [M, n] and a weight: the output [M, N], or the input's gradient [M, K].
 
     Args:
-        left: the cast input or gradient of the output.
-        scale: its scale.
-        num_columns: N or K.
+        left, scale: the cast input or gradient of the output.
+        width: N or K.
         out_dtype: of the recipe.
         key: ``QuantizedWeight.key``.
         weight: what ``QuantizedWeight.forward`` or, for the gradient, ``backward`` takes; or the parameter alone.
-        is_gradient: whether the product is the gradient.
+        dgrad: whether the product is the gradient.
     """
     quantized, cast = QuantizedWeight.of_key(key), Quantized(left.contiguous(), scale)
-    given = weight if len(weight) > 1 else quantized.tensors(weight[0])[is_gradient]
-    if is_gradient:
-        return gradient(cast, quantized.backward(*given)[0], num_columns, quantized.recipe).contiguous()
-    return output(cast, quantized.forward(*given), num_columns, quantized.recipe)
+    given = weight if len(weight) > 1 else quantized.tensors(weight[0])[dgrad]
+    if dgrad:
+        return gradient(cast, quantized.backward(*given), width, quantized.recipe).contiguous()
+    return output(cast, quantized.forward(*given), width, quantized.recipe)
 
 
 @weight_product.register_fake
-def _(left: Tensor, scale: Tensor, num_columns: int, out_dtype: torch.dtype, *_: object) -> Tensor:
-    return left.new_empty(left.shape[0], num_columns, dtype=out_dtype)
+def _(left: Tensor, scale: Tensor, width: int, out_dtype: torch.dtype, *_: object) -> Tensor:
+    return left.new_empty(left.shape[0], width, dtype=out_dtype)
 
 
 @torch.library.custom_op("dtrain::float8_weight_gradient", mutates_args=())

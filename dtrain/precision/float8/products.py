@@ -9,22 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8.cast import Quantized
+from dtrain.precision.float8.cast import E4M3, Quantized
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.proof import quantize
 
 
 def operands(
-    rows: Tensor, dtype: torch.dtype, recipe: Recipe, product: str, *, left: bool, columns: bool, traced: bool
+    rows: Tensor, recipe: Recipe, product: str, *, left: bool, columns: bool, traced: bool
 ) -> tuple[Quantized | None, Quantized | None]:
     """Casts ``rows`` [M, n] for ``product``, and their transpose [n, M] for the weight gradient, in one read.
 
     An operand of a product that is not FP8 is in the recipe's dtype, and has an empty scale.
 
     Args:
-        dtype: E4M3 or E5M2.
-        product: fprop or dgrad.
+        product: fprop, of an input, or dgrad, of the output's gradient.
         left: whether the product's left operand is wanted.
         columns: whether the weight gradient's operand is.
         traced: whether a compiler traces the casts.
@@ -33,6 +32,7 @@ def operands(
     found: list[Quantized] = []
     if of_left or of_columns:
         x, both = rows if of_left else rows.t(), of_left and of_columns
+        dtype = E4M3 if product == "fprop" else recipe.grad_dtype
         found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile, traced=traced)
 
     def plain(x: Tensor) -> Quantized:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -35,15 +36,14 @@ def quantize(
 ) -> list[Quantized]:
     """Quantizes ``x`` as ``dtrain.precision.float8.cast.quantize``, and with ``both`` its transpose, in one read.
 
-    Args:
-        compiled: by Triton kernels, if ``x`` is on a GPU and they are proven; with the same bits.
-        traced: for the graph of a compiler: as operations that it sees, or in blocks as one operator.
+    ``compiled``: by Triton kernels, if ``x`` is on a GPU and they are proven; with the same bits. ``traced``: for the
+    graph of a compiler, as operations that it sees, or in blocks as one operator.
     """
     tensors: Sequence[Tensor]
-    has_kernel = x.numel() and scaling is not Scaling.SQUARES and cast.uses_kernels(x.device, compiled=compiled)
+    has_kernel = not traced and scaling is not Scaling.SQUARES and cast.uses_kernels(x.device, compiled=compiled)
     if traced and scaling.in_blocks:
         tensors = torch.ops.dtrain.float8_quantize(x, dtype, both, compiled)
-    elif has_kernel and not traced and proves_quantize(x, dtype, scaling, both=both):
+    elif has_kernel and x.numel() and proves_quantize(x, dtype, scaling, both=both):
         from dtrain.kernels import quantize as kernels  # it imports Triton, which only GPUs need
 
         tensors = kernels.quantize(x, dtype, scaling.value, both=both)
@@ -127,26 +127,26 @@ def check_weights(device: torch.device, scaling: Scaling) -> str:
     """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as ``check_quantize``."""
     from dtrain.kernels.float8 import ShardCasts, Transposes, WeightShard, set_scales
 
-    for shape in ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3)):
-        for non_finite in (None, math.nan):
-            master = adversarial(shape, non_finite).to(device)
-            values, by_row, turned_values, by_column = cast.quantized_both(master, cast.E4M3, scaling)
-            scales = torch.cat((by_row, by_column)) if scaling is Scaling.ROWS else by_row.reshape(-1)
-            copies = [torch.zeros(shape, dtype=cast.E4M3, device=device) for _ in range(1 + (scaling is Scaling.ROWS))]
-            flat = [copy.view(-1) for copy in copies]
-            casts = ShardCasts([WeightShard(master.view(-1), flat, 0, shape[1], [0, shape[0]])], scaling.value)
-            amax, scale = torch.zeros_like(scales), torch.zeros_like(scales)
-            casts.measure(amax)
-            set_scales(amax, scale)
-            casts.cast(scale)
-            pairs = {"scale": (scale, scales), "values": (copies[0], values)}
-            if scaling is Scaling.ROWS:
-                pairs["column copy"] = copies[1], turned_values.t()
-            (transpose,) = Transposes([copies[0]], ALIGNMENT)(copies[0])
-            pairs["transpose"] = transpose, operand(copies[0], emulate=False, transposed=True)
-            what = f"the casts of weights {list(shape)}, scales of {scaling.value}"
-            if different := _difference(what, pairs, non_finite):
-                return different
+    shapes = ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3))
+    for shape, non_finite in product(shapes, (None, math.nan)):
+        master = adversarial(shape, non_finite).to(device)
+        values, by_row, turned_values, by_column = cast.quantized_both(master, cast.E4M3, scaling)
+        scales = torch.cat((by_row, by_column)) if scaling is Scaling.ROWS else by_row.reshape(-1)
+        copies = [torch.zeros(shape, dtype=cast.E4M3, device=device) for _ in range(1 + (scaling is Scaling.ROWS))]
+        flat = [copy.view(-1) for copy in copies]
+        casts = ShardCasts([WeightShard(master.view(-1), flat, 0, shape[1], [0, shape[0]])], scaling.value)
+        amax, scale = torch.zeros_like(scales), torch.zeros_like(scales)
+        casts.measure(amax)
+        set_scales(amax, scale)
+        casts.cast(scale)
+        pairs = {"scale": (scale, scales), "values": (copies[0], values)}
+        if scaling is Scaling.ROWS:
+            pairs["column copy"] = copies[1], turned_values.t()
+        (transpose,) = Transposes([copies[0]], ALIGNMENT)(copies[0])
+        pairs["transpose"] = transpose, operand(copies[0], emulate=False, transposed=True)
+        what = f"the casts of weights {list(shape)}, scales of {scaling.value}"
+        if different := _difference(what, pairs, non_finite):
+            return different
     return ""
 
 
@@ -177,6 +177,6 @@ def _difference(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], non_finit
         got, want = (tensor.float() for tensor in pair)
         same = (got.view(torch.int32) == want.view(torch.int32)) | (got.isnan() & want.isnan())
         if count := int((~same).sum()):
-            differs = f"differs from tensor code in {count} of {want.numel()} {name}{tile}"
-            return f"Triton {triton.__version__}: {what} {differs}"
+            where = f"{count} of {want.numel()} {name}{tile}"
+            return f"Triton {triton.__version__}: {what} differs from tensor code in {where}"
     return ""

@@ -95,12 +95,9 @@ class QuantizedWeight:
     scales before the cast. These are powers of two, so the product is exact, and the cast's error is relative to the
     largest share of a row of dx. A weight gradient would need the cast of g itself, so only frozen weights do this.
 
-    Args:
+    Attributes:
         recipe: recipe of the Linear.
         cache: where the copies come from, and how long they are kept.
-
-    Attributes:
-        recipe, cache: see above.
         recipe_key: ``Recipe.key``.
         key: 0-dim, in host memory; ``of_key`` finds the object by it.
     """
@@ -127,10 +124,12 @@ class QuantizedWeight:
         """Returns what ``weight`` is bound to; None for a weight that is cast, such as a functional call's."""
         return self.cache if isinstance(self.cache, Bound) and weight is self.cache.parameter else None
 
-    # -- the operands ----------------------------------------------------------------------------------------------
-
     def tensors(self, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Returns what ``forward`` takes for ``weight``, and what ``backward`` takes, which autograd saves."""
+        """Returns what ``forward`` takes for ``weight``, and what ``backward`` takes, which autograd saves.
+
+        They are the weight itself, or the values and scale of its copies. A third tensor of ``backward``, [N], is what
+        the gradient is multiplied by before its cast: [Note: one copy].
+        """
         if self.cache is Cache.NEVER:
             return (weight,), (weight,)
         rowwise, columnwise = self.copies(weight)
@@ -144,23 +143,16 @@ class QuantizedWeight:
         return [*chain(*self.tensors(weight))] if self._bound(weight) else []
 
     def forward(self, *given: Tensor) -> Quantized:
-        """Returns the operand for the output.
-
-        It is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale; the copy itself if the
-        product is not FP8.
-        """
+        """Returns the operand [N, K] for the output; the copy or the weight itself if the product is not FP8."""
         if len(given) == 1:
             return self._cast_for("fprop", given[0].detach())
         return self._operand(Quantized(*given), transposed=False)
 
-    def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
-        """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
-
-        The operand is [K, N]; rowwise with a scale for each of its K rows. The factor is [N]: [Note: one copy].
-        """
+    def backward(self, *saved: Tensor) -> Quantized:
+        """Returns the operand [K, N] for the input gradient; rowwise with a scale for each of its K rows."""
         if len(saved) == 1:
-            return self._cast_for("dgrad", saved[0].detach().t()), None
-        return self._operand(Quantized(*saved[:2]), transposed=True), saved[2] if saved[2:] else None
+            return self._cast_for("dgrad", saved[0].detach().t())
+        return self._operand(Quantized(*saved[:2]), transposed=True)
 
     def _operand(self, copy: Quantized, *, transposed: bool) -> Quantized:
         """Returns ``copy`` as the operand for the output, or ``transposed`` as that for the input gradient."""
@@ -190,8 +182,6 @@ class QuantizedWeight:
             return self.cache.scales[0]
         return None
 
-    # -- the copies ------------------------------------------------------------------------------------------------
-
     def bind(self, copies: Sequence[Tensor]) -> None:
         """Reads a ``Bound`` weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
         assert isinstance(self.cache, Bound)
@@ -219,16 +209,17 @@ class QuantizedWeight:
         N rows, and the second for each of its K columns, which are the rows of the transpose; or the first is both:
         [Note: one copy].
         """
+        copies = self._copies
         if bound := self._bound(weight):
-            if not self._copies:
+            if not copies:
                 raise ContractError(f"'{bound.name}' is computed with while it is sharded; its group was not unsharded")
-        elif self.cache is not Cache.UNTIL_WRITTEN or weight.is_inference():  # which has no version counter
-            return self._cast(weight)
+        elif self.cache is Cache.UNTIL_WRITTEN and not weight.is_inference():  # which has no version counter
+            copies = self._kept_copies(weight)
         else:
-            self._keep_copies(weight)
-        return self._copies[0], self._copies[-1]
+            copies = self._cast(weight)
+        return copies[0], copies[-1]
 
-    def _keep_copies(self, weight: Tensor) -> None:
+    def _kept_copies(self, weight: Tensor) -> Sequence[Quantized]:
         """Casts ``weight`` unless the copies are its own."""
         state = (address(weight), weight._version)
         cast_weight = None if self._cast_weight is None else self._cast_weight()
@@ -237,14 +228,14 @@ class QuantizedWeight:
             with torch.inference_mode(False):  # training reuses copies cast in evaluation
                 self._copies = self._cast(weight)
             self._cast_weight, self._cast_state = weakref.ref(weight), state
+        return self._copies
 
-    def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        weight = weight.detach()
-        rowwise = self._quantize(weight)
+    def _cast(self, weight: Tensor) -> Sequence[Quantized]:
+        rowwise = self._quantize(weight.detach())
         if self.recipe.weight_scaling is not Scaling.ROWS:
-            return rowwise, rowwise
-        values, scale = self._quantize(weight.t())
-        return rowwise, Quantized(values.t().contiguous(), scale)
+            return [rowwise]
+        values, scale = self._quantize(weight.detach().t())
+        return [rowwise, Quantized(values.t().contiguous(), scale)]
 
     def _cast_for(self, product: str, matrix: Tensor) -> Quantized:
         """Returns ``matrix`` as an operand of ``product``: itself, without a scale, if that is not FP8."""
@@ -263,18 +254,14 @@ class QuantizedWeight:
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.
 
-        A bound weight is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
-        ``dtrain.errors.UsageError``, which refers to the parameter. While it is sharded, it is NaN, as the
-        parameter.
+        A bound weight is a read-only copy, as ``Float8Linear.weight`` says; while it is sharded it is NaN.
         """
         bound = self._bound(weight)
         if not bound or not self._copies or getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
             return weight
-        result: Tensor
         if torch.compiler.is_compiling():  # which traces no method that is replaced
-            result = torch.ops.dtrain.float8_dequantize(weight, *self._copies[0])
-            return result
-        result = _Dequantize.apply(weight, *self._copies[0])
+            return torch.ops.dtrain.float8_dequantize(weight, *self._copies[0])  # type: ignore[no-any-return]
+        result: Tensor = _Dequantize.apply(weight, *self._copies[0])
         for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
             setattr(result, method, partial(_refuse, bound.name))
         return result
