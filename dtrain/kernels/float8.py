@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -21,6 +20,7 @@ from dtrain.kernels.tiles import TileTable, launch
 _ROWS, _COLUMNS, _NUM_WARPS = 32, 256, 4
 _SIDE = 128  # of a tile of a transpose
 _BLOCK = 1024  # scales of a program
+ROWS, COLUMNS, SIDE = tl.constexpr(_ROWS), tl.constexpr(_COLUMNS), tl.constexpr(_SIDE)  # as kernels take them
 
 
 @triton.jit
@@ -30,8 +30,9 @@ def magnitude(x):
 
 
 @triton.jit
-def scale_of(bits, EXPONENT_OF_MAX: tl.constexpr):
+def scale_of(bits, DTYPE: tl.constexpr):
     """Returns the scale for the largest magnitude, the bits of a non-negative FP32 number."""
+    EXPONENT_OF_MAX: tl.constexpr = 8 if DTYPE.is_fp8e4nv() else 15
     exponent = bits >> 23
     power = exponent - 127 - EXPONENT_OF_MAX + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     power = tl.minimum(tl.maximum(power, -126), 126)
@@ -40,8 +41,9 @@ def scale_of(bits, EXPONENT_OF_MAX: tl.constexpr):
 
 
 @triton.jit
-def divided(x, scale, LIMIT: tl.constexpr):
-    """Returns FP32 ``x / scale`` for a cast: clamped to +-LIMIT, NaN if one of them is."""
+def cast(x, scale, DTYPE: tl.constexpr):
+    """Casts FP32 ``x / scale`` to DTYPE, E4M3 or E5M2, saturating; the result is NaN if one of them is."""
+    LIMIT: tl.constexpr = 448.0 if DTYPE.is_fp8e4nv() else 57344.0
     # the exact reciprocal of a power of two, because a division may be an approximation
     reciprocal = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
     y = x * tl.where(scale == scale, reciprocal, scale)
@@ -52,18 +54,12 @@ def divided(x, scale, LIMIT: tl.constexpr):
         # Ada casts by way of FP16; a last bit that stands for all below it keeps it from rounding twice
         bits = y.to(tl.int32, bitcast=True)
         y = ((bits & -0x40000) | tl.where((bits & 0x3FFFF) != 0, 0x40000, 0)).to(tl.float32, bitcast=True)
-    return y
+    return y.to(DTYPE)
 
 
 @triton.jit
-def cast_e4m3(x, scale):
-    """Casts FP32 ``x / scale`` to E4M3, saturating."""
-    return divided(x, scale, 448.0).to(tl.float8e4nv)
-
-
-@triton.jit
-def _locate(rows, tiles, first, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Returns a tile's table row, its rows and columns in the weight, where it begins, and its offsets from there.
+def _load(rows, tiles, first, FIELDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Returns a tile: its table row, its elements, its rows and columns, where it begins, and its offsets from there.
 
     Then masks of the offsets, of the rows and of the columns, and the scale of the first of its columns in blocks.
     """
@@ -84,32 +80,21 @@ def _locate(rows, tiles, first, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, ROW
     has_row, has_column = (top + i) * width < stop, left + j < width
     mask = (offsets >= low) & (offsets < high) & has_column[None, :]
     block = tl.load(row + 7) + top // 128 * tl.cdiv(width, 128) + left // 128  # no tile has rows of two blocks
-    return row, top + i, left + j, begin, offsets, mask, has_row, has_column, block
+    master = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
+    x = tl.load(master + begin + offsets, mask=mask, other=0.0)
+    return row, x, top + i, left + j, begin, offsets, mask, has_row, has_column, block
 
 
 @triton.jit
-def _measure(
-    rows,
-    tiles,
-    first,
-    count,
-    amax,
-    ROWWISE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    located = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
-    row, i, j, begin, offsets, mask, has_row, has_column, block = located
-    master = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
-    bits = magnitude(tl.load(master + begin + offsets, mask=mask, other=0.0))
-    if BLOCKS:
+def _measure(rows, tiles, first, count, amax, HEIGHT: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr):
+    """Raises ``amax`` to a tile's largest magnitudes; ``HEIGHT`` is that of a block that shares a scale, or 0: all."""
+    row, x, i, j, _, _, _, has_row, has_column, block = _load(rows, tiles, first, FIELDS, ALIGNED)
+    bits = magnitude(x)
+    if HEIGHT == 128:
         k = tl.arange(0, COLUMNS // 128)
         largest = tl.max(tl.reshape(tl.max(bits, axis=0), (COLUMNS // 128, 128)), axis=1)
         tl.atomic_max(amax + block + k, largest, mask=k * 128 < tl.load(row + 3) - tl.min(j), sem="relaxed")
-    elif ROWWISE:
+    elif HEIGHT == 1:
         tl.atomic_max(amax + tl.load(row + 7) + i, tl.max(bits, axis=1), mask=has_row, sem="relaxed")
         tl.atomic_max(amax + tl.load(row + 8) + j, tl.max(bits, axis=0), mask=has_column, sem="relaxed")
     else:
@@ -117,36 +102,21 @@ def _measure(
 
 
 @triton.jit
-def _cast(
-    rows,
-    tiles,
-    first,
-    count,
-    scale,
-    ROWWISE: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    FIELDS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    located = _locate(rows, tiles, first, FIELDS, ALIGNED, ROWS, COLUMNS)
-    row, i, j, begin, offsets, mask, has_row, has_column, block = located
-    pointer = tl.pointer_type(tl.float8e4nv)
-    master = tl.multiple_of(tl.load(row).to(tl.pointer_type(tl.float32)), 16)
-    values = tl.multiple_of(tl.load(row + 1).to(pointer), 16)
-    x = tl.load(master + begin + offsets, mask=mask, other=0.0)
-    if BLOCKS:
+def _cast(rows, tiles, first, count, scale, HEIGHT: tl.constexpr, FIELDS: tl.constexpr, ALIGNED: tl.constexpr):
+    row, x, i, j, begin, offsets, mask, has_row, has_column, block = _load(rows, tiles, first, FIELDS, ALIGNED)
+    E4M3: tl.constexpr = tl.float8e4nv
+    values = tl.multiple_of(tl.load(row + 1).to(tl.pointer_type(E4M3)), 16) + begin + offsets
+    if HEIGHT == 128:
         of_columns = tl.load(scale + block + tl.arange(0, COLUMNS) // 128, mask=has_column, other=1.0)
-        tl.store(values + begin + offsets, cast_e4m3(x, of_columns[None, :]), mask=mask)
-    elif ROWWISE:
+        tl.store(values, cast(x, of_columns[None, :], E4M3), mask=mask)
+    elif HEIGHT == 1:
         of_rows = tl.load(scale + tl.load(row + 7) + i, mask=has_row, other=1.0)
         of_columns = tl.load(scale + tl.load(row + 8) + j, mask=has_column, other=1.0)
-        tl.store(values + begin + offsets, cast_e4m3(x, of_rows[:, None]), mask=mask)
-        second = tl.multiple_of(tl.load(row + 2).to(pointer), 16)
-        tl.store(second + begin + offsets, cast_e4m3(x, of_columns[None, :]), mask=mask)
+        tl.store(values, cast(x, of_rows[:, None], E4M3), mask=mask)
+        second = tl.multiple_of(tl.load(row + 2).to(tl.pointer_type(E4M3)), 16) + begin + offsets
+        tl.store(second, cast(x, of_columns[None, :], E4M3), mask=mask)
     else:
-        tl.store(values + begin + offsets, cast_e4m3(x, tl.load(scale + tl.load(row + 7))), mask=mask)
+        tl.store(values, cast(x, tl.load(scale + tl.load(row + 7)), E4M3), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -177,32 +147,21 @@ class ShardCasts:
 
     def __init__(self, shards: Sequence[WeightShard], sides: tuple[int, int]) -> None:
         self._shards = shards
-        self._table: TileTable | None = None
-        self._options: dict[str, Any] = {}
-        if shards:  # a rank may have none
-            found = [_row(shard, sides) for shard in shards]
-            table_rows, num_tiles = [row for row, _ in found], [tiles for _, tiles in found]
-            self._table = TileTable(table_rows, num_tiles, shards[0].master.device)
-            is_aligned = all(value % 16 == 0 for row in table_rows for value in row[:6])
-            self._options = {
-                "ROWWISE": sides == (1, 0),
-                "BLOCKS": sides[1] > 0,
-                "FIELDS": len(table_rows[0]),
-                "ALIGNED": is_aligned,
-                "ROWS": _ROWS,
-                "COLUMNS": _COLUMNS,
-                "num_warps": _NUM_WARPS if is_aligned else 2 * _NUM_WARPS,  # else registers would spill
-            }
+        found = [_row(shard, sides) for shard in shards]
+        table_rows, num_tiles = [row for row, _ in found], [tiles for _, tiles in found]
+        device = shards[0].master.device if shards else torch.device("cpu")  # a rank may have none
+        self._table = TileTable(table_rows, num_tiles, device)
+        is_aligned = all(value % 16 == 0 for row in table_rows for value in row[:6])
+        num_warps = _NUM_WARPS if is_aligned else 2 * _NUM_WARPS  # else registers would spill
+        self._options = {"HEIGHT": sides[0], "FIELDS": 9, "ALIGNED": is_aligned, "num_warps": num_warps}
 
     def measure(self, amax: Tensor) -> None:
         """Raises ``amax``, FP32 [all scales], to the largest magnitudes of the masters; Inf stands for NaN."""
-        if self._table is not None:
-            self._table.launch(_measure, amax.view(torch.int32), **self._options)
+        self._table.launch(_measure, amax.view(torch.int32), **self._options)
 
     def cast(self, scale: Tensor) -> None:
         """Casts the masters into the copies with ``scale``, FP32 [all scales]."""
-        if self._table is not None:
-            self._table.launch(_cast, scale, **self._options)
+        self._table.launch(_cast, scale, **self._options)
 
 
 def _row(shard: WeightShard, sides: tuple[int, int]) -> tuple[list[int], int]:
@@ -225,28 +184,21 @@ def _scales(amax, scale, count, BLOCK: tl.constexpr):
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = index < count
     largest = tl.load(amax + index, mask=mask, other=0.0)
-    tl.store(scale + index, scale_of(magnitude(largest), 8), mask=mask)
+    tl.store(scale + index, scale_of(magnitude(largest), tl.float8e4nv), mask=mask)
 
 
 def set_scales(amax: Tensor, scale: Tensor) -> None:
     """Sets ``scale`` to that of the largest magnitudes ``amax``, both FP32 [all scales]."""
-    count = amax.numel()
-    launch(_scales, triton.cdiv(count, _BLOCK), amax.device, amax, scale, count, BLOCK=_BLOCK)
+    launch(_scales, triton.cdiv(amax.numel(), _BLOCK), amax.device, amax, scale, amax.numel(), BLOCK=_BLOCK)
 
 
 @triton.jit
-def _transpose(
-    rows, tiles, first, count, source, target, FIELDS: tl.constexpr, ALIGNED: tl.constexpr, SIDE: tl.constexpr
-):
+def _transpose(rows, tiles, first, count, source, target, FIELDS: tl.constexpr, ALIGNED: tl.constexpr):
     tile = tiles + (first + tl.program_id(0)) * 2
     row = rows + tl.load(tile) * FIELDS
     number = tl.load(tile + 1)
-    num_rows, num_columns, padded_rows, padded_columns = (
-        tl.load(row + 2),
-        tl.load(row + 3),
-        tl.multiple_of(tl.load(row + 4), 16),
-        tl.multiple_of(tl.load(row + 5), 16),
-    )
+    num_rows, num_columns = tl.load(row + 2), tl.load(row + 3)
+    padded_rows, padded_columns = tl.multiple_of(tl.load(row + 4), 16), tl.multiple_of(tl.load(row + 5), 16)
     if ALIGNED:
         num_rows, num_columns = tl.multiple_of(num_rows, 16), tl.multiple_of(num_columns, 16)
     across = tl.cdiv(padded_columns, SIDE)
@@ -279,13 +231,10 @@ class Transposes:
         self._table = TileTable(table_rows, num_tiles, matrices[0].device)
         self._targets = [(row[1], row[5], row[4]) for row in table_rows]
         is_aligned = all(value % 16 == 0 for row in table_rows for value in row)
-        self._options = {"FIELDS": 6, "ALIGNED": is_aligned, "SIDE": _SIDE, "num_warps": _NUM_WARPS}
+        self._options = {"FIELDS": 6, "ALIGNED": is_aligned, "num_warps": _NUM_WARPS}
 
     def __call__(self, first: Tensor) -> list[Tensor]:
         """Returns the transposes, slices of one new tensor, if the matrices now begin with ``first``."""
-        flat = torch.empty(self._numel, dtype=torch.uint8, device=first.device)
-        self._table.launch(_transpose, first.view(torch.uint8), flat, **self._options)
-        return [
-            flat[start : start + rows * columns].view(first.dtype).view(rows, columns)
-            for start, rows, columns in self._targets
-        ]
+        flat = torch.empty(self._numel, dtype=first.dtype, device=first.device)
+        self._table.launch(_transpose, first.view(torch.uint8), flat.view(torch.uint8), **self._options)
+        return [flat[start : start + rows * columns].view(rows, columns) for start, rows, columns in self._targets]

@@ -6,9 +6,9 @@ emulation gives the bits of the products on Tensor Cores, and kernels, compiled 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
 from functools import cache
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,8 +51,7 @@ class Scaling(Enum):
         return tuple(-(-size // side) for side, size in sides if side)
 
 
-@dataclass(frozen=True)
-class Quantized:
+class Quantized(NamedTuple):
     """An FP8 matrix that represents ``values * scale``.
 
     Attributes:
@@ -101,24 +100,13 @@ def uses_kernels(device: torch.device, *, compiled: bool) -> bool:
     return compiled and device.type == "cuda"
 
 
-def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
-    """Quantizes ``x`` [rows, columns] to ``dtype``.
-
-    Args:
-        x: FP32, BF16 or FP16, of any strides.
-        dtype: E4M3 or E5M2.
-        scaling: which elements share a scale.
-    """
-    return Quantized(*quantized(x, dtype, scaling))
-
-
 def decode(values: Tensor) -> Tensor:
     if values.device.type != "cpu":
         return values.float()
     # PyTorch decodes E4M3 bit by bit on CPU, which takes eight times as long as this look-up
     indices = values.contiguous().view(torch.uint8).view(-1).int()
     # the kept table is real, and fake tensors meet only their own kind
-    table = _new_table(values.dtype) if is_fake(values) else _table(values.dtype)
+    table = (_table.__wrapped__ if is_fake(values) else _table)(values.dtype)
     return torch.index_select(table, 0, indices).view(values.shape)
 
 
@@ -135,22 +123,24 @@ def spread(scale: Tensor, shape: torch.Size) -> Tensor:
     return scale.unsqueeze(2).expand(-1, -1, BLOCK).flatten(1)[:, : shape[1]]
 
 
-def quantized(x: Tensor, dtype: torch.dtype, scaling: Scaling, traced: bool = False) -> tuple[Tensor, Tensor]:
-    """Returns the values and the scale of ``quantize``; ``traced``: see ``cast``."""
+def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = False) -> Quantized:
+    """Quantizes ``x`` [rows, columns], in FP32, BF16 or FP16 and of any strides, to ``dtype``, E4M3 or E5M2.
+
+    ``scaling``: which elements share a scale; ``traced``: see ``cast``.
+    """
     scale = scale_of(_amax(x, scaling, traced), dtype)
     if scaling is Scaling.LINES:
         scale = scale.t().contiguous().t()  # as the products take it
-    return cast(x, spread(scale, x.shape), dtype, traced=traced).contiguous(), scale
+    return Quantized(cast(x, spread(scale, x.shape), dtype, traced=traced).contiguous(), scale)
 
 
-def quantized_both(
-    x: Tensor, dtype: torch.dtype, scaling: Scaling, traced: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def quantized_both(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, traced: bool = False) -> tuple[Tensor, ...]:
     """Returns values and scale of ``x``, then those of its transpose."""
-    values, scale = quantized(x, dtype, scaling, traced)
+    values, scale = quantize(x, dtype, scaling, traced=traced)
     if scaling is Scaling.TENSOR:
         return values, scale, values.t().contiguous(), scale
-    return values, scale, *quantized(x.t(), dtype, scaling, traced)  # with scales of its own, so the values differ too
+    # with scales of its own, so the values differ too
+    return values, scale, *quantize(x.t(), dtype, scaling, traced=traced)
 
 
 def _amax(x: Tensor, scaling: Scaling, traced: bool) -> Tensor:
@@ -163,18 +153,13 @@ def _amax(x: Tensor, scaling: Scaling, traced: bool) -> Tensor:
         whole = F.pad(x, pad) if any(pad) else x
         blocks: Tensor = whole.unflatten(1, (columns, width)).unflatten(0, (rows, height))
         return blocks.abs().amax(dim=(1, 3))
-    if scaling is Scaling.ROWS:
-        return x.abs().amax(dim=-1)
-    if traced:  # by rows first, as the norms before it reduce
-        return x.abs().amax(dim=-1).amax()
-    minimum, maximum = torch.aminmax(x)  # one pass; propagates NaN
-    return torch.maximum(-minimum, maximum)
+    if scaling is Scaling.TENSOR and not traced:
+        minimum, maximum = torch.aminmax(x)  # one pass; propagates NaN
+        return torch.maximum(-minimum, maximum)
+    of_rows = x.abs().amax(dim=-1)  # first, as the norms before it reduce
+    return of_rows if scaling is Scaling.ROWS else of_rows.amax()
 
 
 @cache
 def _table(dtype: torch.dtype) -> Tensor:
-    return _new_table(dtype)
-
-
-def _new_table(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8, device="cpu").view(dtype).float()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -15,7 +16,7 @@ from dtrain.device import alternating_ms
 from dtrain.errors import ConfigError
 from dtrain.precision.float8.linear import convert
 from dtrain.precision.float8.matmul import ALIGNMENT
-from dtrain.precision.float8.options import PRODUCTS, Recipe, alignment_of, products_of
+from dtrain.precision.float8.options import PRODUCTS, Recipe
 from dtrain.precision.float8.weights import Cache, QuantizedWeight
 
 MIN_GAIN = 0.03
@@ -62,11 +63,7 @@ class Float8Decision:
 
 
 def decide_float8(
-    candidates: Sequence[Float8Candidate],
-    options: Float8,
-    device: torch.device,
-    *,
-    casts_each_time: bool = False,
+    candidates: Sequence[Float8Candidate], options: Float8, device: torch.device, *, casts_each_time: bool = False
 ) -> tuple[Float8Decision, ...]:
     """Returns a decision for each candidate, in their order.
 
@@ -85,26 +82,24 @@ def decide_float8(
     for candidate in candidates:
         shape = replace(candidate, name="")
         if shape not in by_shape:
-            by_shape[shape] = replace(_by_shape(candidate, options.recipe), products=products_of(options.recipe))
+            by_shape[shape] = _by_shape(candidate, Recipe.of(options, torch.bfloat16))
             if by_shape[shape].is_float8 and options.choice == "timed":
                 by_shape[shape] = _timed(candidate, options, device, casts_each_time)
     return tuple(replace(by_shape[replace(candidate, name="")], name=candidate.name) for candidate in candidates)
 
 
-def _by_shape(candidate: Float8Candidate, recipe: str) -> Float8Decision:
-    alignment = alignment_of(recipe)
-    shape = f"[{candidate.out_features}, {candidate.in_features}]"
-    padded = [size + -size % alignment for size in (candidate.out_features, candidate.in_features)]
-    added = max(padded[0] / candidate.out_features, padded[1] / candidate.in_features) - 1
-    if min(candidate.out_features, candidate.in_features) < ALIGNMENT:
-        return Float8Decision(candidate.name, False, f"{shape} has a dimension below {ALIGNMENT}")
-    if not added:
-        return Float8Decision(candidate.name, True, f"{shape} are multiples of {alignment}")
-    if added <= MAX_PADDING:
-        return Float8Decision(candidate.name, True, f"{shape} is padded to {padded}")
-    return Float8Decision(
-        candidate.name, False, f"{shape} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
-    )
+def _by_shape(candidate: Float8Candidate, recipe: Recipe) -> Float8Decision:
+    sizes, alignment = [candidate.out_features, candidate.in_features], recipe.alignment
+    padded = [size + -size % alignment for size in sizes]
+    added = max(new / old for new, old in zip(padded, sizes, strict=True)) - 1
+    is_float8 = min(sizes) >= ALIGNMENT and added <= MAX_PADDING
+    if min(sizes) < ALIGNMENT:
+        reason = f"{sizes} has a dimension below {ALIGNMENT}"
+    elif not is_float8:
+        reason = f"{sizes} would be padded to {padded}, {added:.1%} more; at most {MAX_PADDING:.1%} pay"
+    else:
+        reason = f"{sizes} is padded to {padded}" if added else f"{sizes} are multiples of {alignment}"
+    return Float8Decision(candidate.name, is_float8, reason, products=recipe.products)
 
 
 def _timed(candidate: Float8Candidate, options: Float8, device: torch.device, casts_each_time: bool) -> Float8Decision:
@@ -131,36 +126,29 @@ def _times(
     """Returns the milliseconds of forward and gradients by the products in FP8: medians of alternating rounds."""
     assert options.num_rows is not None  # resolved
     generator = torch.Generator(device).manual_seed(0)  # does not touch the run's random state
-    x, grad, weight = (
-        torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
-        for shape in (
-            (options.num_rows, candidate.in_features),
-            (options.num_rows, candidate.out_features),
-            (candidate.out_features, candidate.in_features),
-        )
-    )
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+    x, grad = (random(options.num_rows, size) for size in (candidate.in_features, candidate.out_features))
+    weight = nn.Parameter(random(candidate.out_features, candidate.in_features), requires_grad=candidate.trained)
+    inputs = (x.requires_grad_(), weight) if candidate.trained else (x.requires_grad_(),)
+
+    def run(linear: nn.Linear) -> None:
+        with torch.enable_grad():
+            torch.autograd.grad(linear(x), inputs, grad)
+
     recipe = Recipe.of(options, torch.bfloat16)
     cache = Cache.NEVER if casts_each_time else Cache.UNTIL_WRITTEN
     possible = [name for name in recipe.products if candidate.trained or name != "wgrad"]
     runs = {}
     for products in (chosen for size in range(len(possible) + 1) for chosen in combinations(possible, size)):
         linear = nn.Linear(candidate.in_features, candidate.out_features, bias=False, device="meta")
-        linear.weight = nn.Parameter(weight, requires_grad=candidate.trained)
+        linear.weight = weight
         if products:
             own = replace(recipe, products=products)
             convert(linear, own, QuantizedWeight(own, cache))
-        runs[" ".join(products)] = _matmuls(linear, x.requires_grad_(), grad)
+        runs[" ".join(products)] = partial(run, linear)
     # the first call compiles, the second fills caches and the allocator
     ms = alternating_ms(runs, device, _ROUNDS, calls=_REPEATS[device.type], warmup=2)
     return {tuple(products.split()): statistics.median(times) for products, times in ms.items()}
-
-
-def _matmuls(linear: nn.Linear, x: Tensor, grad: Tensor) -> Callable[[], None]:
-    weight = linear._parameters["weight"]
-    inputs = (x, weight) if weight is not None and weight.requires_grad else (x,)
-
-    def run() -> None:
-        with torch.enable_grad():
-            torch.autograd.grad(linear(x), inputs, grad)
-
-    return run

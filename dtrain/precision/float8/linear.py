@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from dtrain.errors import ContractError, ModelError, UsageError
 from dtrain.precision import autocast_ops
-from dtrain.precision.float8.cast import E4M3, Quantized
+from dtrain.precision.float8.cast import Quantized
 from dtrain.precision.float8.operators import weight_gradient, weight_product
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.products import gradient, operands, output
@@ -70,12 +70,12 @@ class Float8Linear(nn.Linear):
         if self.computes_in_fp32(x.device.type):
             return F.linear(x.float(), self.weight.float(), None if self.bias is None else self.bias.float())
         weight, quantized = self.weight_parameter, self.quantized_weight
-        if _bf16_depth:
+        if are_products_in_bf16():
             dtype = self.recipe.out_dtype
             bias = None if self.bias is None else self.bias.to(dtype)
             return F.linear(x.to(dtype), quantized.represented(weight).to(dtype), bias)
         traced = torch.compiler.is_compiling()
-        source = quantized.key if traced or _operators_depth else quantized
+        source = quantized.key if traced or _depths["operators"] else quantized
         y: Tensor = _Float8Matmul.apply(
             x, weight, source, quantized.recipe_key, torch.is_grad_enabled(), traced, *quantized.stored(weight)
         )
@@ -128,34 +128,31 @@ class Float8Linear(nn.Linear):
         return copied
 
 
-_operators_depth = _bf16_depth = 0  # globals, because backward runs in threads of its own
+_depths = {"operators": 0, "bf16": 0}  # of the regions below; global, because backward runs in threads of its own
 
 
 @contextmanager
-def products_as_operators() -> Iterator[None]:
+def _inside(way: str) -> Iterator[None]:
+    _depths[way] += 1
+    try:
+        yield
+    finally:
+        _depths[way] -= 1
+
+
+def products_as_operators() -> AbstractContextManager[None]:
     """Inside, FP8 Linears multiply by one operator each, so that a dispatch mode sees no cast that may be cached."""
-    global _operators_depth
-    _operators_depth += 1
-    try:
-        yield
-    finally:
-        _operators_depth -= 1
+    return _inside("operators")
 
 
-@contextmanager
-def products_in_bf16() -> Iterator[None]:
+def products_in_bf16() -> AbstractContextManager[None]:
     """Inside, FP8 Linears multiply in the recipe's output dtype, with the weight that its FP8 copy represents."""
-    global _bf16_depth
-    _bf16_depth += 1
-    try:
-        yield
-    finally:
-        _bf16_depth -= 1
+    return _inside("bf16")
 
 
 def are_products_in_bf16() -> bool:
     """Whether it is called inside ``products_in_bf16``."""
-    return _bf16_depth > 0
+    return _depths["bf16"] > 0
 
 
 def convert(module: nn.Linear, recipe: Recipe, weight: QuantizedWeight | None = None) -> Float8Linear:
@@ -201,18 +198,15 @@ class _Float8Matmul(torch.autograd.Function):
         recipe = Recipe.of_key(recipe_key)
         keeps_input = grad_enabled and ctx.needs_input_grad[1]
         rows = x.reshape(-1, x.shape[-1])
-        left, columns = operands(rows, E4M3, recipe, "fprop", left=True, columns=keeps_input, traced=traced)
+        left, columns = operands(rows, recipe, "fprop", left=True, columns=keeps_input, traced=traced)
         assert left is not None
-        saved_weight: Sequence[Tensor]
         if isinstance(source, Tensor):
-            given = copies[:2] or [weight]
-            y = weight_product(left.values, left.scale, source, given, weight.shape[0], recipe.out_dtype, False)
-            saved_weight = (source, *(copies[2:] or [weight]))
+            of_output, saved_weight = copies[:2] or (weight,), (source, *(copies[2:] or (weight,)))
+            y = weight_product(*left, weight.shape[0], recipe.out_dtype, source, of_output, False)
         else:
-            right, saved_weight = source.forward(weight)
-            y = output(left, right, weight.shape[0], recipe)
-        saved_input = () if columns is None else (columns.values, columns.scale)
-        ctx.save_for_backward(*saved_input, *(saved_weight if ctx.needs_input_grad[0] else ()))
+            of_output, saved_weight = source.tensors(weight)
+            y = output(left, source.forward(*of_output), weight.shape[0], recipe)
+        ctx.save_for_backward(*(columns or ()), *(saved_weight if ctx.needs_input_grad[0] else ()))
         ctx.quantized = None if isinstance(source, Tensor) else source
         ctx.recipe_key, ctx.traced, ctx.x_shape, ctx.w_shape = recipe_key, traced, x.shape, weight.shape
         # not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True)
@@ -224,31 +218,23 @@ class _Float8Matmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         recipe = Recipe.of_key(ctx.recipe_key)
         to_input, to_weight = ctx.needs_input_grad[:2]
-        tensors = ctx.saved_tensors
-        saved_input, saved = tensors[: 2 * to_weight], tensors[2 * to_weight :]
+        tensors, source = ctx.saved_tensors, ctx.quantized
+        saved_input, weight = tensors[: 2 * to_weight], tensors[2 * to_weight :]
+        if to_input and source is None:
+            source, *weight = weight
         rows, num_inputs = grad.reshape(-1, grad.shape[-1]), ctx.w_shape[1]
-        right, factor = None, saved[3] if len(saved) == 4 else None
-        if to_input and ctx.quantized is not None:
-            right, factor = ctx.quantized.backward(*saved)
-        left, by_column = operands(
-            rows if factor is None else rows * factor,  # [Note: one copy]
-            recipe.grad_dtype,
-            recipe,
-            "dgrad",
-            left=to_input,
-            columns=to_weight,
-            traced=ctx.traced,
-        )
+        rows = rows * weight[2] if len(weight) == 3 else rows  # [Note: one copy]
+        left, columns = operands(rows, recipe, "dgrad", left=to_input, columns=to_weight, traced=ctx.traced)
         dx = dw = None
-        if by_column is not None:
+        if columns is not None:
             if ctx.quantized is None and "wgrad" in recipe.products:
-                dw = weight_gradient(by_column.values, by_column.scale, *saved_input, num_inputs, ctx.recipe_key)
+                dw = weight_gradient(*columns, *saved_input, num_inputs, ctx.recipe_key)
             else:
-                dw = gradient(by_column, Quantized(*saved_input), num_inputs, recipe)
-        if right is not None and left is not None:
-            dx = gradient(left, right, num_inputs, recipe).reshape(ctx.x_shape)
-        elif left is not None:
-            key, *weight = saved
-            dx = weight_product(left.values, left.scale, key, weight, num_inputs, recipe.out_dtype, True)
+                dw = gradient(columns, Quantized(*saved_input), num_inputs, recipe)
+        if left is not None:
+            if isinstance(source, Tensor):
+                dx = weight_product(*left, num_inputs, recipe.out_dtype, source, weight, True)
+            else:
+                dx = gradient(left, source.backward(*weight), num_inputs, recipe)
             dx = dx.reshape(ctx.x_shape)
         return dx, dw, *[None] * (len(ctx.needs_input_grad) - 2)

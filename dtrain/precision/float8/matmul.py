@@ -74,21 +74,12 @@ def multiply(
     with torch.autocast(device_type, enabled=False):
         if emulate:
             product = _emulated(padded, values, left.scale, right.scale, out_dtype)
+        elif in_blocks and device_type == "cpu" and not is_fake(padded):  # on which a plan for a GPU runs
+            raise ConfigError("float8 recipe=blockwise has no products on CPUs but emulated ones; use emulate=auto")
         else:
-            if in_blocks and device_type == "cpu" and not is_fake(padded):  # on which a plan for a GPU runs
-                raise ConfigError("float8 recipe=blockwise has no products on CPUs but emulated ones; use emulate=auto")
-            kinds, scales = _given(left, right.scale, padded, values)
             scaled_mm: Any = F.scaled_mm
-            product = scaled_mm(
-                padded,
-                values.t(),
-                scales[0],
-                kinds[0],
-                scales[1],
-                kinds[1],
-                output_dtype=out_dtype,
-                use_fast_accum=fast_accumulation,
-            )
+            scales = _given(left.scale, right.scale, len(padded), len(values))
+            product = scaled_mm(padded, values.t(), *scales, output_dtype=out_dtype, use_fast_accum=fast_accumulation)
     return product[:num_rows, :num_columns]
 
 
@@ -100,10 +91,8 @@ def operand(values: Tensor, *, emulate: bool, transposed: bool = False, alignmen
     """
     rows, columns = (size + -size % alignment for size in values.shape)
     padded = _padded(values, rows, columns)
-    if emulate:
-        decoded = decode(padded)
-        return decoded.t() if transposed else decoded
-    return padded.t().contiguous() if transposed else padded
+    made = decode(padded) if emulate else padded
+    return made.t().contiguous() if transposed else made
 
 
 def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
@@ -111,24 +100,31 @@ def _padded(values: Tensor, rows: int, columns: int) -> Tensor:
     return F.pad(values.view(torch.uint8), pad).view(values.dtype) if any(pad) else values  # F.pad copies even by 0
 
 
-def _given(left: Quantized, right_scale: Tensor, rows: Tensor, columns: Tensor) -> tuple[tuple[Any, Any], list[Tensor]]:
-    """Returns the kinds of both scales, and the scales, as ``scaled_mm`` takes them for ``rows`` and ``columns``."""
+def _given(own: Tensor, other: Tensor, num_rows: int, num_columns: int) -> tuple[Any, ...]:
+    """Returns the scales of [num_rows, K] and of [num_columns, K], each with its kind, as ``scaled_mm`` takes them."""
     kinds: Any = F.ScalingType
-    if not left.scale.dim():
-        return (kinds.TensorWise,) * 2, [left.scale, right_scale]
-    if left.scale.dim() == 1:
-        right_scale = F.pad(right_scale, (0, columns.shape[0] - len(right_scale)), value=1.0)
-        return (kinds.RowWise,) * 2, [left.scale.unsqueeze(1), right_scale.unsqueeze(0)]
-    own = _by_line(left.scale, rows.shape[0])
-    if len(right_scale) == -(-columns.shape[0] // BLOCK):
-        by_square = F.pad(right_scale, (0, -right_scale.shape[1] % 4), value=1.0).contiguous().t()
-        return (kinds.BlockWise1x128, kinds.BlockWise128x128), [own, by_square]
-    return (kinds.BlockWise1x128,) * 2, [own, _by_line(right_scale, columns.shape[0])]
+    if not own.dim():
+        return own, kinds.TensorWise, other, kinds.TensorWise
+    if own.dim() == 1:
+        return own.unsqueeze(1), kinds.RowWise, _filled(other, num_columns).unsqueeze(0), kinds.RowWise
+    own = _by_line(own, num_rows)
+    if _is_of_squares(other, num_columns):
+        across = other.shape[1]
+        return own, kinds.BlockWise1x128, _by_line(other.t(), across + -across % 4), kinds.BlockWise128x128
+    return own, kinds.BlockWise1x128, _by_line(other, num_columns), kinds.BlockWise1x128
+
+
+def _is_of_squares(scale: Tensor, num_rows: int) -> bool:
+    return len(scale) == -(-num_rows // BLOCK)
 
 
 def _by_line(scale: Tensor, num_rows: int) -> Tensor:
     """Returns ``scale`` [rows, n] with its first stride 1, with ones for rows up to ``num_rows``."""
-    return F.pad(scale.t(), (0, num_rows - scale.shape[0]), value=1.0).contiguous().t()
+    return F.pad(scale.t(), (0, num_rows - len(scale)), value=1.0).contiguous().t()
+
+
+def _filled(scale: Tensor, num_rows: int) -> Tensor:
+    return F.pad(scale, (0, 0) * (scale.dim() - 1) + (0, num_rows - len(scale)), value=1.0)
 
 
 def _emulated(left: Tensor, right: Tensor, own: Tensor, other: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -142,15 +138,11 @@ def _emulated(left: Tensor, right: Tensor, own: Tensor, other: Tensor, out_dtype
         own, other = (own.unsqueeze(1), _filled(other, len(right))) if own.dim() else (own, other)
         return product.mul_(own).mul_(other).to(out_dtype)
     total = torch.zeros_like(product)
-    own = F.pad(own, (0, 0, 0, len(left) - len(own)), value=1.0)
-    if len(other) == -(-len(right) // BLOCK):
-        other = other.unsqueeze(1).expand(-1, BLOCK, -1).flatten(0, 1)[: len(right)]
+    if _is_of_squares(other, len(right)):
+        other = other.repeat_interleave(BLOCK, dim=0)[: len(right)]
+    own, other = _filled(own, len(left)), _filled(other, len(right))
     for number in range(own.shape[1]):
         part = slice(number * BLOCK, (number + 1) * BLOCK)
         torch.mm(decoded[:, part], right[:, part].t(), out=product)
-        total += product.mul_(own[:, number, None]).mul_(_filled(other[:, number], len(right)))
+        total += product.mul_(own[:, number, None]).mul_(other[:, number])
     return total.to(out_dtype)
-
-
-def _filled(scale: Tensor, size: int) -> Tensor:
-    return F.pad(scale, (0, size - len(scale)), value=1.0)

@@ -8,6 +8,7 @@ in between and provide them again (stage 3). Inputs and gradients enter cast: th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -22,45 +23,28 @@ from dtrain.precision.float8.weights import QuantizedWeight
 # the layout is flexible, because Inductor would copy the cast for each product of one input
 @torch.library.custom_op("dtrain::float8_weight_product", mutates_args=(), tags=(torch.Tag.flexible_layout,))
 def weight_product(
-    left: Tensor,
-    scale: Tensor,
-    key: Tensor,
-    weight: Sequence[Tensor],
-    num_columns: int,
-    out_dtype: torch.dtype,
-    is_gradient: bool,
+    left: Tensor, scale: Tensor, width: int, out_dtype: torch.dtype, key: Tensor, weight: Sequence[Tensor], dgrad: bool
 ) -> Tensor:
     """Returns the product of ``left`` [M, n] and a weight: the output [M, N], or the input's gradient [M, K].
 
     Args:
-        left: the cast input or gradient of the output.
-        scale: its scale.
-        key: ``QuantizedWeight.key``.
-        weight: what ``QuantizedWeight.stored_operand`` or, for the gradient, ``backward`` takes; or the parameter
-            alone, which is cast.
-        num_columns: N or K.
+        left, scale: the cast input or gradient of the output.
+        width: N or K.
         out_dtype: of the recipe.
-        is_gradient: whether the product is the gradient.
+        key: ``QuantizedWeight.key``.
+        weight: what ``QuantizedWeight.forward`` or, for the gradient, ``backward`` takes; or the parameter alone.
+        dgrad: whether the product is the gradient.
     """
     quantized, cast = QuantizedWeight.of_key(key), Quantized(left.contiguous(), scale)
-    if is_gradient:
-        right, _ = quantized.backward(*(weight if len(weight) > 1 else quantized.saved(weight[0])))
-        return gradient(cast, right, num_columns, quantized.recipe).contiguous()
-    right = quantized.stored_operand(weight) if len(weight) > 1 else quantized.forward(weight[0])[0]
-    return output(cast, right, num_columns, quantized.recipe)
+    given = weight if len(weight) > 1 else quantized.tensors(weight[0])[dgrad]
+    if dgrad:
+        return gradient(cast, quantized.backward(*given), width, quantized.recipe).contiguous()
+    return output(cast, quantized.forward(*given), width, quantized.recipe)
 
 
 @weight_product.register_fake
-def _(
-    left: Tensor,
-    scale: Tensor,
-    key: Tensor,
-    weight: Sequence[Tensor],
-    num_columns: int,
-    out_dtype: torch.dtype,
-    is_gradient: bool,
-) -> Tensor:
-    return left.new_empty(left.shape[0], num_columns, dtype=out_dtype)
+def _(left: Tensor, scale: Tensor, width: int, out_dtype: torch.dtype, *_: object) -> Tensor:
+    return left.new_empty(left.shape[0], width, dtype=out_dtype)
 
 
 @torch.library.custom_op("dtrain::float8_weight_gradient", mutates_args=())
@@ -83,8 +67,7 @@ def quantize_in_blocks(rows: Tensor, dtype: torch.dtype, both: bool, compiled: b
 
     Opaque, because one kernel reads a block once for both, which a compiler does not find: it needs more bytes.
     """
-    found = quantize(rows, dtype, Scaling.LINES, both=both, compiled=compiled)
-    return [tensor for one in found for tensor in (one.values, one.scale)]
+    return list(chain(*quantize(rows, dtype, Scaling.LINES, both=both, compiled=compiled)))
 
 
 @quantize_in_blocks.register_fake

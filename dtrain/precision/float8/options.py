@@ -31,15 +31,15 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
             f"float8 emulate=false needs FP8 Tensor Cores (compute capability 8.9 or later); "
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}; use emulate=auto"
         )
-    in_blocks = _SCALINGS[options.recipe][0].in_blocks
+    in_blocks = _SCALINGS[options.recipe].in_blocks
     if in_blocks and (options.grad_format == "e5m2" or options.fast_accumulation):
         raise ConfigError(
             "float8 recipe=blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out grad_format=e5m2 and "
             "fast_accumulation=true, or use recipe=tensorwise"
         )
     emulate = not has_float8 if options.emulate == "auto" else options.emulate
-    if not emulate and (problem := _problem(options.recipe, device)):
-        raise ConfigError(f"float8 recipe={options.recipe} {problem}")
+    if not emulate:
+        _check_products(options.recipe, device)
     can_compile = has_float8 and has_compiler(device)  # Triton casts to FP8 in hardware only
     if options.compile is True and not can_compile:
         raise ConfigError(
@@ -57,42 +57,36 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
     )
 
 
-def _problem(recipe: str, device: torch.device) -> str:
-    """Returns why ``device`` cannot multiply in ``recipe``, and what to do; empty: it can."""
-    scaling = _SCALINGS[recipe][0]
-    if device.type == "cpu":
-        if scaling is Scaling.ROWS and not has_row_scales_on_cpu():
-            lacks = f"which torch {torch.__version__} lacks"
-            return f"needs a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto"
-        return ""  # a plan for a GPU runs on fake tensors of a CPU, blocks too
-    if not scaling.in_blocks:
-        return ""
-    capability = torch.cuda.get_device_capability(device)
-    if capability != (9, 0):
-        return (
-            f"needs compute capability 9.0 (H100, H200); {torch.cuda.get_device_name(device)} has "
-            f"{capability[0]}.{capability[1]}; use recipe=rowwise"
+def _check_products(recipe: str, device: torch.device) -> None:
+    """Raises ``ConfigError`` if ``device`` cannot multiply in ``recipe``."""
+    scaling, needs = _SCALINGS[recipe], f"float8 recipe={recipe} needs"
+    if device.type == "cpu" and scaling is Scaling.ROWS and not has_row_scales_on_cpu():
+        lacks = f"which torch {torch.__version__} lacks"
+        raise ConfigError(f"{needs} a scaled_mm with one scale per row on CPUs, {lacks}; use emulate=auto")
+    if device.type == "cpu" or not scaling.in_blocks:
+        return  # a plan for a GPU runs on fake tensors of a CPU, blocks too
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    if (major, minor) != (9, 0):
+        raise ConfigError(
+            f"{needs} compute capability 9.0 (H100, H200); {name} has {major}.{minor}; use recipe=rowwise"
         )
     version = cublaslt_version()
     if version is not None and tuple(map(int, version.split("."))) < (12, 9):
-        return (
-            f"needs cublasLt 12.9 or later; torch {torch.__version__} runs with {version}; install the wheel of CUDA "
+        raise ConfigError(
+            f"{needs} cublasLt 12.9 or later; torch {torch.__version__} runs with {version}; install the wheel of CUDA "
             f"13.0 (cu130), not those of 12.6 or 12.8, or use recipe=rowwise"
         )
-    return ""
 
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 """The products of a Linear: its output, and the gradients of its input and of its weight."""
 
 _SCALINGS = {
-    "tensorwise": (Scaling.TENSOR, Scaling.TENSOR),
-    "rowwise": (Scaling.ROWS, Scaling.ROWS),
-    "rowwise_bf16_wgrad": (Scaling.ROWS, Scaling.ROWS),
-    "blockwise": (Scaling.LINES, Scaling.SQUARES),
+    "tensorwise": Scaling.TENSOR,
+    "rowwise": Scaling.ROWS,
+    "rowwise_bf16_wgrad": Scaling.ROWS,
+    "blockwise": Scaling.LINES,
 }
-
-
 _by_key: dict[str, Recipe] = {}
 
 
@@ -129,7 +123,7 @@ class Recipe:
             emulate=options.emulate,
             fast_accumulation=options.fast_accumulation,
             compile=options.compile,
-            products=products_of(options.recipe),
+            products=PRODUCTS[:2] if options.recipe == "rowwise_bf16_wgrad" else PRODUCTS,
         )
 
     @property
@@ -146,30 +140,20 @@ class Recipe:
     @property
     def scaling(self) -> Scaling:
         """Which elements of an input or a gradient share a scale."""
-        return _SCALINGS[self.name][0]
+        return _SCALINGS[self.name]
 
     @property
     def weight_scaling(self) -> Scaling:
         """Which elements of a weight share a scale."""
-        return _SCALINGS[self.name][1]
+        return Scaling.SQUARES if self.scaling.in_blocks else self.scaling
 
     @property
     def alignment(self) -> int:
-        """Number whose multiples the dimensions of products are padded to."""
-        return alignment_of(self.name)
+        """Number whose multiples the dimensions of products are padded to, as Tensor Cores take them."""
+        return BLOCK if self.scaling.in_blocks else ALIGNMENT
 
     def describe(self) -> str:
         """Returns a description such as ``tensorwise, E5M2 gradients, emulated``."""
         parts = [self.name, f"{'E4M3' if self.grad_dtype == E4M3 else 'E5M2'} gradients"]
         parts += ["emulated"] * self.emulate + ["fast accumulation"] * self.fast_accumulation
         return ", ".join(parts + ["casts by kernels"] * self.compile)
-
-
-def products_of(recipe: str) -> tuple[str, ...]:
-    """Returns the products that are FP8 in the recipe of that name."""
-    return PRODUCTS[:2] if recipe == "rowwise_bf16_wgrad" else PRODUCTS
-
-
-def alignment_of(recipe: str) -> int:
-    """Returns the number whose multiples Tensor Cores take as dimensions in the recipe of that name."""
-    return BLOCK if _SCALINGS[recipe][0].in_blocks else ALIGNMENT

@@ -9,23 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dtrain.precision.float8 import cast as casts
-from dtrain.precision.float8.cast import Quantized
+from dtrain.precision.float8.cast import E4M3, Quantized
 from dtrain.precision.float8.matmul import multiply
 from dtrain.precision.float8.options import Recipe
 from dtrain.precision.float8.proof import quantize
 
 
 def operands(
-    rows: Tensor, dtype: torch.dtype, recipe: Recipe, product: str, *, left: bool, columns: bool, traced: bool
+    rows: Tensor, recipe: Recipe, product: str, *, left: bool, columns: bool, traced: bool
 ) -> tuple[Quantized | None, Quantized | None]:
     """Casts ``rows`` [M, n] for ``product``, and their transpose [n, M] for the weight gradient, in one read.
 
     An operand of a product that is not FP8 is in the recipe's dtype, and has an empty scale.
 
     Args:
-        dtype: E4M3 or E5M2.
-        product: fprop or dgrad.
+        product: fprop, of an input, or dgrad, of the output's gradient.
         left: whether the product's left operand is wanted.
         columns: whether the weight gradient's operand is.
         traced: whether a compiler traces the casts.
@@ -34,14 +32,8 @@ def operands(
     found: list[Quantized] = []
     if of_left or of_columns:
         x, both = rows if of_left else rows.t(), of_left and of_columns
-        if not traced:
-            found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile)
-        else:
-            if recipe.scaling.in_blocks:
-                tensors = torch.ops.dtrain.float8_quantize(x, dtype, both, recipe.compile)
-            else:
-                tensors = (casts.quantized_both if both else casts.quantized)(x, dtype, recipe.scaling, traced=True)
-            found = [Quantized(*tensors[:2]), Quantized(*tensors[-2:])]
+        dtype = E4M3 if product == "fprop" else recipe.grad_dtype
+        found = quantize(x, dtype, recipe.scaling, both=both, compiled=recipe.compile, traced=traced)
 
     def plain(x: Tensor) -> Quantized:
         return Quantized(x.to(recipe.out_dtype), x.new_empty(0, dtype=torch.float32))
@@ -54,9 +46,8 @@ def operands(
 
 def output(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:
     """Returns the product [M, N] of an input [M, K] and the operand of a weight [N, K], in the recipe's dtype."""
-    fast = recipe.fast_accumulation
-    y = multiply(left, right, recipe.out_dtype, emulate=recipe.emulate, fast_accumulation=fast)
-    return y[:, :num_columns].contiguous()
+    how = {"emulate": recipe.emulate, "fast_accumulation": recipe.fast_accumulation}
+    return multiply(left, right, recipe.out_dtype, **how)[:, :num_columns].contiguous()
 
 
 def gradient(left: Quantized, right: Quantized, num_columns: int, recipe: Recipe) -> Tensor:

@@ -8,8 +8,9 @@ cast with it. A variant that fails is named once, and tensor code casts in its p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 import torch
@@ -30,19 +31,24 @@ def failed_proofs() -> list[str]:
     return [reason for reason in _found.values() if reason]
 
 
-def quantize(x: Tensor, dtype: torch.dtype, scaling: Scaling, *, both: bool, compiled: bool) -> list[Quantized]:
+def quantize(
+    x: Tensor, dtype: torch.dtype, scaling: Scaling, *, both: bool, compiled: bool, traced: bool = False
+) -> list[Quantized]:
     """Quantizes ``x`` as ``dtrain.precision.float8.cast.quantize``, and with ``both`` its transpose, in one read.
 
-    ``compiled``: by Triton kernels, if ``x`` is on a GPU and they are proven; with the same bits.
+    ``compiled``: by Triton kernels, if ``x`` is on a GPU and they are proven; with the same bits. ``traced``: for the
+    graph of a compiler, as operations that it sees, or in blocks as one operator.
     """
-    tensors: tuple[Tensor, ...]
-    by_kernels = x.numel() and scaling is not Scaling.SQUARES and cast.uses_kernels(x.device, compiled=compiled)
-    if by_kernels and proves_quantize(x, dtype, scaling, both=both):
+    tensors: Sequence[Tensor]
+    has_kernel = not traced and scaling is not Scaling.SQUARES and cast.uses_kernels(x.device, compiled=compiled)
+    if traced and scaling.in_blocks:
+        tensors = torch.ops.dtrain.float8_quantize(x, dtype, both, compiled)
+    elif has_kernel and x.numel() and proves_quantize(x, dtype, scaling, both=both):
         from dtrain.kernels import quantize as kernels  # it imports Triton, which only GPUs need
 
         tensors = kernels.quantize(x, dtype, scaling.value, both=both)
     else:
-        tensors = (cast.quantized_both if both else cast.quantized)(x, dtype, scaling)
+        tensors = (cast.quantized_both if both else cast.quantize)(x, dtype, scaling, traced=traced)
     return [Quantized(*tensors[first : first + 2]) for first in range(0, 4 if both else 2, 2)]
 
 
@@ -99,27 +105,21 @@ def check_quantize(
 ) -> str:
     """Compares ``kernels.quantize`` with tensor code; returns what differs, or an empty string.
 
-    Args:
-        shape: of the tensor that is cast.
-        source: dtype of it.
-        dtype: E4M3 or E5M2.
-        device: where both run.
-        scaling: which elements share a scale.
-        both: whether the transpose is cast too.
-        turned: whether the tensor is a transposed view.
+    Both cast a tensor of ``shape`` and dtype ``source`` to ``dtype``: a transposed view if it is ``turned``. With
+    ``both`` they cast its transpose too.
     """
     from dtrain.kernels import quantize as kernels
 
     for non_finite in (None, math.inf, math.nan):
         x = adversarial(shape, non_finite).to(source).to(device)
         x = x.t().contiguous().t() if turned else x
-        want = cast.quantized_both(x, dtype, scaling) if both else cast.quantized(x, dtype, scaling)
+        want = (cast.quantized_both if both else cast.quantize)(x, dtype, scaling)
         got = kernels.quantize(x, dtype, scaling.value, both=both)
-        for name, own, expected in zip(("values", "scale", "transpose", "its scale"), got, want, strict=False):
-            if different := _num_different(own, expected):
-                view = " transposed" if turned else ""
-                what = f"quantize({source}{list(shape)}{view} to {dtype}, scales of {scaling.value}, {both=})"
-                return _reason(what, name, different, expected, non_finite)
+        pairs = dict(zip(("values", "scale", "transpose", "its scale"), zip(got, want, strict=False), strict=False))
+        view = " transposed" if turned else ""
+        what = f"quantize({source}{list(shape)}{view} to {dtype}, scales of {scaling.value}, {both=})"
+        if different := _difference(what, pairs, non_finite):
+            return different
     return ""
 
 
@@ -127,31 +127,26 @@ def check_weights(device: torch.device, scaling: Scaling) -> str:
     """Compares the kernels that measure, cast and transpose FP8 weights with tensor code, as ``check_quantize``."""
     from dtrain.kernels.float8 import ShardCasts, Transposes, WeightShard, set_scales
 
-    for shape in ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3)):
-        for non_finite in (None, math.nan):
-            master = adversarial(shape, non_finite).to(device)
-            by_row = cast.Quantized(*cast.quantized(master, cast.E4M3, scaling))
-            by_column = cast.Quantized(*cast.quantized(master.t(), cast.E4M3, scaling))
-            expected = [by_row, by_column] if scaling is Scaling.ROWS else [by_row]
-            copies = [torch.zeros(master.numel(), dtype=cast.E4M3, device=device) for _ in expected]
-            first_scales = [0, shape[0]][: len(expected)]
-            shard = WeightShard(master.flatten(), copies, 0, shape[1], first_scales)
-            casts = ShardCasts([shard], scaling.value)
-            scales = torch.cat([copy.scale.reshape(-1) for copy in expected])
-            amax, scale = torch.zeros_like(scales), torch.zeros_like(scales)
-            casts.measure(amax)
-            set_scales(amax, scale)
-            casts.cast(scale)
-            transpose = Transposes([copies[0].view(shape)], ALIGNMENT)(copies[0].view(shape))[0]
-            turned = operand(copies[0].view(shape), emulate=False, transposed=True)
-            pairs = {"scale": (scale, scales), "values": (copies[0].view(shape), by_row.values)}
-            if scaling is Scaling.ROWS:
-                pairs["column copy"] = copies[-1].view(shape), by_column.values.t()
-            pairs["transpose"] = transpose, turned
-            for name, (own, want) in pairs.items():
-                if different := _num_different(own, want):
-                    what = f"the casts of weights {list(shape)}, scales of {scaling.value}"
-                    return _reason(what, name, different, want, non_finite)
+    shapes = ((_ROWS + 16, _COLUMNS + 16), (_ROWS + 3, _COLUMNS + 3))
+    for shape, non_finite in product(shapes, (None, math.nan)):
+        master = adversarial(shape, non_finite).to(device)
+        values, by_row, turned_values, by_column = cast.quantized_both(master, cast.E4M3, scaling)
+        scales = torch.cat((by_row, by_column)) if scaling is Scaling.ROWS else by_row.reshape(-1)
+        copies = [torch.zeros(shape, dtype=cast.E4M3, device=device) for _ in range(1 + (scaling is Scaling.ROWS))]
+        flat = [copy.view(-1) for copy in copies]
+        casts = ShardCasts([WeightShard(master.view(-1), flat, 0, shape[1], [0, shape[0]])], scaling.value)
+        amax, scale = torch.zeros_like(scales), torch.zeros_like(scales)
+        casts.measure(amax)
+        set_scales(amax, scale)
+        casts.cast(scale)
+        pairs = {"scale": (scale, scales), "values": (copies[0], values)}
+        if scaling is Scaling.ROWS:
+            pairs["column copy"] = copies[1], turned_values.t()
+        (transpose,) = Transposes([copies[0]], ALIGNMENT)(copies[0])
+        pairs["transpose"] = transpose, operand(copies[0], emulate=False, transposed=True)
+        what = f"the casts of weights {list(shape)}, scales of {scaling.value}"
+        if different := _difference(what, pairs, non_finite):
+            return different
     return ""
 
 
@@ -173,15 +168,15 @@ def adversarial(shape: tuple[int, int], non_finite: float | None = None) -> Tens
     return x
 
 
-def _num_different(got: Tensor, want: Tensor) -> int:
-    """Counts the elements whose bits differ; two NaN are equal."""
-    own, expected = got.float(), want.float()
-    same = (own.view(torch.int32) == expected.view(torch.int32)) | (own.isnan() & expected.isnan())
-    return int((~same).sum())
-
-
-def _reason(what: str, name: str, different: int, of: Tensor, non_finite: float | None) -> str:
+def _difference(what: str, pairs: Mapping[str, tuple[Tensor, Tensor]], non_finite: float | None) -> str:
+    """Returns which of the ``pairs`` is the first with other bits, or an empty string; two NaN are equal."""
     import triton
 
     tile = "" if non_finite is None else f", with {non_finite} in it"
-    return f"Triton {triton.__version__}: {what} differs from tensor code in {different} of {of.numel()} {name}{tile}"
+    for name, pair in pairs.items():
+        got, want = (tensor.float() for tensor in pair)
+        same = (got.view(torch.int32) == want.view(torch.int32)) | (got.isnan() & want.isnan())
+        if count := int((~same).sum()):
+            where = f"{count} of {want.numel()} {name}{tile}"
+            return f"Triton {triton.__version__}: {what} differs from tensor code in {where}"
+    return ""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
+from itertools import chain, count
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -38,7 +38,7 @@ class Cache(Enum):
     UNTIL_WRITTEN = "until written"
 
 
-_numbers = itertools.count()
+_numbers = count()
 _by_number: weakref.WeakValueDictionary[int, QuantizedWeight] = weakref.WeakValueDictionary()
 
 
@@ -95,12 +95,9 @@ class QuantizedWeight:
     scales before the cast. These are powers of two, so the product is exact, and the cast's error is relative to the
     largest share of a row of dx. A weight gradient would need the cast of g itself, so only frozen weights do this.
 
-    Args:
+    Attributes:
         recipe: recipe of the Linear.
         cache: where the copies come from, and how long they are kept.
-
-    Attributes:
-        recipe, cache: see above.
         recipe_key: ``Recipe.key``.
         key: 0-dim, in host memory; ``of_key`` finds the object by it.
     """
@@ -123,81 +120,60 @@ class QuantizedWeight:
     def of_key(key: Tensor) -> QuantizedWeight:
         return _by_number[int(key)]
 
-    # -- the operands ----------------------------------------------------------------------------------------------
+    def _bound(self, weight: Tensor) -> Bound | None:
+        """Returns what ``weight`` is bound to; None for a weight that is cast, such as a functional call's."""
+        return self.cache if isinstance(self.cache, Bound) and weight is self.cache.parameter else None
 
-    def forward(self, weight: Tensor) -> tuple[Quantized, tuple[Tensor, ...]]:
-        """Returns the operand for the output, and the tensors that autograd saves for ``backward``.
+    def tensors(self, weight: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Returns what ``forward`` takes for ``weight``, and what ``backward`` takes, which autograd saves.
 
-        The operand is [N, K], as ``dtrain.precision.float8.matmul.operand`` returns it, with its scale; the copy itself
-        if the product is not FP8.
+        They are the weight itself, or the values and scale of its copies. A third tensor of ``backward``, [N], is what
+        the gradient is multiplied by before its cast: [Note: one copy].
         """
-        saved: tuple[Tensor, ...]
         if self.cache is Cache.NEVER:
-            rowwise, saved = self._cast_for("fprop", weight.detach()), (weight,)
-        else:
-            rowwise, columnwise = self.copies(weight)
-            saved = self._saved(rowwise, columnwise)
-        return self._operand("fprop", rowwise), saved
+            return (weight,), (weight,)
+        rowwise, columnwise = self.copies(weight)
+        if rowwise is columnwise and self.recipe.scaling is Scaling.ROWS:  # [Note: one copy]
+            return rowwise, (rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale)
+        # the copy, not its operand: under emulation that is FP32, four times the bytes
+        return rowwise, columnwise
 
     def stored(self, weight: Tensor) -> list[Tensor]:
-        """Returns the copies of a ``Bound`` weight that compiled code passes; empty if ``weight`` is cast.
+        """Returns the ``tensors`` of a ``Bound`` weight, which compiled code passes; empty if ``weight`` is cast."""
+        return [*chain(*self.tensors(weight))] if self._bound(weight) else []
 
-        They are the values and scale for ``stored_operand``, then what ``backward`` takes.
-        """
-        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter:
-            return []
-        rowwise, columnwise = self.copies(weight)
-        return [rowwise.values, rowwise.scale, *self._saved(rowwise, columnwise)]
+    def forward(self, *given: Tensor) -> Quantized:
+        """Returns the operand [N, K] for the output; the copy or the weight itself if the product is not FP8."""
+        if len(given) == 1:
+            return self._cast_for("fprop", given[0].detach())
+        return self._operand(Quantized(*given), transposed=False)
 
-    def saved(self, weight: Tensor) -> tuple[Tensor, ...]:
-        """Returns what ``backward`` takes for a weight that is not ``Bound``."""
-        return (weight,) if self.cache is Cache.NEVER else self._saved(*self.copies(weight))
+    def backward(self, *saved: Tensor) -> Quantized:
+        """Returns the operand [K, N] for the input gradient; rowwise with a scale for each of its K rows."""
+        if len(saved) == 1:
+            return self._cast_for("dgrad", saved[0].detach().t())
+        return self._operand(Quantized(*saved[:2]), transposed=True)
 
-    def _saved(self, rowwise: Quantized, columnwise: Quantized) -> tuple[Tensor, ...]:
-        if rowwise is columnwise and self.recipe.scaling is Scaling.ROWS:  # [Note: one copy]
-            return rowwise.values, rowwise.scale.new_ones(rowwise.values.shape[1]), rowwise.scale
-        # the copy, not its operand: under emulation that is FP32, four times the bytes
-        return columnwise.values, columnwise.scale
-
-    def stored_operand(self, copies: Sequence[Tensor]) -> Quantized:
-        """Returns the operand for the output, as ``forward``, from what ``stored`` returned."""
-        return self._operand("fprop", Quantized(*copies[:2]))
-
-    def backward(self, *saved: Tensor) -> tuple[Quantized, Tensor | None]:
-        """Returns the operand for the input gradient, and what the gradient is multiplied by before its cast.
-
-        The operand is [K, N]; rowwise with a scale for each of its K rows. The factor is [N]: [Note: one copy].
-        """
-        if self.cache is Cache.NEVER:
-            (weight,) = saved
-            return self._operand("dgrad", self._cast_for("dgrad", weight.detach().t())), None
-        copy, factor = Quantized(*saved[:2]), saved[2] if saved[2:] else None
-        return self._operand("dgrad", copy, transposed=True), factor
-
-    def _operand(self, product: str, copy: Quantized, *, transposed: bool = False) -> Quantized:
-        scale = copy.scale.t() if transposed else copy.scale
-        if product in self.recipe.products:
-            return Quantized(self._operand_values(copy.values, transposed=transposed), scale)
-        return Quantized(copy.values.t() if transposed else copy.values, scale)
-
-    def _operand_values(self, values: Tensor, *, transposed: bool) -> Tensor:
-        emulate = self.recipe.emulate
+    def _operand(self, copy: Quantized, *, transposed: bool) -> Quantized:
+        """Returns ``copy`` as the operand for the output, or ``transposed`` as that for the input gradient."""
+        values, scale = copy.values, copy.scale.t() if transposed else copy.scale
+        recipe, emulate = self.recipe, self.recipe.emulate
+        if ("dgrad" if transposed else "fprop") not in recipe.products:
+            return Quantized(values.t() if transposed else values, scale)
         key = (address(values), transposed and not emulate)  # the emulation transposes as a view
-        cached = self._operands.get(key)
-        if cached is None:
+        found = self._operands.get(key)
+        if found is None:
+            bound = self.cache if isinstance(self.cache, Bound) else None
             # an address identifies stored copies only: other memory may be reused for another weight
             is_stored = any(address(copy.values) == key[0] for copy in self._copies)
-            is_kept = is_stored and (not isinstance(self.cache, Bound) or self.cache.keeps_operands)
-            kernels = uses_kernels(values.device, compiled=self.recipe.compile) and proves_weights(
-                values, self.recipe.weight_scaling
-            )
-            if is_stored and key[1] and kernels and isinstance(self.cache, Bound):
-                self.cache.transposes.prepare()
-                return self._operands[key] if is_kept else self._operands.pop(key)
-            cached = operand(values, emulate=emulate, transposed=key[1], alignment=self.recipe.alignment)
-            if is_kept:
-                self._operands[key] = cached
-        return cached.t() if transposed and emulate else cached
+            has_kernel = is_stored and key[1] and uses_kernels(values.device, compiled=recipe.compile)
+            if bound and has_kernel and proves_weights(values, recipe.weight_scaling):
+                bound.transposes.prepare()
+            else:
+                self._operands[key] = operand(values, emulate=emulate, transposed=key[1], alignment=recipe.alignment)
+            is_kept = is_stored and (bound is None or bound.keeps_operands)
+            found = self._operands[key] if is_kept else self._operands.pop(key)
+        return Quantized(found.t() if transposed and emulate else found, scale)
 
     @property
     def gradient_factor(self) -> Tensor | None:
@@ -205,8 +181,6 @@ class QuantizedWeight:
         if self.recipe.scaling is Scaling.ROWS and isinstance(self.cache, Bound) and len(self.cache.scales) == 1:
             return self.cache.scales[0]
         return None
-
-    # -- the copies ------------------------------------------------------------------------------------------------
 
     def bind(self, copies: Sequence[Tensor]) -> None:
         """Reads a ``Bound`` weight from ``copies``, each [N, K], from now on; empty: the weight is sharded."""
@@ -235,20 +209,17 @@ class QuantizedWeight:
         N rows, and the second for each of its K columns, which are the rows of the transpose; or the first is both:
         [Note: one copy].
         """
-        if isinstance(self.cache, Bound):
-            if weight is not self.cache.parameter:  # such as a functional call's: nothing is bound for it
-                return self._cast(weight)
-            if not self._copies:
-                raise ContractError(
-                    f"'{self.cache.name}' is computed with while it is sharded; its group was not unsharded"
-                )
-        elif self.cache is Cache.NEVER or weight.is_inference():  # inference tensors have no version counter
-            return self._cast(weight)
+        copies = self._copies
+        if bound := self._bound(weight):
+            if not copies:
+                raise ContractError(f"'{bound.name}' is computed with while it is sharded; its group was not unsharded")
+        elif self.cache is Cache.UNTIL_WRITTEN and not weight.is_inference():  # which has no version counter
+            copies = self._kept_copies(weight)
         else:
-            self._keep_copies(weight)
-        return self._copies[0], self._copies[-1]
+            copies = self._cast(weight)
+        return copies[0], copies[-1]
 
-    def _keep_copies(self, weight: Tensor) -> None:
+    def _kept_copies(self, weight: Tensor) -> Sequence[Quantized]:
         """Casts ``weight`` unless the copies are its own."""
         state = (address(weight), weight._version)
         cast_weight = None if self._cast_weight is None else self._cast_weight()
@@ -257,14 +228,14 @@ class QuantizedWeight:
             with torch.inference_mode(False):  # training reuses copies cast in evaluation
                 self._copies = self._cast(weight)
             self._cast_weight, self._cast_state = weakref.ref(weight), state
+        return self._copies
 
-    def _cast(self, weight: Tensor) -> tuple[Quantized, Quantized]:
-        weight = weight.detach()
-        rowwise = self._quantize(weight)
+    def _cast(self, weight: Tensor) -> Sequence[Quantized]:
+        rowwise = self._quantize(weight.detach())
         if self.recipe.weight_scaling is not Scaling.ROWS:
-            return rowwise, rowwise
-        transposed = self._quantize(weight.t())
-        return rowwise, Quantized(transposed.values.t().contiguous(), transposed.scale)
+            return [rowwise]
+        values, scale = self._quantize(weight.detach().t())
+        return [rowwise, Quantized(values.t().contiguous(), scale)]
 
     def _cast_for(self, product: str, matrix: Tensor) -> Quantized:
         """Returns ``matrix`` as an operand of ``product``: itself, without a scale, if that is not FP8."""
@@ -277,26 +248,22 @@ class QuantizedWeight:
 
     def represented(self, weight: Tensor) -> Tensor:
         """Returns what the copy for the output represents, in the dtype of ``weight``, to which gradients flow."""
-        copy, _ = self.copies(weight)
-        values: Tensor = _Dequantize.apply(weight, copy.values, copy.scale)
+        values: Tensor = _Dequantize.apply(weight, *self.copies(weight)[0])
         return values
 
     def dequantized(self, weight: Tensor) -> Tensor:
         """Returns the weight in the dtype of ``weight``; gradients flow to ``weight``.
 
-        A bound weight is a read-only copy: writes to it are lost. Its methods that set hooks or freeze it raise
-        ``dtrain.errors.UsageError``, which refers to the parameter. While it is sharded, it is NaN, as the
-        parameter.
+        A bound weight is a read-only copy, as ``Float8Linear.weight`` says; while it is sharded it is NaN.
         """
-        if not isinstance(self.cache, Bound) or weight is not self.cache.parameter or not self._copies:
-            return weight
-        if getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
+        bound = self._bound(weight)
+        if not bound or not self._copies or getattr(weight, "gives_masters", False):  # [Note: guarded parameters]
             return weight
         if torch.compiler.is_compiling():  # which traces no method that is replaced
-            return torch.ops.dtrain.float8_dequantize(weight, self._copies[0].values, self._copies[0].scale)  # type: ignore[no-any-return]
-        result: Tensor = _Dequantize.apply(weight, self._copies[0].values, self._copies[0].scale)
+            return torch.ops.dtrain.float8_dequantize(weight, *self._copies[0])  # type: ignore[no-any-return]
+        result: Tensor = _Dequantize.apply(weight, *self._copies[0])
         for method in ("register_hook", "register_post_accumulate_grad_hook", "requires_grad_"):
-            setattr(result, method, partial(_refuse, self.cache.name))
+            setattr(result, method, partial(_refuse, bound.name))
         return result
 
 

@@ -138,10 +138,11 @@ def test_one_launch_makes_the_transposes_of_a_set(device: torch.device, launched
         for weight, copy in zip(weights, copies, strict=True):
             weight.bind([copy])
             assert not weight.cached()
-        for weight, copy in zip(weights, copies, strict=True):
-            transposed, factor = weight.backward(copy, scale)
+        for weight, parameter, copy in zip(weights, parameters, copies, strict=True):
+            _, saved = weight.tensors(parameter)
+            assert [tensor.data_ptr() for tensor in saved] == [copy.data_ptr(), scale.data_ptr()], "no factor"
+            transposed = weight.backward(*saved)
             assert_same(transposed.values, operand(copy, emulate=False, transposed=True))
-            assert factor is None
         assert [tensor.nbytes for weight in weights for tensor in weight.cached()] == [48 * 80, 48 * 32]
     assert launched == ["_transpose"] * 2
 

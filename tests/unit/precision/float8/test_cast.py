@@ -95,7 +95,7 @@ def test_a_cast_has_the_bits_of_one_block_after_the_other(x: Tensor, dtype: torc
             assert torch.equal(matrix.values[block].view(torch.uint8), want.view(torch.uint8))
     assert matrix.values.is_contiguous()
     assert scaling is not Scaling.LINES or matrix.scale.t().is_contiguous()
-    traced = Quantized(*casts.quantized(x, dtype, scaling, traced=True))
+    traced = casts.quantize(x, dtype, scaling, traced=True)
     assert same(traced, matrix)
 
 

@@ -134,8 +134,10 @@ def test_a_planted_fault_of_scales_is_found(monkeypatch: pytest.MonkeyPatch) -> 
         patch.setattr(matmul, "_by_line", lambda scale, rows: F.pad(scale, (0, 0, 0, rows - len(scale))).contiguous())
         with pytest.raises((AssertionError, RuntimeError)):
             test_a_gpu_gets_blocks_as_torch_wants_them((144, 512, 1024), lines, patch)
+    filled = matmul._filled
     with monkeypatch.context() as patch:
-        patch.setattr(matmul, "_filled", lambda scale, size: scale.flip(0))
+        # those of the right side, which need no rows more
+        patch.setattr(matmul, "_filled", lambda own, rows: own.flip(0) if len(own) == rows else filled(own, rows))
         with pytest.raises(AssertionError):
             test_multiply_agrees_with_double(33, E4M3, squares, True)
     emulated = matmul._emulated
