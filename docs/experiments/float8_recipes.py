@@ -37,7 +37,7 @@ FORMATS = {
 }
 *_, FINISH, HEAD, MIDDLE = FORMATS
 ENDS = (HEAD, MIDDLE)  # only for the language model
-COLORS = ("#009E73", "#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#F0E442", "#000000", GREY)  # by format
+COLORS = ("#009E73", "#CC79A7", "#E69F00", "#0072B2", "#56B4E9", "#D55E00", "#000000", "#8C564B", "#6A3D9A")
 NUM_ULPS = 3  # BF16 trainings of a seed
 STUDENT = 2.18  # of 95 % by 12 degrees of freedom: 2 of each of 6 formats
 SMALL = {"tasks": ("regression, exact targets",), "seeds": (0, 1), "more": "train.steps=12"}
@@ -188,7 +188,7 @@ def draw_task(losses, gap, item):
         losses.plot(xs, means, color=color, linewidth=1.2, label=name)
         if name != "bf16":
             means = [100 * fmean(gaps(item, name, of=mean_from(start, size))) for start in starts]
-            gap.plot(middles, means, "-o", color=color, markersize=3, linewidth=1.4)
+            gap.plot(middles, means, ":" if name == FINISH else "-o", color=color, markersize=3, linewidth=1.6)
     for number in range(NUM_ULPS):
         own = {
             "formats": {
@@ -198,12 +198,15 @@ def draw_task(losses, gap, item):
         }
         means = [100 * fmean(gaps(own, "one", of=mean_from(start, size))) for start in starts]
         gap.plot(middles, means, "--", color=COLORS[0], linewidth=1.0)
-    gap.axhspan(-100 * limit(item), 100 * limit(item), color=GREY, alpha=0.2)
+    noise, last, end = 100 * limit(item), count - max(1, count // 4), BLOCK * count
+    gap.fill_between([BLOCK * last, end], -noise, noise, color=GREY, alpha=0.25)
+    gap.axvline(end - end // 3, color=GREY, linewidth=0.8)
     losses.set(title=item["task"], ylabel="training loss")
     losses.set_yscale("log")
     if losses.get_ylim()[0] > 1:
         losses.yaxis.set_minor_formatter("{x:g}")
-    gap.set(xlabel="steps (gray: noise at the end; dashed: BF16, an ulp apart)", ylabel="gap to BF16, %")
+    lines = "dashed: BF16, an ulp apart; vertical line: the switch to BF16"
+    gap.set(xlabel=f"steps ({lines};\ngray: noise of a mean over the last quarter)", ylabel="gap to BF16, %")
     for axes in (losses, gap):
         axes.grid(alpha=0.3)
 
@@ -214,25 +217,28 @@ def mean_from(start, size):
 
 def draw_casts(figure, item):
     """Draws SQNR and underflow by module and product, a column for each recipe."""
-    names = [name for name in item["formats"] if name not in ("bf16", FINISH, *ENDS)]
+    names = [name for name in item["formats"] if name not in ("bf16", FINISH, MIDDLE)]
     found = {name: casts(item, name) for name in names}
     kinds = sorted({kind for own in found.values() for kind in own})
-    measures = (("SQNR of the operands, dB", "{:.1f}", "RdYlGn", 20, 30), ("underflow", "{:.2%}", "RdYlGn_r", -5, -1))
+    measures = (("SQNR of both operands, dB", "RdYlGn", 20, 30), ("nonzero values that become 0", "RdYlGn_r", -5, -1))
     for index, (axes, measure) in enumerate(zip(figure.subplots(1, 2, sharey=True), measures, strict=True)):
-        title, text, colors, least, most = measure
+        title, colors, least, most = measure
         values = [[found[name].get(kind, (math.nan, math.nan))[index] for name in names] for kind in kinds]
         shown = values if index == 0 else [[math.log10(max(value, 1e-6)) for value in row] for row in values]
         axes.imshow(shown, aspect="auto", cmap=colors, alpha=0.6, vmin=least, vmax=most)
         for y, row in enumerate(values):
             for x, value in enumerate(row):
-                axes.text(
-                    x, y, "bf16" if math.isnan(value) else text.format(value), ha="center", va="center", fontsize=8
-                )
+                text = f"{value:.1f}" if index == 0 else small(value)
+                axes.text(x, y, "bf16" if math.isnan(value) else text, ha="center", va="center", fontsize=8)
         axes.set_xticks(
             range(len(names)), [name.replace(", ", ",\n").replace("_bf16", "\n_bf16") for name in names], fontsize=8
         )
         axes.set_yticks(range(len(kinds)), [" ".join(kind).removeprefix("blocks.") for kind in kinds], fontsize=8)
         axes.set_title(f"{item['task']}: {title}", fontsize=10)
+
+
+def small(share):
+    return f"{share:.2%}" if share >= 5e-5 else "<0.01%" if share else "0"
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ An assumption: nothing says it of a model but a measurement.
 FP8_LINEARS, LINEARS, IN_ATTENTION, OTHERS = (
     "FP8 Linears",
     "other Linears",
-    "attention (half if causal)",
+    "attention (causal: half counted)",
     "other products",
 )
 KINDS = (FP8_LINEARS, LINEARS, IN_ATTENTION, OTHERS)
@@ -47,10 +47,14 @@ class RecipeCost(NamedTuple):
 
 
 RECIPE_COSTS: Mapping[str, RecipeCost] = {
-    "rowwise_bf16_wgrad": RecipeCost(has_wgrad=False),
+    "rowwise": RecipeCost(rate=0.76),
+    "rowwise_bf16_wgrad": RecipeCost(rate=0.76, has_wgrad=False),
     "blockwise": RecipeCost(rate=0.8),
 }
-"""Recipes that cost otherwise than a tensorwise one, by ``precision.float8.recipe``."""
+"""Recipes that cost otherwise than a tensorwise one, by ``precision.float8.recipe``.
+
+Row by row torchao publishes a step of 8B on H100 that is 10.05 % faster than in BF16, and 25.0 % tensorwise.
+"""
 
 
 def recipe_cost(recipe: str) -> RecipeCost:
@@ -108,6 +112,7 @@ class Outlook:
         compiles_blocks: whether the run compiles blocks, or decides by a measurement.
         targets: number of targets, such as tokens, of all ranks in a step.
         unit: what targets are called.
+        rate: of the recipe's products by that of tensorwise ones.
     """
 
     device: str
@@ -117,6 +122,7 @@ class Outlook:
     compiles_blocks: bool
     targets: int
     unit: str
+    rate: float = 1.0
 
     def line(self) -> str:
         """Returns the expected speed-up, and what to set if it is below ``MIN_GAIN``."""
@@ -144,8 +150,8 @@ class Outlook:
             f"FLOPs of a step: {shares}",
             f"a step of {self.targets:,} {self.unit}: {shown(self.unfused)}",
             f"with compiled blocks: {shown(self.fused)}",
-            f"assumed, not measured: {BF16_SHARE:.0%} of the published BF16 rate, {FP8_SHARE:.0%} of FP8's, "
-            f"{MEMORY_SHARE:.0%} of the memory's; {FUSED_SHARE:.0%} of the bytes if fused",
+            f"assumed, not measured: {BF16_SHARE:.0%} of the published BF16 rate, {self.rate * FP8_SHARE:.0%} of "
+            f"FP8's, {MEMORY_SHARE:.0%} of the memory's; {FUSED_SHARE:.0%} of the bytes if fused",
         ]
 
 
@@ -153,5 +159,5 @@ def emulated_line(device: str) -> str:
     """Returns the line of a run on a device without FP8 products."""
     return (
         f"fp8 is emulated on {device} and brings no speed; what a GPU with FP8 would gain: "
-        "dtrain plan precision precision=fp8 device=h100-80gb"
+        "dtrain plan precision with these keys and device=h100-80gb"
     )

@@ -61,7 +61,8 @@ def expect(run: PlannedRun, modules: Collection[str]) -> outlook.Outlook:
         flops[kind] += product.flops // (2 if is_causal else 1)
     unfused, fused = predicted(fuse=False), predicted(fuse=True)
     targets = config.train.global_batch_size * config.targets_per_sample
-    return outlook.Outlook(run.device.name, flops, unfused, fused, run.compiles_blocks, targets, run.task.unit)
+    facts = (run.compiles_blocks, targets, run.task.unit, cost.rate)
+    return outlook.Outlook(run.device.name, flops, unfused, fused, *facts)
 
 
 def _blocks(run: PlannedRun) -> tuple[str, ...]:

@@ -32,10 +32,12 @@ def resolve_float8(options: Float8, device: torch.device) -> Float8:
             f"{torch.cuda.get_device_name(device)} has {major}.{minor}; use emulate=auto"
         )
     in_blocks = _SCALINGS[options.recipe].in_blocks
-    if in_blocks and (options.grad_format == "e5m2" or options.fast_accumulation):
+    others = ["grad_format=e5m2"] * (options.grad_format == "e5m2")
+    others += ["fast_accumulation=true"] * options.fast_accumulation
+    if in_blocks and others:
         raise ConfigError(
-            "float8 recipe=blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out grad_format=e5m2 and "
-            "fast_accumulation=true, or use recipe=tensorwise"
+            f"float8 recipe=blockwise multiplies E4M3 by E4M3 and adds in FP32; leave out {' and '.join(others)}, or "
+            "use recipe=tensorwise"
         )
     emulate = not has_float8 if options.emulate == "auto" else options.emulate
     if not emulate:
