@@ -241,7 +241,9 @@ class StepEngine(EngineHooks):
             lr = self.options.optimizer.lr * self.options.schedule.factor(run.applied_steps)
         return StepUnderWay(
             number=run.attempted_steps,
+            update=run.applied_steps + 1,
             lr=checked_lr(lr, run.attempted_steps),
+            rule_lrs=self.states.plan.rule_lrs(self.options.optimizer.lr, run.applied_steps),
             max_grad_norm=max_norm,
             grad_factor=factor,
             loss_scale=self._finalizer.scale.scale,
@@ -261,10 +263,11 @@ class StepEngine(EngineHooks):
         # as if the step were applied; a skipped step's are not used
         scalars = UpdateScalars(
             lr=step.lr,
-            step=self._run.applied_steps + 1,
+            step=step.update,
             grad_divisor=decision.grad_divisor,
             found_inf=decision.code,
-            rule_lrs=self.states.plan.rule_lrs(self.options.optimizer.lr, self._run.applied_steps),
+            rule_lrs=step.rule_lrs,
+            sent=self._ballot.numbers,
         )
         return self._missed.set_apart(scalars, decision)
 

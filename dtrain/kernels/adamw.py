@@ -27,7 +27,8 @@ PAIR = 4
 """Kind of a replica that is a half of the master, whose address is then that of the remainder."""
 
 
-@triton.jit(do_not_specialize=["first", "count"])
+# the numbers lie among others, so they are aligned to their own size only
+@triton.jit(do_not_specialize=["first", "count", "numbers"])
 def adamw(
     rows,
     tiles,
@@ -35,9 +36,7 @@ def adamw(
     count,
     grad_divisor,
     code,
-    lr,
-    step_size,
-    root_correction,
+    numbers,
     one_minus_beta1,
     beta2,
     one_minus_beta2,
@@ -48,7 +47,10 @@ def adamw(
     PAIR: tl.constexpr,
     NAN: tl.constexpr,
 ):
-    """Updates one tile; see ``dtrain.optim.tiled.TiledAdamW``."""
+    """Updates one tile; see ``dtrain.optim.tiled.TiledAdamW``. ``numbers``: lr, lr and root with bias corrections."""
+    lr = tl.load(numbers)
+    step_size = tl.load(numbers + 1)
+    root_correction = tl.load(numbers + 2)
     tile = tiles + (first + tl.program_id(0)) * 2
     row = rows + tl.load(tile) * FIELDS
     start = tl.load(tile + 1).to(tl.int64) * TILE

@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
@@ -51,6 +51,50 @@ class StateSpec:
         return state
 
 
+Source = tuple[int | None, float]
+"""Where a learning rate comes from: the rule that has a schedule of its own, or None; and a factor of that rate."""
+
+Numbers32 = Callable[[float, int], Sequence[float]]
+"""Numbers of an update that follow from its learning rate and step; the same function in each step."""
+
+
+class SentNumbers:
+    """The numbers of an update that the host computes and the device reads from memory.
+
+    The host sends all of them in one copy a step. Which they are is learned in the first step, in which each is filled
+    in by itself. No number is an argument of a kernel, so a step can be captured and replayed with other numbers.
+    """
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[Source, Numbers32], tuple[int, int]] = {}
+        self._num_sent = 0
+        self._values: Tensor | None = None  # FP32 [num_sent] on the device
+
+    def compute(self, lr: float, step: int, rule_lrs: Sequence[tuple[int, float]]) -> list[float]:
+        """Returns the numbers of one update, in the order in which they are sent."""
+        of_rule: dict[int | None, float] = dict(rule_lrs)
+        found: list[float] = []
+        for (rule, factor), function in self._places:
+            found += function(of_rule.get(rule, lr) * factor, step)
+        self._num_sent = len(found)
+        return found
+
+    def receive(self, values: Tensor) -> None:
+        """Takes what ``compute`` returned, FP32 on the device."""
+        self._values = values[: self._num_sent]
+
+    def get(self, scalars: UpdateScalars, function: Numbers32) -> Tensor:
+        """Returns the numbers of ``function`` on the device, FP32."""
+        place = self._places.get((scalars.source, function))
+        if self._values is not None and place is not None and place[1] <= len(self._values):
+            return self._values[slice(*place)]
+        found = scalars.fill(function)
+        if place is None:
+            start = max((stop for _, stop in self._places.values()), default=0)
+            self._places[scalars.source, function] = start, start + len(found)
+        return found
+
+
 WIDE = 100
 """Exponent of the largest divisor that main grads are divided by as it is; that of the smallest is its negative."""
 
@@ -67,6 +111,8 @@ class UpdateScalars:
         found_inf: if it is not 0, the update is skipped, and masters, states and replicas keep their bits, whatever the
             main grads are; 0-dim, any float dtype, on the device of ``grad_divisor``.
         rule_lrs: learning rates of rules with a schedule of their own, by the rule's number.
+        source: of ``lr``.
+        sent: what the host has sent; None: ``on_device`` fills numbers in.
         others: the scalars of parameters that are not updated as all others, by name: they have missed updates, or miss
             this one. None leaves a parameter alone.
     """
@@ -76,17 +122,32 @@ class UpdateScalars:
     grad_divisor: Tensor
     found_inf: Tensor
     rule_lrs: tuple[tuple[int, float], ...] = ()
+    source: Source = (None, 1.0)
+    sent: SentNumbers | None = None
     others: Mapping[str, UpdateScalars | None] = field(default_factory=dict)
+
+    def on_device(self, function: Numbers32) -> Tensor:
+        """Returns what ``function`` makes of ``lr`` and ``step``, FP32 [n], without a wait."""
+        return self.fill(function) if self.sent is None else self.sent.get(self, function)
+
+    def fill(self, function: Numbers32) -> Tensor:
+        """Returns the same in new memory, filled in on the device: a copy from pageable host memory would wait."""
+        numbers = function(self.lr, self.step)
+        found = torch.empty(len(numbers), dtype=torch.float32, device=self.grad_divisor.device)
+        for place, number in zip(found.unbind(), numbers, strict=True):
+            place.fill_(number)
+        return found
 
     @cached_property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns all four as 0-dim FP32 tensors, filled in on the device without a copy; ``found_inf`` is 0 or 1.
+        """Returns all four as 0-dim FP32 tensors; ``found_inf`` is 0 or 1.
 
         The divisor is that of main grads times ``grad_factor``.
         """
-        fill = partial(torch.full, (), dtype=torch.float32, device=self.grad_divisor.device)
+        # copies, because a compiled graph is specialized on where in memory its inputs lie
+        lr, step = (number.clone() for number in self.on_device(_lr_and_step).unbind())
         _, divisor = self._factor_and_divisor
-        return fill(self.lr), fill(float(self.step)), divisor, self._is_skipped.to(torch.float32)
+        return lr, step, divisor, self._is_skipped.to(torch.float32)
 
     @property
     def grad_factor(self) -> Tensor:
@@ -122,27 +183,29 @@ class UpdateScalars:
     @cached_property
     def is_skipped(self) -> bool:
         """Whether ``found_inf`` is set, for a rule that cannot decide on a GPU; reading it waits for the GPU."""
-        first = next(iter(self._by_lr.values()))
+        first = next(iter(self._by_source.values()))
         return bool(self.found_inf) if first is self else first.is_skipped
 
     @cached_property
-    def _by_lr(self) -> dict[float, UpdateScalars]:
-        return {self.lr: self}
+    def _by_source(self) -> dict[Source, UpdateScalars]:
+        return {self.source: self}
 
-    def _with_lr(self, lr: float) -> UpdateScalars:
-        if lr not in self._by_lr:
-            others = {name: other and other._with_lr(lr) for name, other in self.others.items()}
-            other = self._by_lr[lr] = replace(self, lr=lr, others=others)
-            other.__dict__["_by_lr"] = self._by_lr  # so ``is_skipped`` is read once for all
-        return self._by_lr[lr]
+    def _with(self, source: Source, lr: float) -> UpdateScalars:
+        if source not in self._by_source:
+            others = {name: other and other._with(source, lr) for name, other in self.others.items()}
+            other = self._by_source[source] = replace(self, lr=lr, source=source, others=others)
+            other.__dict__["_by_source"] = self._by_source  # so ``is_skipped`` is read once for all
+        return self._by_source[source]
 
     def scaled(self, lr_factor: float) -> UpdateScalars:
-        """Returns the same with the learning rate times ``lr_factor``; equal rates give the same object."""
-        return self._with_lr(self.lr * lr_factor)
+        """Returns the same with the learning rate times ``lr_factor``; equal factors give the same object."""
+        rule, factor = self.source
+        return self._with((rule, factor * lr_factor), self.lr * lr_factor)
 
     def of_rule(self, number: int) -> UpdateScalars:
-        """Returns the same with the learning rate of rule ``number``; equal rates give the same object."""
-        return self._with_lr(dict(self.rule_lrs).get(number, self.lr))
+        """Returns the same with the learning rate of rule ``number``; rules without their own give the same object."""
+        own = dict(self.rule_lrs)
+        return self._with((number, 1.0), own[number]) if number in own else self
 
     def to(self, device: torch.device) -> UpdateScalars:
         """Returns the same with its tensors on ``device``."""
@@ -174,6 +237,10 @@ class UpdateScalars:
             if own is not None:
                 found.setdefault(id(own), (own, []))[1].append(item)
         yield from found.values()
+
+
+def _lr_and_step(lr: float, step: int) -> Sequence[float]:
+    return lr, float(step)
 
 
 @dataclass(frozen=True, order=True)

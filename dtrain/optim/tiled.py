@@ -50,18 +50,16 @@ class TiledAdamW:
     def update(self, numbers: Sequence[int], scalars: UpdateScalars) -> None:
         """Updates the segments ``numbers``, with a launch for each run of adjacent ones; keeps the main grads."""
         beta1, beta2 = self._record.betas
-        correction1, correction2 = (_bias_correction(beta, scalars.step) for beta in self._record.betas)
         table = self._table
         if table is None:
             return
+        own = scalars.on_device(self._numbers)
         for low, high in runs(numbers):
             table.launch(
                 adamw,
                 scalars.grad_divisor,
                 scalars.found_inf,
-                scalars.lr,
-                scalars.lr / correction1,
-                correction2**0.5,
+                own,
                 1 - beta1,
                 beta2,
                 1 - beta2,
@@ -75,6 +73,10 @@ class TiledAdamW:
                 NAN=QUIET_NAN,
                 num_warps=NUM_WARPS,
             )
+
+    def _numbers(self, lr: float, step: int) -> Sequence[float]:
+        correction1, correction2 = (_bias_correction(beta, step) for beta in self._record.betas)
+        return lr, lr / correction1, correction2**0.5
 
 
 def build_error(error: Exception, device: torch.device) -> ConfigError:

@@ -33,7 +33,7 @@ from dtrain.engine.vote.culprit import Finding, locate_bad_gradient
 from dtrain.engine.vote.decide import REASONS
 from dtrain.engine.vote.finalize import StepFinalizer
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, HostRecord
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, HostRecord, upload
 from dtrain.engine.vote.skips import SkipCounter
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.errors import DivergenceError, UsageError
@@ -368,6 +368,12 @@ class Rank:
             is_synchronous=False,
         )
 
+    def row(self, squares: Tensor) -> Tensor:
+        """Returns its row of the vote."""
+        columns = self.host.to_row()
+        sent = upload([*columns, *self._losses.micro_batches], CPU)
+        return self.vote.record(sent, len(columns), self._losses, self.monitor, squares)
+
     def backward(self, gradients: dict[str, Tensor]) -> None:
         """Records the losses and gradients of all micro-batches."""
         trial = self.trial
@@ -455,7 +461,7 @@ def run_step(trial: Trial, ignored: str | None = None) -> tuple[tuple[float, flo
         largest = max(gradient.abs().max().item() for gradient in used) if trial.measures else 0.0
     squares = torch.stack([rank.chunk_squares(each=True) for rank in ranks])
     pairs = zip(ranks, squares, strict=True)
-    rows = torch.stack([rank.vote.record(rank.host, (), rank._losses, rank.monitor, own) for rank, own in pairs])
+    rows = torch.stack([rank.row(own) for rank, own in pairs])
     if ignored is not None:
         rows[:, COLUMNS[ignored]] = rows[0, COLUMNS[ignored]]
     for rank in ranks:

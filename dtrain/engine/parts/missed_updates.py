@@ -97,7 +97,7 @@ class MissedUpdates(StepPart):
         if not missed and not num_missing:
             return scalars
         numbers = sorted({*range(len(self._names))} - self._monitor.received) if num_missing else []
-        by_count = {count: replace(scalars, step=scalars.step - count) for count in {*missed.values()}}
+        by_count = {count: replace(scalars, step=scalars.step - count, sent=None) for count in {*missed.values()}}
         others: dict[str, UpdateScalars | None] = {name: by_count[count] for name, count in missed.items()}
         is_missing, names = decision.missing(numbers), [self._names[number] for number in numbers]
         if is_missing.device.type == "cpu" and not is_fake(is_missing):

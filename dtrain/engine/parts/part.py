@@ -47,7 +47,9 @@ class StepUnderWay:
 
     Attributes:
         number: attempted steps before it.
+        update: number of its update, from 1, if it is applied.
         lr: learning rate.
+        rule_lrs: see ``dtrain.optim.rule.UpdateScalars``.
         max_grad_norm: norm to which the gradient is clipped; infinite for no clipping.
         grad_factor: of the gradient, before its norm is taken.
         loss_scale: in force during its backward.
@@ -63,7 +65,9 @@ class StepUnderWay:
     """
 
     number: int
+    update: int
     lr: float
+    rule_lrs: tuple[tuple[int, float], ...]
     max_grad_norm: float
     grad_factor: float
     loss_scale: float

@@ -57,10 +57,11 @@ class ShadowStep(StepPart):
 
     def _sums(self, step: StepUnderWay) -> list[float]:
         """Returns this rank's addends: the weight, both losses, and the products of its gradients."""
-        calls, (values, numbers) = self._replay.calls.of(step.number, REPLAYED), self._losses.values()
-        if not calls or REPLAYED not in numbers:
+        calls, values = self._replay.calls.of(step.number, REPLAYED), self._losses.values()
+        if not calls or REPLAYED not in self._losses.micro_batches:
             return [0.0] * 6
-        passes, weight = _Passes(values.device), values[1:, numbers.index(REPLAYED)].double()
+        place = self._losses.micro_batches.index(REPLAYED)
+        passes, weight = _Passes(values.device), values[1:, place].double()
         try:
             self._replay.run(calls, step.loss_scale, partial(passes.add, 0))
             with products_in_bf16():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
 from dtrain.distributed.communicator import Communicator
@@ -11,8 +14,9 @@ from dtrain.engine.parts.missed_updates import MissedUpdates
 from dtrain.engine.parts.part import StepUnderWay
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import HostRecord
+from dtrain.engine.vote.record import NUM_HOST, HostRecord, upload
 from dtrain.engine.vote.tensors import VoteTensors
+from dtrain.optim.rule import SentNumbers
 from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
@@ -29,6 +33,8 @@ class Ballot:
     Attributes:
         tensors: the device's part.
         missed: see above.
+        numbers: those that the update reads on the device; they are sent with what the vote needs.
+        send: brings words to the device, int64 [n].
     """
 
     def __init__(
@@ -40,22 +46,18 @@ class Ballot:
         missed: MissedUpdates,
     ) -> None:
         self.tensors = VoteTensors()
+        self.numbers = SentNumbers()
+        self.send: Callable[[Sequence[int]], Tensor] = partial(upload, device=comm.device)
         self._comm = comm
         self._config_hash = config_hash
         self._losses = losses
         self._monitor = monitor
         self.missed = missed
 
-    def cast(
-        self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
-    ) -> tuple[Decision, Tensor]:
-        """Returns the decision of all ranks, and what the host unpacks as ``DecodedDecision``; all ranks call.
+    def words(self, step: StepUnderWay) -> list[int]:
+        """Returns all that the host sends to the device for the vote on ``step`` and its update, in one copy.
 
-        Args:
-            step: see ``HostRecord`` for its fields.
-            squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
-            canonical_sums: returns the ``sum_squares`` and ``sum_weights`` of ``decide`` that are formed in
-                canonical order; it may communicate.
+        These are the host's columns of the row, the numbers of the micro-batches, and the numbers of the update.
         """
         host = HostRecord(
             step=step.number,
@@ -72,6 +74,29 @@ class Ballot:
             save_failed=int(step.save_failed),
             busy_s=step.busy_s,
         )
-        sums = canonical_sums(squares)  # after the record: it communicates, and the hash is of what came before
-        row = self.tensors.record(host, self.missed.words(), self._losses, self._monitor, squares)
+        numbers = self.numbers.compute(step.lr, step.update, step.rule_lrs)
+        return [*host.to_row(), *self.missed.words(), *self._losses.micro_batches, *float_words(numbers)]
+
+    def cast(
+        self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
+    ) -> tuple[Decision, Tensor]:
+        """Returns the decision of all ranks, and what the host unpacks as ``DecodedDecision``; all ranks call.
+
+        Args:
+            step: see ``words``.
+            squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
+            canonical_sums: returns the ``sum_squares`` and ``sum_weights`` of ``decide`` that are formed in
+                canonical order; it may communicate.
+        """
+        # before the sums, which may communicate: the hash is of the collectives before
+        known, num_known = self.send(self.words(step)), NUM_HOST + self.missed.num_words
+        self.numbers.receive(known[num_known + len(self._losses) :].view(torch.float32))
+        sums = canonical_sums(squares)
+        row = self.tensors.record(known, num_known, self._losses, self._monitor, squares)
         return self.tensors.decide(self._comm.gather_rows(row, label="vote"), **sums)
+
+
+def float_words(numbers: Sequence[float]) -> list[int]:
+    """Returns ``numbers`` in FP32, two to a word of 64 bits."""
+    padded = array("f", [*numbers, *[0.0] * (len(numbers) % 2)])  # rounds to FP32
+    return memoryview(padded.tobytes()).cast("q").tolist()

@@ -12,7 +12,7 @@ from dtrain.engine.outcome import MAX_NORM
 from dtrain.engine.request import StepOptions
 from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_DEVICE, NUM_HOST, HostRecord, upload
+from dtrain.engine.vote.record import COLUMNS, MUST_AGREE, NEVER, NUM_DEVICE, NUM_HOST
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.kernels import vote
 from dtrain.kernels.squares import SquareSums
@@ -33,17 +33,10 @@ class FusedVoteTensors(VoteTensors):
         self.bad_gradient = torch.full((), NEVER, dtype=torch.int64, device=device)
 
     def record(
-        self,
-        host: HostRecord,
-        received: Sequence[int],
-        losses: LossAccumulator,
-        monitor: GradientMonitor,
-        squares: Tensor,
+        self, known: Tensor, num_known: int, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor
     ) -> Tensor:
-        num_known = NUM_HOST + len(received)
         row = torch.empty(num_known + NUM_DEVICE, dtype=torch.int64, device=self._device)
-        values, micro_batches = losses.values()
-        known = upload([*host.to_row(), *received, *micro_batches], self._device)
+        values = losses.values()
         launch(
             vote.record,
             1,
@@ -54,7 +47,7 @@ class FusedVoteTensors(VoteTensors):
             squares,
             monitor.max_abs(self._device),
             self.bad_gradient,
-            len(micro_batches),
+            len(losses),
             values.stride(0),
             squares.numel(),
             HOST=num_known,

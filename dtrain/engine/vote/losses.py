@@ -18,10 +18,13 @@ class LossAccumulator:
     """The losses and weights of this rank's micro-batches.
 
     They are written into one buffer as they come, so that the vote needs no launch to gather them.
+
+    Attributes:
+        micro_batches: their numbers.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._micro_batches: list[int] = []
+        self.micro_batches: list[int] = []
         self._use(torch.empty(2, _CAPACITY, device=device))
 
     def _use(self, values: Tensor) -> None:
@@ -29,7 +32,7 @@ class LossAccumulator:
         self._elements = [row.unbind() for row in values.unbind()]
 
     def __len__(self) -> int:
-        return len(self._micro_batches)
+        return len(self.micro_batches)
 
     def add(self, micro_batch: int, loss: Tensor, weight: Tensor) -> None:
         """Records a backward; copies both tensors, because the caller may change them in place before the step.
@@ -37,7 +40,7 @@ class LossAccumulator:
         Raises:
             UsageError: a second backward on one micro-batch.
         """
-        if micro_batch in self._micro_batches:
+        if micro_batch in self.micro_batches:
             raise UsageError(
                 "a second engine.backward on one micro-batch; for gradient accumulation write "
                 "'for micro in engine.accumulate(batch):' or 'with engine.micro_batch(last=...):', and add up several "
@@ -48,19 +51,16 @@ class LossAccumulator:
             larger = self._values.new_empty(2, 2 * capacity)
             larger[:, :capacity] = self._values
             self._use(larger)
-        self._micro_batches.append(micro_batch)
+        self.micro_batches.append(micro_batch)
         for elements, value in zip(self._elements, (loss, weight), strict=True):
             elements[count].copy_(value.detach())
 
     def clear(self) -> None:
-        self._micro_batches.clear()
+        self.micro_batches.clear()
 
-    def values(self) -> tuple[Tensor, list[int]]:
-        """Returns FP32 [2, n], the losses and the weights, and the numbers of their micro-batches.
-
-        Both are overwritten by the next step.
-        """
-        return self._values[:, : len(self)], self._micro_batches
+    def values(self) -> Tensor:
+        """Returns FP32 [2, n], the losses and the weights, which the next step overwrites."""
+        return self._values[:, : len(self)]
 
 
 def refuse_options(options: Mapping[str, Any], method: str = "engine.backward") -> None:

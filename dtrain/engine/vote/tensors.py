@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from dtrain.engine.vote.decide import Decision, decide
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import HostRecord, first_index, upload
+from dtrain.engine.vote.record import first_index, upload
 from dtrain.parameters.gradient_monitor import GradientMonitor
 
 
@@ -23,29 +21,24 @@ class VoteTensors:
     bad_gradient: Tensor | None = None
 
     def record(
-        self,
-        host: HostRecord,
-        received: Sequence[int],
-        losses: LossAccumulator,
-        monitor: GradientMonitor,
-        squares: Tensor,
+        self, known: Tensor, num_known: int, losses: LossAccumulator, monitor: GradientMonitor, squares: Tensor
     ) -> Tensor:
         """Returns this rank's row, int64 [columns] on the device; waits for nothing.
 
         Args:
-            host: the host's fields; the device's are filled here as ``DeviceRecord`` has them.
-            received: the words between them.
+            known: int64, what the host has sent: the columns that it knows, then the numbers of the micro-batches.
+            num_known: number of these columns; the device's are filled here as ``DeviceRecord`` has them.
             losses: of this rank's micro-batches.
             monitor: recorded the gradients of the step.
             squares: FP64 [n] whose sum is that of the squares of this rank's main grads.
         """
         device = squares.device
-        values, numbers = losses.values()
+        values = losses.values()
         # FP64, so that the order of ranks and micro-batches hardly matters
         loss, weight = values.double().unbind()
         bad_losses = ~loss.isfinite()
         bad_weights = ~weight.isfinite() | (weight < 0)
-        micro_batches = upload(numbers, device)
+        micro_batches = known[num_known : num_known + len(losses)]
         # a micro-batch of weight 0 is a dummy: its loss does not count
         weighted_loss = (loss * weight).masked_fill(weight == 0, 0.0).sum()
         bad_loss = torch.where(bad_losses, loss, 0.0).gather(0, bad_losses.byte().argmax(dim=0, keepdim=True))[0]
@@ -64,7 +57,7 @@ class VoteTensors:
             )
         )
         # float bits are sent as int64: one dtype, one all-gather
-        return torch.cat((upload([*host.to_row(), *received], device), floats.view(torch.int64), integers))
+        return torch.cat((known[:num_known], floats.view(torch.int64), integers))
 
     def decide(
         self, rows: Tensor, *, sum_squares: Tensor | None = None, sum_weights: Tensor | None = None

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dtrain.engine.vote.decide import DecodedDecision
 from dtrain.engine.vote.losses import LossAccumulator
-from dtrain.engine.vote.record import NUM_DEVICE, NUM_HOST, DeviceRecord
+from dtrain.engine.vote.record import NUM_DEVICE, NUM_HOST, DeviceRecord, upload
 from dtrain.engine.vote.tensors import VoteTensors
 from dtrain.parameters.gradient_monitor import GradientMonitor
 from tests.helpers.vote_records import RankRecords, rank_records, table
@@ -38,6 +38,12 @@ def assert_same(got: torch.Tensor, want: torch.Tensor, words: Sequence[int]) -> 
     assert mine == pytest.approx(other, rel=1e-12, nan_ok=True)
 
 
+def sent_by_host(words: Sequence[int], losses: LossAccumulator) -> tuple[torch.Tensor, int]:
+    """Returns what the host sends, followed by the numbers of an update, and the number of columns in it."""
+    columns = [*known().host.to_row(), *words]
+    return upload([*columns, *losses.micro_batches, 17], DEVICE), len(columns)
+
+
 @settings(max_examples=15)
 @given(
     st.lists(st.tuples(st.integers(0, 40), numbers, weights), min_size=1, max_size=10, unique_by=lambda e: e[0]),
@@ -51,8 +57,9 @@ def test_the_record_is_that_of_the_tensor_code(
     for micro_batch, loss, weight in entries:
         losses.add(micro_batch, torch.tensor(loss, device=DEVICE), torch.tensor(weight, device=DEVICE))
     sums = torch.tensor(squares, dtype=torch.float64, device=DEVICE)
-    want = VoteTensors().record(known().host, words, losses, monitor, sums)
-    got = fused.FusedVoteTensors(DEVICE).record(known().host, words, losses, monitor, sums)
+    sent, num_known = sent_by_host(words, losses)
+    want = VoteTensors().record(sent, num_known, losses, monitor, sums)
+    got = fused.FusedVoteTensors(DEVICE).record(sent, num_known, losses, monitor, sums)
     assert_same(got, want, words)
 
 
@@ -68,7 +75,7 @@ def test_the_record_names_the_first_gradient_that_is_not_finite() -> None:
             flat[bad, 17] = math.nan
             flat[2, 3] = math.inf
         monitor.search(2, list(enumerate(flat)))
-        row = vote.record(known().host, (), losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
+        row = vote.record(*sent_by_host((), losses), losses, monitor, torch.ones(1, dtype=torch.float64, device=DEVICE))
         found.append(DeviceRecord.from_row(row[-NUM_DEVICE:].tolist()).bad_gradient)
     assert found == [-1, 2 * 3 + 2, 2 * 3 + 1, -1]
 
