@@ -160,9 +160,16 @@ class Native(EngineConfig):
         doc="Dtype of main grads. bf16: BF16 gradients are summed in FP32, and each sum is rounded stochastically when "
         "it is stored; a single micro-batch on one rank is not rounded.",
     )
+    graph: bool = setting(
+        False, "On a GPU, capture whole steps as CUDA graphs and replay them, with the vote and the skip inside."
+    )
 
     uses_default_process_group = False
     exclusions = (
+        Exclusion("graph=true", "offload=cpu", "a step on the host cannot be captured"),
+        Exclusion("graph=true", "grad_dtype=bf16", "the host chooses the random bits of each step's rounded sums"),
+        Exclusion("graph=true", "optimizer=torch", "torch's class updates by numbers of the host"),
+        Exclusion("graph=true", "optimizer=adamw-bf16", "the host chooses the random bits of each step's rounding"),
         Exclusion(
             *("offload=cpu", "zero_stage=0"),
             "every rank would hold all masters and moments in the memory of its host",

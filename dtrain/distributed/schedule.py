@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import NamedTuple, Protocol
@@ -21,6 +21,9 @@ _HASH_MASK = (1 << 63) - 1  # stays a non-negative int64
 _ENDS_S = 0.1  # between the ends of the connections of a process
 _LOG_LENGTH = 4096  # collectives of one step that are kept by name
 _Key = tuple[str, str, int, torch.dtype, str]
+Issued = list[tuple[str, int]]
+"""Collectives by name and the hash of that, in their order."""
+
 _REDUCTIONS = ("all_to_all_single", "all_to_all", "reduce_scatter_sum")
 
 
@@ -72,6 +75,7 @@ class CollectiveSchedule:
         log: those of the current step, by name.
         num_issued: number of collectives since the start.
         on_reduction: called with label and tensor of each all-to-all and reduce-scatter before it starts.
+        noted: gets what ``record`` adds; None: nothing does.
         progress: records the waits.
         transports: of this rank over which the collectives go.
         ended_ranks: ranks of the run that had ended, as far as the connections told, at the first failure.
@@ -87,6 +91,7 @@ class CollectiveSchedule:
         self._entries: dict[_Key, tuple[str, int]] = {}  # name and its hash, since most come again in each step
         self.num_issued = 0
         self.on_reduction: Callable[[str, Tensor], None] | None = None
+        self.noted: Issued | None = None
         self.progress = Progress()
 
     def begin_step(self) -> None:
@@ -112,13 +117,25 @@ class CollectiveSchedule:
         key = op, label, tensor.numel(), tensor.dtype, self._method
         known = self._entries.get(key) or self._add_entry(key)
         entry = known[0]
-        if len(self.log) < _LOG_LENGTH:
-            self.log.append(entry)
-        self.num_issued += 1
-        self.hash = (self.hash * _HASH_MULTIPLIER ^ known[1]) & _HASH_MASK
+        self.repeat((known,))
+        if self.noted is not None:
+            self.noted.append(known)
         if self.on_reduction is not None and op in _REDUCTIONS:
             self.on_reduction(label, tensor)
         return Collective(self.num_issued, entry, self.hash, tensor.nbytes)
+
+    def note(self) -> Issued:
+        """Returns a list that gets all collectives from now on, for ``repeat``."""
+        self.noted = []
+        return self.noted
+
+    def repeat(self, issued: Iterable[tuple[str, int]]) -> None:
+        """Adds collectives that ``note`` has returned, which run once more."""
+        for entry, own_hash in issued:
+            if len(self.log) < _LOG_LENGTH:
+                self.log.append(entry)
+            self.num_issued += 1
+            self.hash = (self.hash * _HASH_MULTIPLIER ^ own_hash) & _HASH_MASK
 
     def _add_entry(self, key: _Key) -> tuple[str, int]:
         op, label, numel, dtype, method = key

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import nn
 
 from dtrain.distributed.communicator import Communicator
@@ -31,6 +32,7 @@ class ModelForward:
     Attributes:
         autocast: installs the contract on the model, and holds in a forward.
         observer: checks the first forward against the contract.
+        rng: returns the context in which a forward draws random numbers by a key.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class ModelForward:
         self.autocast = Autocast(contract, module, comm.device)
         self.observer = ForwardObserver(module, contract)
         self._call = call
+        self.rng: Callable[[torch.device, int], AbstractContextManager[None]] = keyed_rng
 
     def __call__(self, call: Forward) -> Any:
         """Runs a call of the engine; the first one with a graph is checked against the contract."""
@@ -58,7 +61,7 @@ class ModelForward:
 
     def run(self, key: int | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Runs a forward under the contract; ``key`` seeds its random numbers, None leaves them."""
-        keyed: Any = nullcontext() if key is None else keyed_rng(self.comm.device, key)
+        keyed: Any = nullcontext() if key is None else self.rng(self.comm.device, key)
         with keyed, self.autocast():
             return self.autocast.cast_output(self._call(args, kwargs))
 

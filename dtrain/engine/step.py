@@ -27,7 +27,7 @@ multiplied the update by zero, 0 x inf would be NaN.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,13 +37,14 @@ from dtrain.engine.arguments import checked_grad_factor, checked_lr, checked_max
 from dtrain.engine.between_steps import BetweenSteps, names_collectives
 from dtrain.engine.blocks.install import compile_blocks
 from dtrain.engine.forward import ModelForward
+from dtrain.engine.graphed import GraphedStep, StepInternals
 from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.outcome import Culprit, StepOutcome
 from dtrain.engine.parts.explain import SkipExplainer
 from dtrain.engine.parts.missed_updates import MissedUpdates
 from dtrain.engine.parts.order import build_parts
-from dtrain.engine.parts.part import Forward, StepParts, StepUnderWay
+from dtrain.engine.parts.part import Forward, StepParts, StepUnderWay, StepWork
 from dtrain.engine.parts.samples import PrecisionSamples
 from dtrain.engine.parts.stragglers import BusyMeter
 from dtrain.engine.parts.taken_gradients import TakenGradients
@@ -76,6 +77,10 @@ class StepEngine(EngineHooks):
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
         monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
             builds one.
+
+    Attributes:
+        work: what a step does on the device.
+        num_loads: how often the states were completed: at the set-up, and by each load.
     """
 
     def __init__(
@@ -125,6 +130,9 @@ class StepEngine(EngineHooks):
             states, self._run, self._batch, parts, self._forward, self._finalize_step, self.check_contract
         )
         self._explainer = SkipExplainer(self._forward, parts.forwards)
+        self.work = StepWork(self.finish_gradients, self._cast_vote, self._launch_update)
+        self.num_loads = 0
+        self._parts_by_name = parts
 
     def check_contract(self) -> None:
         """Checks the contract on live tensors: states and weights now, the next forward and reductions as they run.
@@ -132,6 +140,7 @@ class StepEngine(EngineHooks):
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
         """
+        self.num_loads += 1
         with self.states.reads:
             self.states.check()
             self._watch_reductions()
@@ -200,6 +209,10 @@ class StepEngine(EngineHooks):
             self._backward(value, factor)
         self._parts.after_backward()
 
+    def scale(self) -> float | Tensor:
+        """Returns the factor of a loss before its backward."""
+        return self.loss_scale.scale
+
     # -- vote and update ---------------------------------------------------------------------------------------------
 
     @names_collectives("step")
@@ -210,7 +223,7 @@ class StepEngine(EngineHooks):
         self._finalize_step()
         step = self._begin_step(lr, max_grad_norm, grad_factor)
         self._parts.before_reduction(step)
-        self.finish_gradients()
+        self.work.reduce()
         try:
             self._parts.before_update(step)
         except DtrainError:  # on all ranks
@@ -218,7 +231,7 @@ class StepEngine(EngineHooks):
             self._parts.end_step(step)
             raise
         decision = step.decision = self._vote(step)
-        self._update(self._scalars(step, decision))  # [Note: the update is always launched]
+        self.work.update(step, decision)  # [Note: the update is always launched]
         self._run.attempted_steps += 1
         self._parts.after_update(step)
         self._batch.end_step()
@@ -227,6 +240,19 @@ class StepEngine(EngineHooks):
         step.outcome = self._finalizer.outcome()
         self._parts.end_step(step)
         return step.outcome
+
+    def graphed_step(self, forward: Callable[[Any], Any]) -> GraphedStep:
+        internals = StepInternals(
+            self,
+            self._batch,
+            self._losses,
+            self._ballot,
+            self._forward,
+            self._parts_by_name,
+            self._run,
+            self._finalize_step,
+        )
+        return GraphedStep(internals, forward)
 
     def _begin_step(self, lr: float | None, max_grad_norm: float | None, grad_factor: float) -> StepUnderWay:
         """Checks what can be checked before anything of the step is done, so that the caller can call it again."""
@@ -254,12 +280,15 @@ class StepEngine(EngineHooks):
 
     def _vote(self, step: StepUnderWay) -> Decision:
         """Derives the same decision on every rank; the host reads it when the step is finalized."""
-        decision, packed = self._ballot.cast(step, self._squares(), self._canonical_sums)
+        decision, packed = self.work.vote(step)
         self._finalizer.post(packed, tuple(self.comm.schedule.log), step.written_text)
         self.comm.schedule.begin_step()  # after the copy: an error message names the collectives of this step
         return decision
 
-    def _scalars(self, step: StepUnderWay, decision: Decision) -> UpdateScalars:
+    def _cast_vote(self, step: StepUnderWay) -> tuple[Decision, Tensor]:
+        return self._ballot.cast(step, self._squares(), self._canonical_sums)
+
+    def _launch_update(self, step: StepUnderWay, decision: Decision) -> None:
         # as if the step were applied; a skipped step's are not used
         scalars = UpdateScalars(
             lr=step.lr,
@@ -269,7 +298,7 @@ class StepEngine(EngineHooks):
             rule_lrs=step.rule_lrs,
             sent=self._ballot.numbers,
         )
-        return self._missed.set_apart(scalars, decision)
+        self._update(self._missed.set_apart(scalars, decision))
 
     def _finalize_step(self) -> None:
         with self.states.reads:

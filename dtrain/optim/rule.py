@@ -70,6 +70,11 @@ class SentNumbers:
         self._num_sent = 0
         self._values: Tensor | None = None  # FP32 [num_sent] on the device
 
+    @property
+    def count(self) -> int:
+        """How many have been asked for."""
+        return max((stop for _, stop in self._places.values()), default=0)
+
     def compute(self, lr: float, step: int, rule_lrs: Sequence[tuple[int, float]]) -> list[float]:
         """Returns the numbers of one update, in the order in which they are sent."""
         of_rule: dict[int | None, float] = dict(rule_lrs)
@@ -90,7 +95,7 @@ class SentNumbers:
             return self._values[slice(*place)]
         found = scalars.fill(function)
         if place is None:
-            start = max((stop for _, stop in self._places.values()), default=0)
+            start = self.count
             self._places[scalars.source, function] = start, start + len(found)
         return found
 

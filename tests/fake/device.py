@@ -141,10 +141,13 @@ class FakeDevice:
         """Whether the memory at ``address`` still belongs to a tensor."""
         return not self._storages[bisect_right(self._starts, address) - 1][0].expired()
 
+    def live(self, kind: str = "") -> dict[int, int]:
+        """Returns the bytes of all memory that belongs to a tensor, by address: on ``cpu`` or ``cuda``, or on both."""
+        own = zip(self._starts, self._storages, strict=True)
+        return {start: nbytes for start, (storage, nbytes, on) in own if on.startswith(kind) and not storage.expired()}
+
     def live_bytes(self, kind: str = "") -> int:
-        """Returns the bytes of all memory that belongs to a tensor: on ``cpu`` or ``cuda``, or on both."""
-        own = [one for one in self._storages if one[2].startswith(kind)]
-        return sum(nbytes for storage, nbytes, _ in own if not storage.expired())
+        return sum(self.live(kind).values())
 
     def no_waits(self) -> TorchDispatchMode:
         """Returns a mode in which copies between host and device must be asynchronous."""

@@ -57,6 +57,7 @@ class Launch:
     arguments: tuple[Argument, ...] = ()  # what it is compiled for
     options: tuple[tuple[str, Any], ...] = ()  # of the compiler, such as ``num_warps``
     function: Any = field(default=None, compare=False)  # that is ``@triton.jit``
+    values: tuple[Any, ...] = field(default=(), compare=False)  # of the arguments: numbers, and addresses of tensors
 
     @property
     def variant(self) -> tuple[Any, ...]:
@@ -87,7 +88,8 @@ def _launch(kernel: Any, programs: int, args: tuple[Any, ...], meta: dict[str, A
     constants = {name for name, parameter in parameters.items() if "constexpr" in str(parameter.annotation)}
     arguments = tuple(_argument(name, given[name], name in constants, name not in plain) for name in parameters)
     options = tuple(sorted((name, value) for name, value in meta.items() if name not in parameters))
-    return Launch(kernel.fn.__name__, programs, arguments, options, kernel)
+    values = tuple(value.data_ptr() if isinstance(value, Tensor) else value for value in given.values())
+    return Launch(kernel.fn.__name__, programs, arguments, options, kernel, values)
 
 
 class DanglingAddress(AssertionError):

@@ -74,7 +74,7 @@ class NativeEngine(StepEngine):
         reducer.begin_micro_batch(weight, number=micro_batch.number, last=micro_batch.is_last, step=step)
         if loss.requires_grad:  # else this rank's gradients are zero, and it reduces with the others all the same
             with self.sharded.backward():
-                (loss * self.loss_scale.scale).backward()
+                (loss * self.scale()).backward()
         reducer.end_micro_batch()
 
     def _discard_forward(self) -> None:

@@ -31,8 +31,12 @@ class KeptForwards(StepPart):
         self._repeats = repeats
         self._calls: dict[int, dict[int, list[Forward]]] = {}  # by step and micro-batch
 
+    def keeps(self, step: int) -> bool:
+        """Whether a part runs ``step``, counted from 1, again."""
+        return any(repeats(step) for repeats in self._repeats)
+
     def before_forward(self, call: Forward) -> None:
-        is_replayed = call.micro_batch == REPLAYED and any(repeats(call.step + 1) for repeats in self._repeats)
+        is_replayed = call.micro_batch == REPLAYED and self.keeps(call.step + 1)
         if not call.is_training or not (call.is_explained or is_replayed):
             return
         if call.begins_step:  # a step that ended the run is never finalized

@@ -66,6 +66,17 @@ class MissedUpdates(StepPart):
         self._has_warned = False
         self.num_words = -(-len(names) // 64) if options.missing_grad == "skip" else 0
 
+    @property
+    def _missing(self) -> list[int]:
+        if not self.num_words or len(self._monitor.received) == len(self._names):
+            return []
+        return sorted({*range(len(self._names))} - self._monitor.received)
+
+    @property
+    def names(self) -> list[str]:
+        """The parameters without a gradient on this rank, which may be left alone."""
+        return [self._names[number] for number in self._missing]
+
     def words(self) -> list[int]:
         """Returns words of 64 bits; bit ``n`` of all says whether this rank has a gradient of parameter ``n``."""
         received, number = self._monitor.received, len(self._names)
@@ -92,14 +103,12 @@ class MissedUpdates(StepPart):
 
     def set_apart(self, scalars: UpdateScalars, decision: Decision) -> UpdateScalars:
         """Returns ``scalars`` with those of the parameters that they do not fit."""
-        missed = self._run.missed_updates
-        num_missing = len(self._names) - len(self._monitor.received) if self.num_words else 0
-        if not missed and not num_missing:
+        missed, numbers = self._run.missed_updates, self._missing
+        if not missed and not numbers:
             return scalars
-        numbers = sorted({*range(len(self._names))} - self._monitor.received) if num_missing else []
         by_count = {count: replace(scalars, step=scalars.step - count, sent=None) for count in {*missed.values()}}
         others: dict[str, UpdateScalars | None] = {name: by_count[count] for name, count in missed.items()}
-        is_missing, names = decision.missing(numbers), [self._names[number] for number in numbers]
+        is_missing, names = decision.missing(numbers), self.names
         if is_missing.device.type == "cpu" and not is_fake(is_missing):
             others |= {name: None for name, is_alone in zip(names, is_missing.tolist(), strict=True) if is_alone}
             return replace(scalars, others=others)

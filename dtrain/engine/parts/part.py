@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.vote.decide import Decision, DecodedDecision
@@ -81,6 +83,18 @@ class StepUnderWay:
     busy_s: float = 0.0
     decision: Decision | None = None
     outcome: StepOutcome | None = None
+
+
+class StepWork(NamedTuple):
+    """What a step does on the device: launched by the engine, or replayed from a graph.
+
+    ``reduce`` completes the main grads. ``vote`` returns the decision of all ranks, and what the host unpacks as
+    ``DecodedDecision``. ``update`` updates masters and replicas, or leaves them as they are.
+    """
+
+    reduce: Callable[[], None]
+    vote: Callable[[StepUnderWay], tuple[Decision, Tensor]]
+    update: Callable[[StepUnderWay, Decision], None]
 
 
 class StepPart:

@@ -43,6 +43,10 @@ class PrecisionSamples(StepPart):
         self._monitor = monitor
         self._current: PrecisionSample | None = None
 
+    @property
+    def is_measuring(self) -> bool:
+        return self._current is not None
+
     @contextmanager
     def measured(self, activations: Sequence[str]) -> Iterator[PrecisionSample]:
         """Context of a step; see ``dtrain.engine.loop.TrainingLoop.measure_precision``."""

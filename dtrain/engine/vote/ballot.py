@@ -77,6 +77,10 @@ class Ballot:
         numbers = self.numbers.compute(step.lr, step.update, step.rule_lrs)
         return [*host.to_row(), *self.missed.words(), *self._losses.micro_batches, *float_words(numbers)]
 
+    def num_words(self, num_micro_batches: int) -> int:
+        """Returns the number of ``words`` of a step, once there has been one."""
+        return NUM_HOST + self.missed.num_words + num_micro_batches + -(-self.numbers.count // 2)
+
     def cast(
         self, step: StepUnderWay, squares: Tensor, canonical_sums: Callable[[Tensor], dict[str, Tensor]]
     ) -> tuple[Decision, Tensor]:

@@ -171,10 +171,12 @@ DEVICE_FLOATS = slice(COLUMNS["sum_weights"], COLUMNS["num_bad_losses"])
 
 def upload(values: Sequence[int], device: torch.device) -> Tensor:
     """Returns int64 [n] on ``device`` without waiting for it."""
-    if device.type == "cpu":
-        return torch.tensor(values, dtype=torch.int64)
-    # a copy from pageable memory would wait for the device
-    return torch.tensor(values, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return pinned(values, device).to(device, non_blocking=True)
+
+
+def pinned(values: Sequence[int], device: torch.device) -> Tensor:
+    """Returns int64 [n] on the host, from where a copy to ``device`` does not wait for it."""
+    return torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def first_index(where: Tensor, index: Tensor) -> Tensor:

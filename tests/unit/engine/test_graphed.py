@@ -1,0 +1,265 @@
+"""Steps replayed from graphs have the bits of eager ones: on the CPU, where a graph is a list of operations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dtrain
+from dtrain.engine import graphed
+from dtrain.engine.graphed import WARM_UP
+from dtrain.errors import ConfigError, UsageError
+from dtrain.optim import formula_rule
+from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.sharding import model
+from tests.helpers.recorded_graph import RecordedGraph
+
+NUM_STEPS = WARM_UP + 6
+GRAPHS: list[RecordedGraph] = []
+
+
+def squares_of_device(chunks: Sequence[Tensor], norms: Any = None, *, each: bool = True) -> Tensor:
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in chunks]).square_()
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets graphs be captured on the CPU, whose engine reads values only where one on a GPU does not."""
+
+    def new() -> RecordedGraph:
+        GRAPHS.append(RecordedGraph())
+        return GRAPHS[-1]
+
+    GRAPHS.clear()
+    monkeypatch.setattr(graphed, "_new_graph", new)
+    monkeypatch.setattr(graphed, "_refuse", lambda engine: None)
+    monkeypatch.setattr(GradientMonitor, "are_finite", lambda monitor, buffers: False)
+    monkeypatch.setattr(UpdateScalars, "_has_factor", True)
+    monkeypatch.setattr(model, "chunk_squares", squares_of_device)
+    monkeypatch.setattr(formula_rule, "_decides_on_host", lambda device: False)
+    yield
+
+
+def make(**options: Any) -> dtrain.Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), nn.GELU(), nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)), nn.Linear(16, 1)
+    )
+    settings: dict[str, Any] = {
+        "optimizer": dtrain.AdamW(lr=1e-2, compile=False),
+        "engine": dtrain.Native(graph=True),
+        "schedule": dtrain.Cosine(total_steps=NUM_STEPS, warmup_steps=4),
+        "precision": "bf16",
+        "max_grad_norm": 0.5,
+        "seed": 3,
+    }
+    return dtrain.initialize(model, **{**settings, **options})
+
+
+def batches(num_micro_batches: int = 2) -> list[list[Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(4, 8, generator=generator) for _ in range(num_micro_batches)] for _ in range(NUM_STEPS)]
+
+
+Step = Callable[..., dtrain.StepOutcome]
+
+
+def steps(engine: dtrain.Engine, forward: Callable[[Tensor], Tensor] | None = None, *, replays: bool) -> Step:
+    """Returns a whole step: from graphs, or as a user writes it."""
+
+    def loss(micro: Tensor) -> Tensor:
+        return engine(micro).float().square().mean()  # type: ignore[no-any-return]
+
+    own = forward or loss
+
+    def eagerly(batch: list[Tensor], weights: list[float] | None = None, **arguments: Any) -> dtrain.StepOutcome:
+        for place, micro in enumerate(engine.accumulate(batch)):
+            engine.backward(own(micro), weight=1.0 if weights is None else weights[place])
+        return engine.step(**arguments)
+
+    return engine.graphed_step(own) if replays else eagerly
+
+
+def train(engine: dtrain.Engine, data: list[list[Tensor]], *, replays: bool, weights: Any = None) -> list[Any]:
+    """Returns all that a user sees of each step."""
+    step = steps(engine, replays=replays)
+    seen = []
+    for number, batch in enumerate(data):
+        outcome = step(batch, None if weights is None else weights(number))
+        engine.data_cursor += 1
+        seen.append((outcome, engine.applied_steps, engine.loss_scale.scale, engine.comm.schedule.hash))
+    return seen
+
+
+def assert_equal(own: dict[str, Any], data: list[list[Tensor]], **how: Any) -> list[Any]:
+    eager, replayed = make(**own), make(**own)
+    want, got = train(eager, data, replays=False, **how), train(replayed, data, replays=True, **how)
+    assert repr(got) == repr(want)  # NaN too
+    states = [engine.master_state() for engine in (eager, replayed)]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+    return got
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp32, average": {"precision": "fp32", "ema_decay": 0.9, "max_grad_norm": None},
+    "fp16, growing scale": {
+        "precision": "fp16",
+        "loss_scale": dtrain.LossScale("dynamic", init=4.0, growth_interval=1),
+    },
+    "two rates": {
+        "optimizer": dtrain.AdamW(
+            lr=1e-2, compile=False, groups={"3.*": {"lr_factor": 0.5, "schedule": dtrain.Constant()}}
+        )
+    },
+    "lion": {"optimizer": dtrain.Lion(lr=1e-3, compile=False)},
+    "sgd": {"optimizer": dtrain.SGD(lr=1e-1, momentum=0.9, compile=False)},
+    "reproducible": {"engine": dtrain.Native(graph=True, reproducible=True)},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_replayed_steps_have_the_bits_of_eager_ones(name: str) -> None:
+    seen = assert_equal(OPTIONS[name], batches())
+    assert [graph.num_replays for graph in GRAPHS] == [NUM_STEPS - WARM_UP] * 2
+    assert len({outcome.lr for outcome, *_ in seen}) > 3
+    if "scale" in name:
+        assert len({outcome.loss_scale for outcome, *_ in seen}) == NUM_STEPS
+
+
+def test_weights_are_not_baked_in() -> None:
+    assert_equal({}, batches(), weights=lambda number: [2.0 + number, 0.5])
+    assert GRAPHS[0].num_replays == NUM_STEPS - WARM_UP
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e6])
+def test_an_overflow_is_skipped_inside_the_graph_and_its_culprit_named(value: float, num_micro_batches: int) -> None:
+    data = batches(num_micro_batches)
+    for number in (WARM_UP, WARM_UP + 2):  # the captured step, and a replayed one
+        data[number][-1][0, 3] = value
+    seen = assert_equal({"precision": "fp16", "loss_scale": dtrain.LossScale("dynamic", init=1024.0)}, data)
+    skipped = [number for number, (outcome, *_) in enumerate(seen) if not outcome.applied]
+    assert skipped == [WARM_UP, WARM_UP + 2]
+    assert all(seen[number][0].culprit is not None for number in skipped)
+    assert GRAPHS[0].num_replays == NUM_STEPS - WARM_UP
+
+
+def test_a_number_of_the_host_in_the_forward_shows() -> None:
+    """The control: what is no tensor of the batch is in the graph as it was."""
+    engines, losses = [make(), make()], []
+    for engine, replays in zip(engines, (False, True), strict=True):
+        numbers = iter(range(1, 100))
+
+        def forward(micro: Tensor, engine: dtrain.Engine = engine, numbers: Iterator[int] = numbers) -> Tensor:
+            return engine(micro).float().square().mean() * next(numbers)
+
+        step = steps(engine, forward, replays=replays)
+        losses.append([step(batch).loss for batch in batches(1)])
+    assert losses[0][: WARM_UP + 1] == losses[1][: WARM_UP + 1]
+    assert losses[0][WARM_UP + 1 :] != losses[1][WARM_UP + 1 :]
+
+
+def test_what_changes_between_steps_does_not_end_the_replays(tmp_path: Path) -> None:
+    """Saves, loads, audits, writes, evaluations, other thresholds, and a step that is measured."""
+    data, found = batches() + batches(), []
+    for index in range(2):
+        engine = make(audit=dtrain.Audit(every=2), ema_decay=0.9)
+        step, seen = steps(engine, replays=bool(index)), []
+        for number, batch in enumerate(data):
+            if number == 6:
+                with engine.modify_weights("0.*"):
+                    engine.module[0].weight.data.mul_(2.0)  # type: ignore[operator, union-attr]
+            if number == 8:
+                engine.save(tmp_path / str(index))
+            if number == 12:
+                engine.load(tmp_path / str(index))
+            if number == 14:
+                with engine.eval():
+                    seen.append(engine(batch[0]).sum().item())
+            if number == 15:
+                with engine.measure_precision(["0"]):
+                    seen.append(step(batch))
+                continue
+            if number == 10:
+                engine.expect_save()
+            seen.append(step(batch, max_grad_norm=0.1 if number % 3 else math.inf, lr=None if number % 4 else 0.03))
+        found.append((repr(seen), {name: value.tolist() for name, value in engine.master_state().items()}))
+    assert found[0] == found[1]
+    assert sum(graph.num_replays for graph in GRAPHS) >= 2 * (len(data) - WARM_UP - 4)
+    assert len(GRAPHS) == 4, "once more after the load"
+
+
+def test_steps_of_other_shapes_have_graphs_of_their_own() -> None:
+    data = batches()
+    data = [batch if number % 2 else [micro[:3] for micro in batch] for number, batch in enumerate(data + data)]
+    assert_equal({}, data)
+    assert [graph.num_replays for graph in GRAPHS] == [NUM_STEPS - WARM_UP] * 4
+
+
+def test_a_value_that_is_read_is_named() -> None:
+    engine = make()
+    reads: list[bool] = []
+
+    def forward(micro: Tensor) -> Tensor:
+        loss = engine(micro).float().square().mean()
+        return loss * 2 if len(reads) > WARM_UP and loss > 0 else loss
+
+    step = engine.graphed_step(forward)
+    with pytest.raises(UsageError, match=r"cannot be captured \(aten._local_scalar_dense.*set engine.graph=false"):
+        for batch in batches(1):
+            reads.append(True)
+            step(batch)
+    assert torch.ones(2).sum().item() == 2, "the capture has ended"
+
+
+def test_a_parameter_without_a_gradient_is_named() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.used(x)  # type: ignore[no-any-return]
+
+    engine = dtrain.initialize(Half(), optimizer=dtrain.AdamW(compile=False), engine=dtrain.Native(graph=True))
+    step = engine.graphed_step(lambda micro: engine(micro).float().square().mean())
+    with pytest.raises(UsageError, match=r"2 parameters have had no gradient in a step, such as 'unused"):
+        for batch in batches(1):
+            step(batch)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"engine": dtrain.Native()}, r"was set up without it"),
+        ({}, r"needs a GPU, and this rank trains on cpu"),
+    ],
+)
+def test_what_no_graph_can_hold_is_refused(
+    options: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match=rf"engine.graph=true: .*{reason}"):
+        make(**options).graphed_step(lambda micro: micro)
+
+
+@pytest.mark.parametrize(
+    ("options", "optimizer"),
+    [
+        ({"offload": "cpu"}, None),
+        ({"grad_dtype": "bf16"}, None),
+        ({}, dtrain.AdamWBF16()),
+        ({}, dtrain.TorchOptimizer(torch.optim.RAdam)),
+    ],
+)
+def test_settings_that_exclude_a_graph_are_refused(options: dict[str, Any], optimizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"graph=true with "):
+        dtrain.initialize(nn.Linear(2, 2), optimizer=optimizer, engine=dtrain.Native(graph=True, **options))
