@@ -79,6 +79,7 @@ class StepInternals:
 
     @property
     def forward_under_way(self) -> _Draw:
+        """The forward that runs now."""
         return _Draw(self.batch.current.number, self.batch.current.num_forwards - 1)
 
     @contextmanager
@@ -187,9 +188,9 @@ class GraphedStep:
         """Notes in ``draws`` whether the forward draws random numbers."""
         with keyed_rng(device, key):
             generators = generators_of(device)
-            before = [generator.get_state() for generator in generators]
+            before = list(map(_state, generators))
             yield
-            drew = [not torch.equal(old, new.get_state()) for old, new in zip(before, generators, strict=True)]
+            drew = [old != _state(generator) for old, generator in zip(before, generators, strict=True)]
         if drew[-1]:
             draws.append(self._own.forward_under_way)
         if drew[0] and device.type == "cuda":
@@ -206,7 +207,7 @@ class _CapturedStep:
         device = own.engine.device
         self._own = own
         self._votes, self._updates = _new_graph(), _new_graph()
-        self._inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty_like(t, device=device), batch)
+        self._inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), batch)
         self._weights = [None if weight == 1 else torch.empty((), device=device) for weight in weights]
         self._record = _Record(own.ballot.num_words(len(batch)), device)
         self._draws = {draw: generators_of(device)[-1].clone_state() for draw in draws}
@@ -287,9 +288,10 @@ class _CapturedStep:
                     self._open.capture_end()
             if not isinstance(error, RuntimeError):
                 raise
+            reason = str(error).partition("\n")[0]
             raise UsageError(
-                f"engine.graph=true: the step cannot be captured ({str(error).partition(chr(10))[0]}); it may not read a "
-                f"value of the device, nor launch other work for other values; set engine.graph=false"
+                f"engine.graph=true: the step cannot be captured ({reason}); it may not read a value of the device, "
+                f"nor launch other work for other values; set engine.graph=false"
             ) from error
         logger.info("captured a step of %d micro-batches; later ones of its shapes are replayed", len(batch))
         return outcome
@@ -350,7 +352,7 @@ class _Record:
     """Words that the host sends to a fixed place on the device; ``words`` is int64 [n] there."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self.words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self.words = torch.empty(num_words, dtype=torch.int64, device=device)
         self._values: Sequence[int] = ()
 
     def write(self, words: Sequence[int]) -> Tensor:
@@ -360,6 +362,11 @@ class _Record:
 
     def send(self) -> None:
         self.words.copy_(pinned(self._values, self.words.device), non_blocking=True)
+
+
+def _state(generator: torch.Generator) -> bytes:
+    found: bytes = generator.get_state().numpy().tobytes()
+    return found
 
 
 @dataclass(frozen=True)
@@ -413,8 +420,8 @@ def _no_waits(device: torch.device) -> Iterator[None]:
 def _refuse_missed(names: Collection[str]) -> None:
     if names:
         raise UsageError(
-            f"engine.graph=true: {len(names)} parameters have had no gradient in a step, such as '{next(iter(names))}', "
-            f"and a graph updates all by the same numbers; freeze them, or set engine.graph=false"
+            f"engine.graph=true: {len(names)} parameters have had no gradient in a step, such as "
+            f"'{next(iter(names))}', and a graph updates all by the same numbers; freeze them, or set engine.graph=false"
         )
 
 

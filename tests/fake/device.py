@@ -113,6 +113,7 @@ class FakeDevice:
 
     Attributes:
         pinned: addresses of pinned memory of the host.
+        next_address: of the next storage.
     """
 
     def __init__(self) -> None:
@@ -121,15 +122,15 @@ class FakeDevice:
         self._starts: list[int] = []
         # with bytes and device type; they keep the identity of a dead storage from being given to a new one
         self._storages: list[tuple[StorageWeakRef, int, str]] = []
-        self._next = LOWEST_ADDRESS
+        self.next_address = LOWEST_ADDRESS
 
     def address_of_storage(self, storage: torch.UntypedStorage, kind: str = "cuda") -> int:
         identity, nbytes = storage._cdata, storage.nbytes()
         if identity not in self._found:
-            self._found[identity] = self._next
-            self._starts.append(self._next)
+            self._found[identity] = self.next_address
+            self._starts.append(self.next_address)
             self._storages.append((StorageWeakRef(storage), nbytes, kind))
-            self._next += -(-max(nbytes, 1) // 512) * 512
+            self.next_address += -(-max(nbytes, 1) // 512) * 512
         return self._found[identity]
 
     def address_of(self, tensor: Tensor) -> int:
@@ -140,6 +141,10 @@ class FakeDevice:
     def is_live(self, address: int) -> bool:
         """Whether the memory at ``address`` still belongs to a tensor."""
         return not self._storages[bisect_right(self._starts, address) - 1][0].expired()
+
+    def start_of(self, address: int) -> int:
+        """Returns the first address of the storage that ``address`` lies in."""
+        return self._starts[bisect_right(self._starts, address) - 1]
 
     def live(self, kind: str = "") -> dict[int, int]:
         """Returns the bytes of all memory that belongs to a tensor, by address: on ``cpu`` or ``cuda``, or on both."""

@@ -19,25 +19,33 @@ Small ones gain from overlap, large ones must not pile up.
 
 
 class BufferPool:
-    """Flat buffers that the next gradient of the same layout reuses."""
+    """Flat buffers that the next gradient of the same layout reuses: in each step the same ones for the same ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[object, list[Tensor]] = {}
+        self._buffers: dict[object, list[Tensor]] = {}
+        self._free: dict[object, set[int]] = {}  # their numbers
 
     def take(self, key: object, numel: int, dtype: torch.dtype) -> Tensor:
         """Returns a buffer that was given back under ``key``, or a new one of zeros.
 
         A key that stands for the filled elements keeps the others zero, because its users write the same elements.
         """
-        free = self._free.get((key, numel, dtype))
-        return free.pop() if free else torch.zeros(numel, dtype=dtype, device=self._device)
+        place = key, numel, dtype
+        free, buffers = self._free.setdefault(place, set()), self._buffers.setdefault(place, [])
+        if free:
+            number = min(free)  # not the last given, which would take turns from step to step
+            free.remove(number)
+            return buffers[number]
+        buffers.append(torch.zeros(numel, dtype=dtype, device=self._device))
+        return buffers[-1]
 
     def give(self, key: object, buffer: Tensor) -> None:
-        self._free.setdefault((key, buffer.numel(), buffer.dtype), []).append(buffer)
+        place = key, buffer.numel(), buffer.dtype
+        self._free[place].add(next(n for n, own in enumerate(self._buffers[place]) if own is buffer))
 
     def idle(self) -> list[Tensor]:
-        return [buffer for free in self._free.values() for buffer in free]
+        return [self._buffers[place][number] for place, free in self._free.items() for number in free]
 
 
 class Rows(Sequence[Tensor]):
