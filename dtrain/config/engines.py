@@ -117,6 +117,10 @@ class EngineConfig(CheckedRecord):
         return "full"
 
     @property
+    def graph(self) -> bool:
+        return False
+
+    @property
     def grad_dtype(self) -> str:
         return "fp32"
 

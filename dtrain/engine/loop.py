@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.stragglers import BusyMeter
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.finalize import StepFinalizer
+from dtrain.errors import ConfigError
 from dtrain.precision.contract import Contract
 from dtrain.precision.loss_scale import LossScaleState
 from dtrain.precision.policy import PrecisionPolicy
@@ -212,3 +213,22 @@ class TrainingLoop(ABC):
             >>> outcome.applied, outcome.grad_norm, outcome.lr
             (True, 5.0, 0.01)
         """
+
+    def graphed_step(self, forward: Callable[[Any], Any]) -> Callable[..., StepOutcome]:
+        """Returns a function that trains a whole step, from CUDA graphs once it has run a few.
+
+        It is called with this rank's micro-batches, trees of tensors, their ``weights`` (1 each, unless given) and the
+        arguments of ``step``. Steps whose tensors have other shapes have graphs of their own; four at most.
+
+        Args:
+            forward: returns the loss of a micro-batch, or an output that has it. It is captured: it runs no more once
+                there are graphs, so it may depend on nothing but the micro-batch.
+
+        Raises:
+            ConfigError: the engine was not set up with ``graph=True``, or no graph can hold its steps.
+
+        Examples:
+            >>> def train_step(engine):
+            ...     return engine.graphed_step(lambda micro: engine(micro).square().mean())
+        """
+        raise ConfigError(f"engine.graph=true: engine={self.name} captures no steps; use engine=native")

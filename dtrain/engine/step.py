@@ -37,7 +37,8 @@ from dtrain.engine.arguments import checked_grad_factor, checked_lr, checked_max
 from dtrain.engine.between_steps import BetweenSteps, names_collectives
 from dtrain.engine.blocks.install import compile_blocks
 from dtrain.engine.forward import ModelForward
-from dtrain.engine.graphed import GraphedStep, StepInternals
+from dtrain.engine.graphs.internals import StepInternals
+from dtrain.engine.graphs.step import GraphedStep
 from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.outcome import Culprit, StepOutcome

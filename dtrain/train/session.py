@@ -44,6 +44,12 @@ MicroBatch = Mapping[str, Tensor]
 class StepWatch:
     """Contexts around the parts of a step. Each one does nothing unless a subclass replaces it."""
 
+    @property
+    def sees_passes(self) -> bool:
+        """Whether a forward or a backward has a context, so that it cannot be replayed from a graph."""
+        own = type(self)
+        return own.forward is not StepWatch.forward or own.backward is not StepWatch.backward
+
     def forward(self, micro: MicroBatch) -> AbstractContextManager[object]:
         """Returns the context of the forward of a micro-batch."""
         return nullcontext()
@@ -89,6 +95,7 @@ class Session:
         self._dataset = dataset
         self._num_targets = config.train.micro_batch_size * config.targets_per_sample
         self._weigh = weigh or self._weight
+        self._graphed = engine.graphed_step(lambda micro: engine(**micro)) if config.engine.graph else None
 
     @classmethod
     def open(
@@ -159,7 +166,8 @@ class Session:
         Raises:
             NonFiniteError: too many steps in a row were skipped.
             UsageError: from this step on ``config`` computes in another precision, which needs another engine.
-            CheckpointError: an earlier asynchronous save failed; ``engine.step()`` then completes the step.
+            CheckpointError: an earlier asynchronous save failed; ``engine.step()`` then completes the step, and with
+                ``engine.graph`` the same call does.
         """
         engine, cursor = self.engine, None
         if self.config.at(step := engine.attempted_steps) is not self.config:
@@ -171,18 +179,26 @@ class Session:
             batch = next(self.loader)
             cursor = self.loader.cursor
         with around or nullcontext():
-            for micro in engine.accumulate(batch):
-                weight = self._weigh(micro)
-                with watch.forward(micro):
-                    output = engine(**to_device(micro, engine.device))
-                with watch.backward(micro, output, weight):
-                    engine.backward(output, weight=weight)
-                del output  # else its tensors stay until the next forward
-            with watch.update():
-                outcome = engine.step()
+            if self._graphed is not None and not watch.sees_passes:
+                with watch.update():
+                    outcome = self._graphed(batch, list(map(self._weigh, batch)))
+            else:
+                outcome = self._launch(batch, watch)
         if cursor is not None:
             engine.data_cursor = cursor
         return outcome
+
+    def _launch(self, batch: Batch, watch: StepWatch) -> StepOutcome:
+        engine = self.engine
+        for micro in engine.accumulate(batch):
+            weight = self._weigh(micro)
+            with watch.forward(micro):
+                output = engine(**to_device(micro, engine.device))
+            with watch.backward(micro, output, weight):
+                engine.backward(output, weight=weight)
+            del output  # else its tensors stay until the next forward
+        with watch.update():
+            return engine.step()
 
     def _weight(self, micro: MicroBatch) -> float:
         return micro_batch_weight(micro, self._num_targets)

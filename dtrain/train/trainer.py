@@ -138,7 +138,7 @@ class Trainer:
         batch = next(self._batches)
         self._waited_s += self._batches.waited_s
         step = partial(self._session.step, batch, self._sampling.around_step(), watch=self._requests)
-        outcome = self._retry_if_stopping(step, engine.step)
+        outcome = self._retry_if_stopping(step, step if self._session.config.engine.graph else engine.step)
         self._adapters.after(outcome)
         engine.data_cursor = self._batches.cursor
         return outcome

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 import dtrain
-from dtrain.engine import graphed
+from dtrain.engine.graphs import captured
+from dtrain.engine.graphs import step as graphed
 from dtrain.engine.vote.ballot import Ballot
 from tests.fake.device import DEVICE, HOST_READS
 from tests.fake.harness import TOKENS, FakeRank, fake_engine
@@ -56,7 +57,7 @@ def captures(rank: FakeRank) -> Iterator[list[_Graph]]:
     """Inside, graphs are captured on the fake device; yields them."""
     made: list[_Graph] = []
     with (
-        mock.patch.object(graphed, "_new_graph", partial(_Graph, rank, made)),
+        mock.patch.object(captured, "_new_graph", partial(_Graph, rank, made)),
         mock.patch.object(graphed, "WARM_UP", 1),
         mock.patch.object(graphed, "_state", return_value=b""),
         mock.patch.object(graphed, "_no_waits"),

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine import graphed
-from dtrain.engine.graphed import WARM_UP
+from dtrain.engine.graphs import captured
+from dtrain.engine.graphs import step as graphed
+from dtrain.engine.graphs.step import WARM_UP
 from dtrain.errors import ConfigError, UsageError
 from dtrain.optim import formula_rule
 from dtrain.optim.rule import UpdateScalars
@@ -38,7 +39,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return GRAPHS[-1]
 
     GRAPHS.clear()
-    monkeypatch.setattr(graphed, "_new_graph", new)
+    monkeypatch.setattr(captured, "_new_graph", new)
     monkeypatch.setattr(graphed, "_refuse", lambda engine: None)
     monkeypatch.setattr(GradientMonitor, "are_finite", lambda monitor, buffers: False)
     monkeypatch.setattr(UpdateScalars, "_has_factor", True)

@@ -108,6 +108,9 @@ class Checkpointer(StepPart):
         return self._saver.wait()
 
     def before_reduction(self, step: StepUnderWay) -> None:
+        self.raise_reported()
+
+    def raise_reported(self) -> None:
         """Raises the failure of a save if the last vote reported one.
 
         The vote is the only place where the ranks learn of it together. A rank that raised as soon as its own thread
