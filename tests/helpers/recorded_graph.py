@@ -6,12 +6,20 @@ end. A number of the host is in the graph as it was, and a read of a value is an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.engine.graphs import captured, step
+from dtrain.optim import formula_rule
+from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.gradient_monitor import GradientMonitor
+from dtrain.sharding import model
 
 _READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal, torch.ops.aten.nonzero)
 
@@ -70,6 +78,30 @@ class RecordedGraph(TorchDispatchMode):
             for old, new in zip(pytree.tree_leaves(result), pytree.tree_leaves(again), strict=True):
                 if isinstance(old, Tensor):
                     old.copy_(new)
+
+
+def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
+    """Lets steps be captured on the CPU; returns their graphs.
+
+    An engine on a CPU reads some values, where one on a GPU computes with them: it is made to compute too.
+    """
+    made: list[RecordedGraph] = []
+
+    def new() -> RecordedGraph:
+        made.append(RecordedGraph())
+        return made[-1]
+
+    monkeypatch.setattr(captured, "_new_graph", new)
+    monkeypatch.setattr(step, "_refuse", lambda engine: None)
+    monkeypatch.setattr(GradientMonitor, "are_finite", lambda monitor, buffers: False)
+    monkeypatch.setattr(UpdateScalars, "_has_factor", True)
+    monkeypatch.setattr(model, "chunk_squares", _squares_of_device)
+    monkeypatch.setattr(formula_rule, "_decides_on_host", lambda device: False)
+    return made
+
+
+def _squares_of_device(chunks: Sequence[Tensor], norms: Any = None, *, each: bool = True) -> Tensor:
+    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in chunks]).square_()
 
 
 def _is_alias(func: Any) -> bool:

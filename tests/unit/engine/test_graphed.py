@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,39 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import dtrain
-from dtrain.engine.graphs import captured
-from dtrain.engine.graphs import step as graphed
 from dtrain.engine.graphs.step import WARM_UP
 from dtrain.errors import ConfigError, UsageError
-from dtrain.optim import formula_rule
-from dtrain.optim.rule import UpdateScalars
-from dtrain.parameters.gradient_monitor import GradientMonitor
-from dtrain.sharding import model
-from tests.helpers.recorded_graph import RecordedGraph
+from tests.helpers.recorded_graph import RecordedGraph, graphs_on_cpu
 
 NUM_STEPS = WARM_UP + 6
 GRAPHS: list[RecordedGraph] = []
 
 
-def squares_of_device(chunks: Sequence[Tensor], norms: Any = None, *, each: bool = True) -> Tensor:
-    return torch.cat([torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64) for rows in chunks]).square_()
-
-
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets graphs be captured on the CPU, whose engine reads values only where one on a GPU does not."""
-
-    def new() -> RecordedGraph:
-        GRAPHS.append(RecordedGraph())
-        return GRAPHS[-1]
-
-    GRAPHS.clear()
-    monkeypatch.setattr(captured, "_new_graph", new)
-    monkeypatch.setattr(graphed, "_refuse", lambda engine: None)
-    monkeypatch.setattr(GradientMonitor, "are_finite", lambda monitor, buffers: False)
-    monkeypatch.setattr(UpdateScalars, "_has_factor", True)
-    monkeypatch.setattr(model, "chunk_squares", squares_of_device)
-    monkeypatch.setattr(formula_rule, "_decides_on_host", lambda device: False)
+    global GRAPHS
+    GRAPHS = graphs_on_cpu(monkeypatch)
 
 
 def make(**options: Any) -> dtrain.Engine:
