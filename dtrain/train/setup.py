@@ -312,7 +312,7 @@ def executable(config: RunConfig, device_type: str, capability: tuple[int, int])
     optim: Any = config.optim
     if hasattr(optim, "compile"):
         optim = replace(optim, compile=False)
-    engine = config.engine.as_native()  # which has the activations of the same model
+    engine = replace(config.engine.as_native(), graph=False)  # which has the activations of the same model
     if engine.offload == "cpu" and device_type == "cuda":  # stage 1 is as 2, down to the dtype that is sent
         engine = replace(engine, zero_stage=max(engine.zero_stage, 2))
     model = replace(config.model, compile="none")

@@ -86,11 +86,11 @@ class PlannedRank:
     def __init__(self, config: RunConfig, num_ranks: int, device: torch.device, transport: str) -> None:
         """Takes the largest batch of ``config``, and a learning rate of 0: the gradients of others are made up.
 
-        Blocks are not compiled. More than one rank take the native engine. ``transport`` is that of
+        Blocks are not compiled, nor steps captured. More than one rank take the native engine. ``transport`` is that of
         ``dtrain.planning.record.ranks.planned_ranks``.
         """
-        if num_ranks > 1:
-            config = replace(config, engine=config.engine.as_native())
+        if num_ranks > 1 or config.engine.graph:
+            config = replace(config, engine=replace(config.engine.as_native(), graph=False))
         config = replace(config, optim=replace(config.optim, lr=0.0), model=replace(config.model, compile="none"))
         self._clock = _Clock(device)
         comm = planned_ranks(num_ranks, transport, device, self._clock)
