@@ -10,9 +10,12 @@ from torch import Tensor
 
 from dtrain.distributed.progress import Phase
 from dtrain.engine.interface import Engine
+from dtrain.engine.parts.part import StepWork
 from dtrain.engine.parts.stragglers import PHASES
 from dtrain.engine.parts.taken_gradients import TakenGradients
+from dtrain.engine.request import StepOptions
 from dtrain.optim.rule import UpdateScalars
+from dtrain.parameters.gradient_monitor import GradientMonitor
 from dtrain.parameters.micro_batch_weight import Weight
 
 
@@ -23,7 +26,16 @@ class EngineHooks(Engine):
         forward_communicates: whether a forward issues collectives, so that all ranks run it together.
         searches_backward: whether a backward can be repeated without its gradients reaching a main grad.
         keeps_gradients: whether the library keeps gradients in ``.grad`` between a backward and the step.
+        options: settings of a step.
+        monitor: records every gradient as it leaves this rank's backward.
+        work: what a step does on the device.
+        num_loads: how often the states were completed: at the set-up, and by each load.
     """
+
+    options: StepOptions
+    monitor: GradientMonitor
+    work: StepWork
+    num_loads: int
 
     forward_communicates = False
     searches_backward = False

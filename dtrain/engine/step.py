@@ -78,10 +78,6 @@ class StepEngine(EngineHooks):
         backward_names: the names of all trainable parameters, about in the order in which backward reaches them.
         monitor: records every gradient as it leaves this rank's backward, numbered as in ``backward_names``; None
             builds one.
-
-    Attributes:
-        work: what a step does on the device.
-        num_loads: how often the states were completed: at the set-up, and by each load.
     """
 
     def __init__(

@@ -52,7 +52,12 @@ def find_blocks(model: nn.Module, options: Blocks, setting: str = "blocks") -> l
 
 
 def install_blocks(
-    model: nn.Module, options: Blocks, units: str | Sequence[str], compiled: CompiledBlocks | None
+    model: nn.Module,
+    options: Blocks,
+    units: str | Sequence[str],
+    compiled: CompiledBlocks | None,
+    *,
+    keeps_rng: bool = True,
 ) -> None:
     """Replaces the forwards of the blocks of ``model``: [Note: order of the wrappers].
 
@@ -60,6 +65,7 @@ def install_blocks(
         units: name patterns of the units of sharding that have hooks, which must stay outside of compiled code and of
             selective recomputation.
         compiled: compiles the blocks; None: they run as they are.
+        keeps_rng: see ``recomputed``.
 
     Raises:
         ConfigError: as ``find_blocks``; or a block contains a unit of sharding, and may not.
@@ -81,7 +87,8 @@ def install_blocks(
         if (own, recomputes) not in forwards:
             forward = own
             if recomputes:
-                forward = recomputed(forward, options.recompute, offloads=options.offload_activations)
+                mode, offloads = options.recompute, options.offload_activations
+                forward = recomputed(forward, mode, offloads=offloads, keeps_rng=keeps_rng)
             forwards[own, recomputes] = forward if compiled is None else compiled.wrap(forward)
         if forwards[own, recomputes] is not own:
             replace_forward(block, forwards[own, recomputes])
@@ -91,5 +98,6 @@ def compile_blocks(model: nn.Module, options: StepOptions, comm: Communicator) -
     """Makes the blocks of ``model`` recomputed or compiled ones, as the options say; returns what compiles them."""
     blocks = options.blocks
     compiled = CompiledBlocks(comm, measures=blocks.compile == "auto") if blocks.compile != "none" else None
-    install_blocks(model, blocks, options.engine.sharding_units if options.engine.units_have_hooks else [], compiled)
+    units = options.engine.sharding_units if options.engine.units_have_hooks else []
+    install_blocks(model, blocks, units, compiled, keeps_rng=not options.engine.graph)
     return compiled

@@ -41,7 +41,7 @@ _KEPT = (
 """Operations of ATen whose results the selective form keeps, besides every second matmul."""
 
 
-def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forward:
+def recomputed(forward: Forward, mode: str, *, offloads: bool = False, keeps_rng: bool = True) -> Forward:
     """Returns a forward of the same result after which backward computes the activations again.
 
     The random numbers and the autocast state are those of the first run, so gradients have the same bits. Without
@@ -51,21 +51,24 @@ def recomputed(forward: Forward, mode: str, *, offloads: bool = False) -> Forwar
         forward: takes its module as the first argument.
         mode: ``full`` or ``selective``.
         offloads: whether the arguments lie in host memory until backward.
+        keeps_rng: whether the forward may draw random numbers, whose state a CUDA graph could not read.
     """
+
+    fixed: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": keeps_rng}
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(self, *args, **kwargs)
         if torch.compiler.is_compiling():
             # its backward has its weights; a context that depended on the module would be compiled for each
-            options: dict[str, Any] = {"context_fn": _keeping} if mode == "selective" else {}
-            return checkpoint(partial(forward, self), *args, use_reentrant=False, **options, **kwargs)
+            options: dict[str, Any] = fixed | ({"context_fn": _keeping} if mode == "selective" else {})
+            return checkpoint(partial(forward, self), *args, **options, **kwargs)
         # checkpoint keeps random states and inputs of positional arguments only
         values, structure = pytree.tree_flatten((args, kwargs))
-        options = {"context_fn": partial(_keeping, self)} if mode == "selective" else {}
+        options = fixed | ({"context_fn": partial(_keeping, self)} if mode == "selective" else {})
         call = partial(_call, forward, self, structure, mode == "selective")
         with _on_host() if offloads else nullcontext():
-            return checkpoint(call, *values, use_reentrant=False, **options)
+            return checkpoint(call, *values, **options)
 
     return run
 

@@ -51,7 +51,7 @@ class CapturedStep:
         self._votes, self._updates = _new_graph(), _new_graph()
         self._inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), batch)
         self._weights = [None if weight == 1 else torch.empty((), device=device) for weight in weights]
-        self._record = _Record(own.ballot.num_words(len(batch)), device)
+        self._words = _Words(own.ballot.num_words(len(batch)), device)
         self._draws = {draw: generators_of(device)[-1].clone_state() for draw in draws}
         for generator in self._draws.values():
             self._votes.register_generator_state(generator)
@@ -91,8 +91,8 @@ class CapturedStep:
         assert self._result is not None
         schedule = self._own.engine.comm.schedule
         schedule.repeat(self._issued[0])
-        self._record.write(self._own.ballot.words(step))
-        self._record.send()
+        self._words.write(self._own.ballot.words(step))
+        self._words.send()
         self._votes.replay()
         schedule.repeat(self._issued[1])
         return self._result
@@ -125,6 +125,7 @@ class CapturedStep:
                     engine.backward(forward(micro), weight=1.0 if place is None else place)
                 outcome = engine.step(**arguments)
         except BaseException as error:
+            engine.comm.schedule.noted = None
             if self._open is not None:  # else each later operation on the stream would fail
                 with suppress(RuntimeError):
                     self._open.capture_end()
@@ -151,18 +152,18 @@ class CapturedStep:
         self._issued.append(self._own.engine.comm.schedule.note())
 
     def _scale(self) -> Tensor:
-        return self._record.words[COLUMNS["loss_scale"]].view(torch.float64).float()
+        return self._words.place[COLUMNS["loss_scale"]].view(torch.float64).float()
 
     def _send(self, words: Sequence[int]) -> Tensor:
         self._note_collectives()
-        return self._record.write(words)
+        return self._words.write(words)
 
     def _capture_vote(self, launched: StepWork, step: StepUnderWay) -> tuple[Decision, Tensor]:
         self._received = set(self._own.engine.monitor.received)
         refuse_missed(self._own.ballot.missed.names)
         self._result = launched.vote(step)
         self._end(self._votes)
-        self._record.send()
+        self._words.send()
         self._votes.replay()
         return self._result
 
@@ -190,17 +191,17 @@ class CapturedStep:
             current.graphsafe_set_state(before)
 
 
-class _Record:
-    """Words that the host sends to a fixed place on the device; ``words`` is int64 [n] there."""
+class _Words:
+    """Words that the host sends to a fixed ``place`` on the device, int64 [n]."""
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self.words = torch.empty(num_words, dtype=torch.int64, device=device)
+        self.place = torch.empty(num_words, dtype=torch.int64, device=device)
         self._values: Sequence[int] = ()
 
     def write(self, words: Sequence[int]) -> Tensor:
         """Keeps ``words`` for ``send``; returns their place."""
         self._values = words
-        return self.words
+        return self.place
 
     def send(self) -> None:
-        self.words.copy_(pinned(self._values, self.words.device), non_blocking=True)
+        self.place.copy_(pinned(self._values, self.place.device), non_blocking=True)

@@ -5,21 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dtrain.engine.forward import ModelForward
+from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.parts.order import EngineParts
 from dtrain.engine.run_state import RunState
 from dtrain.engine.vote.ballot import Ballot
 from dtrain.engine.vote.losses import LossAccumulator
 from dtrain.errors import UsageError
-
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
 
 
 class Draw(NamedTuple):
@@ -33,7 +31,7 @@ class Draw(NamedTuple):
 class StepInternals:
     """What a captured step needs of its engine; ``finalize`` finalizes the last step."""
 
-    engine: StepEngine
+    engine: EngineHooks
     batch: MicroBatches
     losses: LossAccumulator
     ballot: Ballot

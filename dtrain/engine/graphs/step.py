@@ -6,21 +6,20 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dtrain.distributed.logging import logger
 from dtrain.engine.graphs.captured import CapturedStep
 from dtrain.engine.graphs.internals import Draw, StepInternals, on_host, refuse_missed
+from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.outcome import StepOutcome
 from dtrain.engine.parts.running_statistics import running_statistics
 from dtrain.engine.rng import generators_of, keyed_rng
 from dtrain.errors import ConfigError, UsageError
-
-if TYPE_CHECKING:
-    from dtrain.engine.step import StepEngine
 
 WARM_UP = 3
 """Steps of a kind before it is captured: set-up, checks, and tables that are built when they are first needed."""
@@ -92,10 +91,15 @@ class GraphedStep:
         if kind in self._captured:
             return self._captured[kind].replay(batch, weights, arguments)
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        if seen <= WARM_UP or len(self._captured) == _MAX_KINDS or own.parts.audit.is_pending:
+        is_full = len(self._captured) == _MAX_KINDS
+        if is_full and seen == WARM_UP + 1:
+            logger.warning("engine.graph: %d kinds of steps have graphs, and those of one more run eagerly", _MAX_KINDS)
+        if seen <= WARM_UP or is_full or own.parts.audit.is_pending:
             return self._eager(kind, batch, weights, arguments, is_checked=1 < seen <= WARM_UP)
-        captured = self._captured[kind] = CapturedStep(own, batch, weights, self._draws[kind])
-        return captured.capture(self._forward, batch, weights, arguments)
+        captured = CapturedStep(own, batch, weights, self._draws[kind])
+        outcome = captured.capture(self._forward, batch, weights, arguments)
+        self._captured[kind] = captured
+        return outcome
 
     def _eager(
         self, kind: Any, batch: list[Any], weights: list[float], arguments: dict[str, Any], *, is_checked: bool = False
@@ -121,10 +125,11 @@ class GraphedStep:
             drew = [old != _state(generator) for old, generator in zip(before, generators, strict=True)]
         if drew[-1]:
             draws.append(self._own.forward_under_way)
-        if drew[0] and device.type == "cuda":
+        recomputes = self._own.engine.options.blocks.recompute != "none"
+        if (drew[0] and device.type == "cuda") or (drew[-1] and recomputes):
+            what = "with recomputation, which would draw others" if drew[-1] else "of the CPU, which would not change"
             raise UsageError(
-                "engine.graph=true: the forward draws random numbers from torch's generator of the CPU, which a graph "
-                "would repeat in each step; draw them on the device, or set engine.graph=false"
+                f"engine.graph=true: the forward draws random numbers {what}; draw none, or set engine.graph=false"
             )
 
 
@@ -141,7 +146,7 @@ class _Shape:
     dtype: torch.dtype
 
 
-def _kind(engine: StepEngine, batch: Sequence[Any], weights: Sequence[float]) -> Any:
+def _kind(engine: EngineHooks, batch: Sequence[Any], weights: Sequence[float]) -> Any:
     leaves, tree = pytree.tree_flatten(list(batch))
     shapes = tuple(_Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
     return shapes, str(tree), tuple(weight == 1 for weight in weights), engine.module.training
@@ -175,25 +180,20 @@ def _no_waits(device: torch.device) -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def _refuse(engine: StepEngine) -> None:
+def _refuse(engine: EngineHooks) -> None:
     """Raises ``ConfigError`` for an engine whose steps no graph can hold."""
-    blocks = engine.options.blocks
     reason = ""
     if not engine.options.engine.graph:
-        reason = f"engine={engine.name} was set up without it; use engine=native, graph=true"
+        reason = f"engine={engine.name} was set up without it; use dtrain.Native(graph=True)"
     elif engine.device.type != "cuda":
         reason = f"it needs a GPU, and this rank trains on {engine.device}"
-    elif blocks.offload_activations:
-        reason = "offload_activations copies to the host, in memory that changes; set it to false"
-    elif blocks.recompute != "none" and any(
-        isinstance(m, nn.modules.dropout._DropoutNd) for m in engine.module.modules()
-    ):
-        reason = "recomputation keeps the state of the generator for dropout on the host; remove one of the two"
+    elif engine.options.blocks.offload_activations:
+        reason = "copies of activations to the host lie in other memory in each step; set offload_activations=false"
     elif any(True for _ in running_statistics(engine.module)):
-        reason = "running statistics of a batch norm are put back after a skip, from memory that changes"
+        reason = "after a skip the running statistics of a batch norm are put back from other memory in each step"
     elif engine.monitor.found is None:
-        reason = "it needs the vote as Triton kernels; set optim.compile=true, AdamW(compile=True)"
+        reason = "the vote must be Triton kernels; set optim.compile=true, AdamW(compile=True)"
     elif engine.explain_skips:
-        reason = "explain_skips keeps the arguments of forwards, which a replay overwrites"
+        reason = "explain_skips runs forwards again whose arguments a replay has overwritten"
     if reason:
         raise ConfigError(f"engine.graph=true: {reason}, or set engine.graph=false")

@@ -101,6 +101,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lion": {"optimizer": dtrain.Lion(lr=1e-3, compile=False)},
     "sgd": {"optimizer": dtrain.SGD(lr=1e-1, momentum=0.9, compile=False)},
     "reproducible": {"engine": dtrain.Native(graph=True, reproducible=True)},
+    "recomputed": {"blocks": dtrain.Blocks(recompute="full")},
 }
 
 
@@ -216,6 +217,20 @@ def test_a_parameter_without_a_gradient_is_named() -> None:
     step(first)
     with pytest.raises(UsageError, match=r"2 parameters have had no gradient in a step, such as 'unused"):
         step(second)
+
+
+def test_random_numbers_that_would_be_drawn_again_are_refused_before_a_backward() -> None:
+    engine = make(blocks=dtrain.Blocks(recompute="full"))
+    step = engine.graphed_step(lambda micro: nn.functional.dropout(engine(micro), 0.5).float().mean())
+    step(batches()[0])
+    engine = dtrain.initialize(
+        nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)),
+        engine=dtrain.Native(graph=True),
+        blocks=dtrain.Blocks(recompute="full"),
+    )
+    step = engine.graphed_step(lambda micro: engine(micro).float().mean())
+    with pytest.raises(UsageError, match=r"draws random numbers with recomputation, which would draw others"):
+        step(batches()[0])
 
 
 @pytest.mark.parametrize(
