@@ -107,10 +107,12 @@ def test_flops_count_the_products(folders: dict[str, Path]) -> None:
     attention = 6 * 2 * 32 * 16  # layers, width, length
     for family in ("llama", "qwen3"):  # one is tied
         layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64
-        expected = 6 * (2 * layer + VOCAB * 32) + attention
-        assert train_flops_per_token(model_config(folders[family]), VOCAB, 16) == expected
-    expected = 6 * (2 * 12 * 32 * 32 + VOCAB * 32) + attention
-    assert train_flops_per_token(model_config(folders["gpt2"]), VOCAB, 16) == expected
+        matmuls = 6 * (2 * layer + VOCAB * 32)
+        both = matmuls + attention, matmuls + 2 * attention
+        assert train_flops_per_token(model_config(folders[family]), VOCAB, 16) == both
+    matmuls = 6 * (2 * 12 * 32 * 32 + VOCAB * 32)
+    both = matmuls + attention, matmuls + 2 * attention
+    assert train_flops_per_token(model_config(folders["gpt2"]), VOCAB, 16) == both
     assert train_flops_per_token(model_config(folders["mixtral"]), VOCAB, 16) is None
 
 
