@@ -248,10 +248,10 @@ def _time(run: Run) -> Section:
     notes = ["mean over the logged steps without the first, on rank 0"]
     found, rate = _utilizations(run), run.summary.get("tokens_per_s")
     if found and rate:
-        in_full = f", or in full, {100 * found[1]:.1f} %," if len(found) > 1 else ""
+        in_full = f" ({100 * found[1]:.1f} % if it counts in full)" if len(found) > 1 else ""
         notes.append(
             f"MFU {100 * found[0]:.1f} % = FLOPs of the model for a token x {number(rate)} tokens/s / ranks / peak "
-            f"rate of the device in this precision; causal attention counts half{in_full} and recomputation not at all"
+            f"rate of the device in this precision; causal attention counts half{in_full}, recomputation not at all"
         )
         notes.append(f"rank 0's GPU at the end: {GPUState.of(run.summary.get('gpu')).brief}")
     return Section("Time of a step", ("phase", "time", "share"), rows, notes)

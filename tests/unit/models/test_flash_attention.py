@@ -37,7 +37,7 @@ def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[mock.Mock]:
     """An H100 with a package FlashAttention 3, whose gradients are those of PyTorch."""
     activated = mock.Mock(return_value=mock.Mock())
     activated.gradients = mock.Mock(side_effect=lambda *_: [torch.ones(3), torch.ones(3), torch.ones(3)])
-    real = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS  # type: ignore[attr-defined]
+    real = torch.nn.attention._registry._FLASH_ATTENTION_IMPLS
     monkeypatch.setitem(real, "FA3", activated)
     monkeypatch.setattr(flash_attention, "find_spec", lambda name: object())
     monkeypatch.setattr(flash_attention, "_gradients", activated.gradients)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import dtrain
 from dtrain.errors import ConfigError
-from dtrain.models import build_model, train_flops_per_token, vocabulary
+from dtrain.models import attention_shape, build_model, train_flops_per_token, vocabulary
 from dtrain.models import hf as hf_module
 from dtrain.parameters.groups import decayed_names, find_units
 from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf
@@ -101,6 +101,17 @@ def test_random_weights_follow_the_seed_and_the_replaced_entries(folders: dict[s
     assert find_units(first, "auto") == ["hf.model.layers.0"]
     assert first.get_parameter("hf.model.layers.0.mlp.up_proj.weight").shape == (48, 32)
     assert {p.dtype for p in first.parameters()} == {torch.float32}
+
+
+def test_the_shape_of_attention_is_that_of_the_folder(folders: dict[str, Path]) -> None:
+    for family in ("llama", "qwen3", "gpt2"):
+        found = attention_shape(model_config(folders[family]))
+        model: Any = build_model(model_config(folders[family]), VOCAB, 0)
+        config = model.hf.config
+        kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        assert found is not None
+        assert found[:3] == (config.num_attention_heads, kv_heads, config.hidden_size // config.num_attention_heads)
+        assert found.dropout == (0.1 if family == "gpt2" else 0.0), "that of GPT-2's configuration"
 
 
 def test_flops_count_the_products(folders: dict[str, Path]) -> None:
