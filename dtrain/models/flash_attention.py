@@ -6,7 +6,6 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import (
     activate_flash_attention_impl,
@@ -21,7 +20,7 @@ from dtrain.distributed.consensus import describe, on_every_rank
 from dtrain.distributed.logging import logger
 from dtrain.engine.deterministic import deterministic_kernels
 from dtrain.errors import ConfigError
-from dtrain.models.attention import AttentionShape
+from dtrain.models.attention import AttentionShape, causal_attention
 from dtrain.models.factory import attention_shape
 
 _MODULE = "flash_attn_interface"  # which activate_flash_attention_impl("FA3") imports
@@ -53,7 +52,7 @@ def choose_attention(config: RunConfig, comm: Communicator, dtype: torch.dtype) 
         restore_flash_attention_impl()
     logger.info(
         f"reproducible=true without FlashAttention 3 (rank {rank}: {problem}). The deterministic backward of PyTorch's "
-        f"attention is about 15 % of a step of 1B parameters at 4,096 tokens; dtrain bench engine "
+        f"attention is about 15 % of a step of 1B parameters at 4,096 tokens by published rates; dtrain bench engine "
         f"bench.reproducible=true measures the price here"
     )
 
@@ -96,15 +95,16 @@ def _prove(gradients: Callable[[], list[Tensor]]) -> str:
 
 
 def _gradients(shape: AttentionShape, device: torch.device, dtype: torch.dtype, seq_len: int) -> list[Tensor]:
-    """Returns those of queries, keys and values, the same random ones in each call."""
+    """Returns those of queries, keys and values, the same random ones in each call: of one document and of two."""
     generator = torch.Generator(device).manual_seed(0)
     q, k, v, grad = (
-        torch.randn((1, seq_len, heads, shape.head_dim), generator=generator, device=device).to(dtype).transpose(1, 2)
+        torch.randn((1, seq_len, heads, shape.head_dim), generator=generator, device=device).to(dtype)
         for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     )
     operands = [x.requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shape.kv_heads != shape.heads)
-    return [*torch.autograd.grad(out, operands, grad)]
+    borders = torch.tensor([0, seq_len // 3, seq_len], dtype=torch.int32, device=device)
+    outputs = [causal_attention(q, k, v, 0.0, documents) for documents in (None, borders)]
+    return [*torch.autograd.grad(outputs, operands, [grad.flatten(-2)] * 2)]
 
 
 def flash_attention_3_problem(capability: tuple[int, int]) -> str:

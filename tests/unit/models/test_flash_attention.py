@@ -23,7 +23,7 @@ from torch.nn.attention import (
 from dtrain.cli.resolve import compose
 from dtrain.config.schema import RunConfig
 from dtrain.engine.deterministic import deterministic_kernels
-from dtrain.models import flash_attention
+from dtrain.models import attention, flash_attention
 from dtrain.models.attention import AttentionShape
 from dtrain.models.flash_attention import choose_attention, flash_attention_3_problem
 from dtrain.train.setup import torch_settings_restored
@@ -129,9 +129,12 @@ def test_gradients_of_one_kernel_are_equal(monkeypatch: pytest.MonkeyPatch) -> N
     before = torch.get_rng_state()
     with deterministic_kernels():
         first, second = (flash_attention._gradients(SHAPE, device, torch.float32, 16) for _ in range(2))
-    assert [x.shape for x in first] == [(1, 4, 16, 8), (1, 2, 16, 8), (1, 2, 16, 8)]
+    assert [x.shape for x in first] == [(1, 16, 4, 8), (1, 16, 2, 8), (1, 16, 2, 8)]
     pairs: list[tuple[Tensor, Tensor]] = list(zip(first, second, strict=True))
     assert all(torch.equal(*pair) and pair[0].norm() > 0 for pair in pairs)
+    monkeypatch.setattr(attention, "_document_by_document", mock.Mock(side_effect=RuntimeError("no packed documents")))
+    with pytest.raises(RuntimeError, match="no packed documents"):
+        flash_attention._gradients(SHAPE, device, torch.float32, 16)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.initial_seed() == seed
 
