@@ -226,7 +226,7 @@ def describe_cudnn(capability: tuple[int, int]) -> tuple[str, list[str]]:
     """Returns version and file of the cuDNN in this process, and warnings on what is wrong with it.
 
     Args:
-        capability: of the GPU whose attention it may compute.
+        capability: of the GPU whose attention it may compute, unless algorithms must be deterministic.
     """
     file = loaded_library("libcudnn.so")
     try:
@@ -238,18 +238,21 @@ def describe_cudnn(capability: tuple[int, int]) -> tuple[str, list[str]]:
         return "none", []
     text, problems = f"{dotted_version(number)}, {file or 'unknown file'}", []
     own = _folders_of_cudnn()
-    if file and own and not any(Path(file).resolve().is_relative_to(folder) for folder in own):
-        problems.append(
-            f"cuDNN is loaded from {file} and not from PyTorch's wheels, {own[0]}; take its folder out of the library "
-            f"path (LD_LIBRARY_PATH)"
-        )
+    # it loads its parts at their first use, perhaps from another folder
+    for each in dict.fromkeys(filter(None, (file, loaded_library("libcudnn_")))):
+        if own and not any(Path(each).resolve().is_relative_to(folder) for folder in own):
+            problems.append(
+                f"cuDNN is loaded from {each} and not from PyTorch's wheels, {own[0]}; take its folder out of the "
+                f"library path (LD_LIBRARY_PATH)"
+            )
     compiled = getattr(getattr(torch._C, "_cudnn", None), "getCompileVersion", None)
     if compiled is not None and number < (built := sum(map(mul, compiled(), (10_000, 100, 1)))):
         problems.append(
             f"cuDNN {dotted_version(number)} is older than {dotted_version(built)}, with which PyTorch was built; "
             f"install that"
         )
-    if number <= _LAST_WITHOUT_ATTENTION and capability == (9, 0):
+    takes_attention = capability == (9, 0) and not torch.are_deterministic_algorithms_enabled()
+    if number <= _LAST_WITHOUT_ATTENTION and takes_attention:
         problems.append(
             f"cuDNN {dotted_version(number)}: PyTorch takes cuDNN's attention from 9.15.1 on, and FlashAttention 2 "
             f"before, which has half its speed on an H100 (published: 306 for 566 TFLOP/s forward); install a newer "

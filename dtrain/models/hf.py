@@ -297,7 +297,7 @@ def vocabulary_size(config: ModelConfig) -> int:
 def attention_shape(config: ModelConfig) -> AttentionShape | None:
     """Returns the attention as ``dtrain.models.factory.attention_shape``; None: it may have a mask, or no fused kernel.
 
-    Not every dropout is that of attention, but each model calls that one by another name.
+    Models call the dropout of attention by several names; without one that says so, the largest dropout counts.
     """
     hf_config = read_hf_config(config)
     text = hf_config.get_text_config()
@@ -308,8 +308,9 @@ def attention_shape(config: ModelConfig) -> AttentionShape | None:
     if has_mask or not isinstance(heads, int) or not isinstance(hidden, int):
         return None
     head_dim, kv_heads = getattr(text, "head_dim", None), getattr(text, "num_key_value_heads", None)
-    dropouts = [value for name, value in text.to_dict().items() if "drop" in name and isinstance(value, (int, float))]
-    return AttentionShape(heads, kv_heads or heads, head_dim or hidden // heads, max([0.0, *dropouts]))
+    named = {name: x for name, x in text.to_dict().items() if "drop" in name and isinstance(x, (int, float))}
+    dropouts = {name: x for name, x in named.items() if "att" in name} or named
+    return AttentionShape(heads, kv_heads or heads, head_dim or hidden // heads, max([0.0, *dropouts.values()]))
 
 
 def train_flops_per_token(config: ModelConfig, context: float) -> tuple[int, int] | None:

@@ -18,6 +18,7 @@ from dtrain.engine.deterministic import deterministic_kernels
 from dtrain.models import flash_attention
 from dtrain.models.attention import AttentionShape, attention_kernel
 from dtrain.models.flash_attention import choose_attention, flash_attention_3_problem
+from dtrain.telemetry.gpu import describe_state
 from dtrain.train.setup import torch_settings_restored
 from tests.gpu.device import DEVICE, ON_CPU, capability, needs_gpu
 
@@ -39,6 +40,15 @@ def test_the_cudnn_in_use_is_named_with_its_file() -> None:
     version, _, file = describe_cudnn(capability())[0].partition(", ")
     assert re.fullmatch(r"\d+\.\d+\.\d+", version)
     assert Path(file).is_file()
+
+
+@needs_gpu("a CPU has no power limit")
+def test_the_limits_are_those_of_a_card() -> None:
+    state = describe_state(0)
+    if state.power_limit_w is None:
+        pytest.skip("nvidia-smi does not tell")
+    assert 0 < state.power_limit_w <= (state.max_power_limit_w or state.power_limit_w)
+    assert 0 < (state.sm_clock_mhz or 1) <= (state.max_sm_clock_mhz or 1e9)
 
 
 def test_deterministic_gradients_of_attention_are_equal() -> None:

@@ -174,6 +174,18 @@ def test_a_cudnn_that_slows_attention_down_is_named(monkeypatch: pytest.MonkeyPa
     assert slow.startswith("cuDNN 9.15.0: PyTorch takes cuDNN's attention from 9.15.1 on")
     monkeypatch.delattr(torch._C, "_cudnn")
     assert memory.describe_cudnn((8, 0)) == (f"9.15.0, {other}", [])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert memory.describe_cudnn((9, 0)) == (f"9.15.0, {other}", []), "cuDNN's attention is not asked for"
+    monkeypatch.undo()
+    libraries = {"libcudnn.so": str(own), "libcudnn_": str(other)}
+    monkeypatch.setattr(memory, "find_spec", lambda name: spec)
+    monkeypatch.setattr(memory, "loaded_library", libraries.get)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: found.number)
+    found.number = 92000
+    _, (part,) = memory.describe_cudnn((9, 0))
+    assert part.startswith(f"cuDNN is loaded from {other} and not")
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    libraries |= {"libcudnn.so": str(other)}
     found.number = 91501
     assert memory.describe_cudnn((9, 0)) == (f"9.15.1, {other}", [])
     found.number = None

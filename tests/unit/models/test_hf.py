@@ -111,7 +111,10 @@ def test_the_shape_of_attention_is_that_of_the_folder(folders: dict[str, Path]) 
         kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
         assert found is not None
         assert found[:3] == (config.num_attention_heads, kv_heads, config.hidden_size // config.num_attention_heads)
-        assert found.dropout == (0.1 if family == "gpt2" else 0.0), "that of GPT-2's configuration"
+        assert found.dropout == 0.0, "GPT-2 has others that are not 0"
+    assert attention_shape(model_config(folders["gpt2"], args={"attn_pdrop": 0.2}, weights="random")) == (4, 4, 8, 0.2)
+    windowed = model_config(folders["mixtral"], args={"sliding_window": 4}, weights="random")
+    assert attention_shape(windowed) is None, "transformers makes a mask"
 
 
 def test_flops_count_the_products(folders: dict[str, Path]) -> None:
