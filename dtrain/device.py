@@ -11,7 +11,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from itertools import accumulate
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 
 _STATUS = Path("/proc/self/status")
 _MAPS = Path("/proc/self/maps")
+_LAST_WITHOUT_ATTENTION = 91500  # cuDNN that PyTorch does not prefer, because it computes some lengths wrongly
 _LEAST_MS = {"cuda": 2.0, "cpu": 5.0}  # shorter intervals measure the launch and the clock
 
 
@@ -217,3 +220,51 @@ def cublaslt_version() -> str | None:
 def dotted_version(number: int) -> str:
     """Returns ``13.1.0`` for 130100, the form of cuBLASLt 12 and later and of cuDNN 9."""
     return f"{number // 10_000}.{number % 10_000 // 100}.{number % 100}"
+
+
+def describe_cudnn(capability: tuple[int, int]) -> tuple[str, list[str]]:
+    """Returns version and file of the cuDNN in this process, and warnings on what is wrong with it.
+
+    Args:
+        capability: of the GPU whose attention it may compute, unless algorithms must be deterministic.
+    """
+    file = loaded_library("libcudnn.so")
+    try:
+        number = torch.backends.cudnn.version()
+    except RuntimeError as error:  # the loaded library is older than the one that PyTorch was built with
+        reason = f"no: {str(error).splitlines()[0]}"
+        return reason, [f"cuDNN: {reason}, {file or 'unknown file'}; remove it from the library path"]
+    if number is None:
+        return "none", []
+    text, problems = f"{dotted_version(number)}, {file or 'unknown file'}", []
+    own = _folders_of_cudnn()
+    # it loads its parts at their first use, perhaps from another folder
+    for each in dict.fromkeys(filter(None, (file, loaded_library("libcudnn_")))):
+        if own and not any(Path(each).resolve().is_relative_to(folder) for folder in own):
+            problems.append(
+                f"cuDNN is loaded from {each} and not from PyTorch's wheels, {own[0]}; take its folder out of the "
+                f"library path (LD_LIBRARY_PATH)"
+            )
+    compiled = getattr(getattr(torch._C, "_cudnn", None), "getCompileVersion", None)
+    if compiled is not None and number < (built := sum(map(mul, compiled(), (10_000, 100, 1)))):
+        problems.append(
+            f"cuDNN {dotted_version(number)} is older than {dotted_version(built)}, with which PyTorch was built; "
+            f"install that"
+        )
+    takes_attention = capability == (9, 0) and not torch.are_deterministic_algorithms_enabled()
+    if number <= _LAST_WITHOUT_ATTENTION and takes_attention:
+        problems.append(
+            f"cuDNN {dotted_version(number)}: PyTorch takes cuDNN's attention from 9.15.1 on, and FlashAttention 2 "
+            f"before, which has half its speed on an H100 (published: 306 for 566 TFLOP/s forward); install a newer "
+            f"nvidia-cudnn"
+        )
+    return text, problems
+
+
+def _folders_of_cudnn() -> list[Path]:
+    """Returns where wheels have installed cuDNN."""
+    with suppress(ImportError):  # there is no package nvidia
+        spec = find_spec("nvidia.cudnn")
+        if spec is not None:
+            return [Path(folder).resolve() for folder in spec.submodule_search_locations or ()]
+    return []

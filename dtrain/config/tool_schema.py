@@ -116,6 +116,9 @@ class EngineBenchConfig(BenchConfig):
         None, "Other libraries; null: all, []: none. A library that is not installed is left out."
     )
     precision: str = one_of("bf16", "fp32", doc="Precision of every case.")
+    reproducible: bool = setting(
+        False, "Measure each case of the native engine with engine.reproducible=true too, beside the one without."
+    )
     starts: int = at_least(5, 0, "Starts of `dtrain train` whose first step is timed.")
 
 

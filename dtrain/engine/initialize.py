@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.attention import current_flash_attention_impl
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
@@ -318,7 +319,7 @@ def _config_text(
         },
         "buffers": {name: _tensor_fields(position, b) for position, (name, b) in enumerate(model.named_buffers())},
         "modules": {name: _module_text(module) for name, module in model.named_modules()},
-        "versions": {"torch": str(torch.__version__)},
+        "versions": {"torch": str(torch.__version__), "flash_attention": current_flash_attention_impl()},
         # kernels split their sums by threads, so reproducible ranks need the same number
         "threads": torch.get_num_threads() if options.reproducible else None,
     }

@@ -2,11 +2,12 @@
 
 from dtrain.models.causal_lm import ModelOutput
 from dtrain.models.exported import ExportedModel, load_exported
-from dtrain.models.factory import build_model, check_model, train_flops_per_token, vocabulary
+from dtrain.models.factory import attention_shape, build_model, check_model, train_flops_per_token, vocabulary
 
 __all__ = [
     "ExportedModel",
     "ModelOutput",
+    "attention_shape",
     "build_model",
     "check_model",
     "load_exported",

@@ -1,17 +1,28 @@
-"""Causal self-attention, also within each of the documents that share a row."""
+"""Causal self-attention, also within each of the documents that share a row, and the kernel that computes it."""
 
 from __future__ import annotations
 
 import inspect
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, current_flash_attention_impl
 
+_KERNELS = {"CUDNN_ATTENTION": "cuDNN", "EFFICIENT_ATTENTION": "memory-efficient", "MATH": "math"}
 _FLASH_HEAD_DIM = 256
 """Largest head dimension of the flash kernels; it must be a multiple of 8."""
+
+
+class AttentionShape(NamedTuple):
+    """Causal attention of a block, without a mask; ``dropout`` is that of its weights, or more."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    dropout: float
 
 
 def document_borders(positions: Tensor) -> Tensor:
@@ -109,3 +120,44 @@ def _attend(queries: Tensor, keys: Tensor, values: Tensor, dropout: float) -> Te
     return F.scaled_dot_product_attention(
         queries, keys, values, dropout_p=dropout, is_causal=True, enable_gqa=queries.shape[1] != keys.shape[1]
     )
+
+
+def attention_kernel(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    batch: int,
+    heads: int,
+    kv_heads: int,
+    seq_len: int,
+    head_dim: int,
+    dropout: float = 0.0,
+) -> str:
+    """Returns the kernel that causal ``scaled_dot_product_attention`` takes in training, without running it.
+
+    PyTorch decides by device, dtype, shapes, strides and whether gradients are needed, so the operands have those of
+    the built-in models.
+
+    Returns:
+        ``cuDNN``, ``FlashAttention 2`` (or 3, if it is active), ``memory-efficient`` or ``math``; or ``unknown: `` and
+        the reason.
+    """
+    try:
+        with torch.enable_grad():
+            shapes = ((batch, seq_len, count, head_dim) for count in (heads, kv_heads, kv_heads))
+            operands = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
+            q, k, v = (operand.transpose(1, 2) for operand in operands)
+            is_grouped = kv_heads != heads
+            choice = torch._fused_sdp_choice(q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped)
+        names = {kind.value: name for name, kind in SDPBackend.__members__.items()}
+    except (RuntimeError, AssertionError, AttributeError, ImportError, TypeError) as error:
+        return f"unknown: {(str(error).splitlines() or [type(error).__name__])[0]}"
+    if choice not in names or choice < 0:
+        return f"unknown: PyTorch chose {choice}, which names no kernel"
+    kernel = names[choice]
+    return flash_attention_name() if kernel == "FLASH_ATTENTION" else _KERNELS.get(kernel, kernel)
+
+
+def flash_attention_name() -> str:
+    """Returns ``FlashAttention 2``, PyTorch's own, or the one that is active in its place."""
+    return f"FlashAttention {(current_flash_attention_impl() or 'FA2').removeprefix('FA')}"

@@ -12,6 +12,7 @@ from dtrain.config.imports import load_named
 from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, HF_FACTORY, HF_IMAGES_FACTORY, ModelConfig
 from dtrain.errors import ConfigError
 from dtrain.models import hf
+from dtrain.models.attention import AttentionShape
 from dtrain.models.gpt2 import ffn_dim
 from dtrain.models.images import hf as images_hf
 from dtrain.models.loss_head import check_loss_keys
@@ -105,16 +106,28 @@ def build_model(config: ModelConfig, task: Task | int, seed: int) -> nn.Module:
     return model
 
 
-def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) -> int | None:
+def attention_shape(config: ModelConfig) -> AttentionShape | None:
+    """Returns the attention of a built-in language model, or of one of transformers; None: it is not known."""
+    if config.factory == HF_FACTORY:
+        return hf.attention_shape(config)
+    if config.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
+        return None
+    kv_heads = config.num_kv_heads if config.factory == DEFAULT_FACTORY else None
+    head_dim = config.hidden_dim // config.num_heads
+    return AttentionShape(config.num_heads, kv_heads or config.num_heads, head_dim, config.dropout)
+
+
+def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) -> tuple[int, int] | None:
     """Returns the model FLOPs of one forward and backward per trained token, or None if they are not known.
+
+    The first number counts attention by its causal half, the second one all of it, as PaLM does.
 
     They are not for a user factory and for a mixture of experts.
 
     This is the numerator of MFU. It follows PaLM (Chowdhery et al., 2022, appendix B): a multiply-add is two FLOPs and
     the backward costs twice the forward, so each matmul parameter counts 6; attention's two matmuls over the context
-    are added. Unlike PaLM, only the causal half of attention counts (6 instead of 12 x layers x heads x head dimension
-    x ``context``). The output head counts. The embedding look-up, norms, biases, positions, softmax, the padding of the
-    vocabulary and recomputation do not.
+    are added (12 x layers x heads x head dimension x ``context``, or half of it). The output head counts. The embedding
+    look-up, norms, biases, positions, softmax, the padding of the vocabulary and recomputation do not.
 
     Args:
         context: mean over tokens of the length of their sequence, or of their document if documents share one.
@@ -129,8 +142,9 @@ def train_flops_per_token(config: ModelConfig, vocab_size: int, context: float) 
         layer = 4 * hidden * hidden + 2 * hidden * ffn_dim(config)
     else:
         return None
-    matmul_parameters = config.num_layers * layer + hidden * vocabulary(config, vocab_size)
-    return 6 * matmul_parameters + round(6 * config.num_layers * hidden * context)
+    matmuls = 6 * (config.num_layers * layer + hidden * vocabulary(config, vocab_size))
+    attention = 6 * config.num_layers * hidden * context
+    return matmuls + round(attention), matmuls + round(2 * attention)
 
 
 def _load(factory: str) -> Callable[[ModelConfig, Any], Any]:

@@ -24,6 +24,7 @@ from dtrain.config.model import ModelConfig
 from dtrain.distributed.logging import logger
 from dtrain.errors import CheckpointError, ConfigError, nearest, one_line
 from dtrain.models.adapters import add_adapters
+from dtrain.models.attention import AttentionShape
 from dtrain.models.causal_lm import ModelOutput
 from dtrain.models.hf_forwards import (
     keeps_documents_apart,
@@ -293,7 +294,26 @@ def vocabulary_size(config: ModelConfig) -> int:
     return size
 
 
-def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
+def attention_shape(config: ModelConfig) -> AttentionShape | None:
+    """Returns the attention as ``dtrain.models.factory.attention_shape``; None: it may have a mask, or no fused kernel.
+
+    Models call the dropout of attention by several names; without one that says so, the largest dropout counts.
+    """
+    hf_config = read_hf_config(config)
+    text = hf_config.get_text_config()
+    model_class = import_transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    # with v_head_dim values have other dimensions than keys; some models have a number of heads for each layer
+    has_mask = getattr(text, "sliding_window", None) or hasattr(text, "v_head_dim") or not model_class._supports_sdpa
+    if has_mask or not isinstance(heads, int) or not isinstance(hidden, int):
+        return None
+    head_dim, kv_heads = getattr(text, "head_dim", None), getattr(text, "num_key_value_heads", None)
+    named = {name: x for name, x in text.to_dict().items() if "drop" in name and isinstance(x, (int, float))}
+    dropouts = {name: x for name, x in named.items() if "att" in name} or named
+    return AttentionShape(heads, kv_heads or heads, head_dim or hidden // heads, max([0.0, *dropouts.values()]))
+
+
+def train_flops_per_token(config: ModelConfig, context: float) -> tuple[int, int] | None:
     """Returns the FLOPs as ``dtrain.models.factory.train_flops_per_token``.
 
     None: a mixture of experts, or a model without attention heads.
@@ -310,7 +330,7 @@ def train_flops_per_token(config: ModelConfig, context: float) -> int | None:
     attention: float = text.num_hidden_layers * text.num_attention_heads * head_dim * context
     # a frozen weight has no gradient: two products instead of three
     matmuls = sum((6 if weight.requires_grad else 4) * math.prod(weight.shape) for weight in products.values())
-    return matmuls + round(6 * attention)
+    return matmuls + round(6 * attention), matmuls + round(12 * attention)
 
 
 @cache

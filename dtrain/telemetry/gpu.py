@@ -1,4 +1,4 @@
-"""Reads what decides a GPU's speed beside its model: limits and clocks, loaded libraries, the attention kernel.
+"""Reads what decides a GPU's speed beside its model: its limits and clocks.
 
 Importing this module does not import torch. What cannot be read is None, because a description never fails.
 """
@@ -8,10 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import torch
+from typing import Any
 
 _TIMEOUT_S = 10.0  # without persistence mode nvidia-smi takes seconds
 _NUMBERS = {
@@ -44,6 +41,32 @@ class GPUState:
     max_memory_clock_mhz: float | None = None
     temperature_c: float | None = None
     mig: str | None = None
+
+    @classmethod
+    def of(cls, values: Any) -> GPUState:
+        """Returns the state in a file, without what is no number."""
+        found = values if isinstance(values, dict) else {}
+        return cls(**{name: found[name] for name in _NUMBERS if isinstance(found.get(name), (int, float))})
+
+    @property
+    def brief(self) -> str:
+        """What belongs beside a rate, such as ``power limit 700 W, SM clock 1,755 MHz, 41 °C``."""
+        limit, clock, degrees = (
+            "unknown" if value is None else f"{value:,.0f} {unit}"
+            for value, unit in ((self.power_limit_w, "W"), (self.sm_clock_mhz, "MHz"), (self.temperature_c, "°C"))
+        )
+        return f"power limit {limit}, SM clock {clock}, {degrees if degrees != 'unknown' else 'temperature unknown'}"
+
+    @property
+    def problem(self) -> str:
+        """A warning if the power limit is below the card's default, else an empty string."""
+        limit, default = self.power_limit_w, self.default_power_limit_w
+        if limit is None or default is None or limit >= default:
+            return ""
+        return (
+            f"the GPU's power limit is {limit:,.0f} W and the card's default {default:,.0f} W, so it computes more "
+            f"slowly; as root, nvidia-smi -pl {default:.0f} sets it back"
+        )
 
     def summary(self) -> str:
         """Returns one line, such as ``power limit 700 W (default 700, at most 700), SM clock 1,755 of 1,980 MHz``."""
@@ -110,39 +133,3 @@ def _number(text: str) -> float | None:
         return float(text)
     except ValueError:  # [N/A], [Not Supported], [Unknown Error]
         return None
-
-
-def attention_kernel(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    batch: int,
-    heads: int,
-    kv_heads: int,
-    seq_len: int,
-    head_dim: int,
-) -> str:
-    """Returns the kernel that causal ``scaled_dot_product_attention`` takes in training, without running it.
-
-    PyTorch decides by device, dtype, shapes, strides and whether gradients are needed, so the operands have those of
-    the built-in models.
-
-    Returns:
-        ``flash``, ``cudnn``, ``efficient`` or ``math``, or ``unknown: `` and the reason.
-    """
-    import torch
-
-    try:
-        from torch.nn.attention import SDPBackend
-
-        with torch.enable_grad():
-            shapes = ((batch, seq_len, count, head_dim) for count in (heads, kv_heads, kv_heads))
-            operands = (torch.empty(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes)
-            q, k, v = (operand.transpose(1, 2) for operand in operands)
-            choice = torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=kv_heads != heads)
-        names = {kind.value: name for name, kind in SDPBackend.__members__.items()}
-    except (RuntimeError, AssertionError, AttributeError, ImportError, TypeError) as error:
-        return f"unknown: {(str(error).splitlines() or [type(error).__name__])[0]}"
-    if choice not in names or choice < 0:
-        return f"unknown: PyTorch chose {choice}, which names no kernel"
-    return names[choice].removesuffix("_ATTENTION").lower()

@@ -106,8 +106,10 @@ class Summary:
 
     ``tokens_per_s`` and ``wall_s`` cover the time since the run was last started. The rate excludes the first step,
     which compiles, unless it is the only one. ``tokens`` and the rate count targets that count in the loss; ``mfu``
-    counts all tokens that the model computes. It is None if the device's peak rate is unknown. ``val_metrics`` are
-    those of the task in the last validation, such as ``val_accuracy``; without tokens, ``tokens`` counts samples.
+    counts all tokens that the model computes, and attention by its causal half; ``mfu_full`` counts all of attention.
+    They are None if the device's peak rate is unknown. ``gpu`` is the state of rank 0's GPU at the end.
+    ``val_metrics`` are those of the task in the last validation, such as ``val_accuracy``; without tokens, ``tokens``
+    counts samples.
     """
 
     finished: bool
@@ -120,6 +122,8 @@ class Summary:
     val_loss_ema: float | None
     tokens_per_s: float | None
     mfu: float | None
+    mfu_full: float | None
+    gpu: dict[str, Any] | None
     wall_s: float
     memory: dict[str, int]
     memory_formula: dict[str, int]
@@ -242,7 +246,7 @@ def read_summary(run_dir: Path) -> Summary | None:
     """Returns the ``summary.json`` of a run directory, or None if it is missing or invalid."""
     try:
         values = json.loads((run_dir / SUMMARY_FILE).read_text(encoding="utf-8"))
-        values = {"val_metrics": {}, **values}  # older runs have none
+        values = {"val_metrics": {}, "mfu_full": None, "gpu": None, **values}  # older runs have none
         return Summary(**{item.name: values[item.name] for item in fields(Summary)})
     except (OSError, ValueError, TypeError, KeyError):
         return None

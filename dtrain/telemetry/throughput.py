@@ -12,37 +12,42 @@ import torch
 from dtrain.distributed.communicator import Communicator
 from dtrain.distributed.progress import Phase
 from dtrain.precision.hardware import rate
+from dtrain.telemetry.gpu import GPUState, describe_state
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def mfu(device: str, precision: str, flops_per_s: float) -> float | None:
+def mfu(device: str, precision: str, flops_per_s: float | None) -> float | None:
     """Returns the model FLOPs utilization (PaLM, Chowdhery et al., 2022, appendix B): achieved over peak, in [0, 1].
 
     Args:
         device: name of one rank's device, from ``device_name``.
         precision: name of the policy.
-        flops_per_s: model FLOPs per second on one rank, without recomputation.
+        flops_per_s: model FLOPs per second on one rank, without recomputation; None: unknown.
 
     Returns:
         None if there is no single peak: for an unknown device, and for ``fp8``, which mixes formats of several rates.
     """
     teraflops = None if precision == "fp8" else rate(device, precision)
-    return flops_per_s / (teraflops * 1e12) if teraflops is not None else None
+    return None if teraflops is None or flops_per_s is None else flops_per_s / (teraflops * 1e12)
 
 
-def mfu_text(utilization: float | None) -> str:
-    """Formats an MFU of this process's GPU with its power limit and clock, without which it says little."""
-    if utilization is None:
+def mfu_text(causal: float | None, full: float | None = None, gpu: GPUState | None = None) -> str:
+    """Formats an MFU with the power limit, clock and temperature of its GPU, without which it says little.
+
+    Args:
+        causal: attention counted by its causal half; None: the MFU is unknown.
+        full: the same with all of attention; None: unknown.
+        gpu: None: the state of this process's GPU now.
+    """
+    if causal is None:
         return "unknown"
-    from dtrain.telemetry.gpu import describe_state
-
-    state = describe_state(torch.cuda.current_device() if torch.cuda.is_available() else 0)
-    limit = "unknown" if state.power_limit_w is None else f"{state.power_limit_w:,.0f} W"
-    clock = "unknown" if state.sm_clock_mhz is None else f"{state.sm_clock_mhz:,.0f} MHz"
-    return f"{100 * utilization:.1f} % (power limit {limit}, SM clock {clock})"
+    if gpu is None:
+        gpu = describe_state(torch.cuda.current_device() if torch.cuda.is_available() else 0)
+    in_full = "" if full is None else f" with causal attention, {100 * full:.1f} % with full"
+    return f"{100 * causal:.1f} %{in_full} ({gpu.brief})"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from dtrain.tasks import SampleOptions
 from dtrain.tasks.description import describe_task
 from dtrain.telemetry.console import Console, memory_lines
 from dtrain.telemetry.envelope import Envelope
+from dtrain.telemetry.gpu import GPUState, describe_state
 from dtrain.telemetry.host import ENVIRONMENT_FILE, environment
 from dtrain.telemetry.metrics import (
     FAILURES,
@@ -52,6 +53,7 @@ from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.telemetry.texts import compact, rate
 from dtrain.telemetry.throughput import device_name, mfu, mfu_text
 from dtrain.telemetry.trackers import check_tracker, open_tracker
+from dtrain.train.attention import ATTENTION, compare_attention, describe_gpus
 from dtrain.train.flops import flops_between, flops_by_seq_len
 from dtrain.train.receipt import Planner, explained_out_of_memory, log_float8_line, write_page, write_receipt
 from dtrain.train.restarts import counted_attempt
@@ -180,9 +182,12 @@ def _train(
     del model  # it holds the weights of an engine that a finish in another precision replaces
     held.enter_context(watch.following_compilation())  # to the end: the sample may be compiled too
     _describe(config, engine, threads, num_parameters)
+    facts = describe_gpus(config, engine, dataset)
+    if facts.get(ATTENTION) is not None:
+        saving = replace(saving, extra=saving.extra | {ATTENTION: facts[ATTENTION]})
     if planner is not None and comm.rank == 0 and engine.contract.float8_modules:
         log_float8_line(partial(planner.float8_line, config, engine, dataset))
-    sinks = _open_sinks(config, engine, dataset, run_dir)
+    sinks = _open_sinks(config, engine, dataset, run_dir, facts)
     exit_code = EXIT_FAILED
     try:
         with watch.ending():
@@ -256,6 +261,7 @@ def _resume(config: RunConfig, engine: Engine, run_dir: RunDir, dataset: Dataset
     extra = engine.load(run_dir.load_from)
     if extra.get(DATA_FINGERPRINT, dataset.fingerprint) != dataset.fingerprint and engine.rank == 0:
         logger.warning("the data differs from the checkpoint's: from here the run sees other samples")
+    compare_attention(extra, config, engine, dataset)
 
     decide_on_rank_0(engine.comm, lambda: check_not_newer(run_dir, engine.attempted_steps))
     # a checkpoint of a library user has no such entry
@@ -297,13 +303,15 @@ def _describe_growth(config: RunConfig) -> None:
         logger.warning("the run ends at step %d, before the batch that begins at step %d", last, first)
 
 
-def _open_sinks(config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir) -> list[Sink]:
+def _open_sinks(
+    config: RunConfig, engine: Engine, dataset: Dataset, run_dir: RunDir, facts: dict[str, Any]
+) -> list[Sink]:
     sinks: list[Sink] = []
     step = engine.attempted_steps
 
     def open_all() -> None:
         write_config(run_dir, config, step)
-        write_json(run_dir.path / ENVIRONMENT_FILE, environment(engine.world_size), indent=2)
+        write_json(run_dir.path / ENVIRONMENT_FILE, environment(engine.world_size) | facts, indent=2)
         write_contract(run_dir, engine.contract.to_dict(), step)
         if dataset.tokenizer_file is not None:
             end_id = None if dataset.codec is None else dataset.codec.end_id
@@ -336,15 +344,18 @@ def _saving(config: RunConfig, model: nn.Module, dataset: Dataset, run_dir: RunD
 
 
 def _summarize(
-    config: RunConfig, engine: Engine, result: TrainResult, flops: Mapping[int, int] | None, wall_s: float
+    config: RunConfig, engine: Engine, result: TrainResult, flops: Mapping[int, tuple[int, int]] | None, wall_s: float
 ) -> Summary:
     device = device_name(engine.device)
     timing = result.timing
-    utilization = None
+    is_rank_0_of_gpus = engine.rank == 0 and engine.device.type == "cuda"
+    gpu = asdict(describe_state(engine.device.index or 0)) if is_rank_0_of_gpus else None
+    found: list[float | None] = [None, None]
     if flops is not None and timing.steps:
         stop = engine.attempted_steps  # masked targets are computed too
         computed = flops_between(config.batch_growth, flops, stop - timing.steps, stop)
-        utilization = mfu(device, engine.policy.name, computed / timing.seconds / engine.world_size)
+        rates = (each / timing.seconds / engine.world_size for each in computed)
+        found = [mfu(device, engine.policy.name, flops_per_s) for flops_per_s in rates]
     return Summary(
         finished=result.finished,
         steps=engine.attempted_steps,
@@ -356,7 +367,9 @@ def _summarize(
         val_loss_ema=result.val_losses.get("val_loss_ema"),
         val_metrics={name: value for name, value in result.val_losses.items() if not name.startswith("val_loss")},
         tokens_per_s=timing.tokens_per_s if timing.steps else None,
-        mfu=utilization,
+        mfu=found[0],
+        mfu_full=found[1],
+        gpu=gpu,
         wall_s=wall_s,
         memory=engine.memory(),
         memory_formula=engine.memory_formula(),
@@ -401,7 +414,7 @@ def _log_summary(summary: Summary, run_dir: RunDir, stop: StopSignals, unit: str
     parts = [f"{name} {loss:.4f}" for name, loss in (losses | dict(summary.val_metrics)).items() if loss is not None]
     if summary.tokens_per_s is not None:
         parts.append(rate(summary.tokens_per_s, unit))
-        parts.append(f"mfu {mfu_text(summary.mfu)}")
+        parts.append(f"mfu {mfu_text(summary.mfu, summary.mfu_full, GPUState.of(summary.gpu))}")
     parts.append(f"{summary.skipped_steps} skipped")
     logger.info("done: %d steps  %s", summary.steps, "  ".join(parts))
     logger.info("results in %s", run_dir.path)

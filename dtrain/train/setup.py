@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl, restore_flash_attention_impl
 
 from dtrain.checkpoint.frozen_source import FrozenSource
 from dtrain.config.audit import Audit
@@ -36,6 +37,7 @@ from dtrain.engine.interface import Engine
 from dtrain.engine.measurement.hooks import matching_modules
 from dtrain.engine.vote.divergence import config_difference, texts_of
 from dtrain.errors import ConfigError
+from dtrain.models.flash_attention import choose_attention
 from dtrain.models.hf import HFCausalLM
 from dtrain.models.loss_head import LossHead
 from dtrain.parameters.groups import find_units, matching_parameters
@@ -74,6 +76,7 @@ def torch_settings_restored() -> Iterator[None]:
     formats = [operator.fp32_precision for operator in operators]
     products = torch.backends.cuda.matmul
     sums = {name: getattr(products, name) for name in REDUCED_SUMS}
+    flash = current_flash_attention_impl()
     try:
         yield
     finally:
@@ -88,6 +91,8 @@ def torch_settings_restored() -> Iterator[None]:
         for name, allowed in sums.items():
             setattr(products, name, allowed)
         torch.set_float32_matmul_precision(matmul)
+        if current_flash_attention_impl() != flash:
+            restore_flash_attention_impl() if flash is None else activate_flash_attention_impl(flash)
 
 
 def set_threads(config: RunConfig, comm: Communicator) -> int:
@@ -230,6 +235,7 @@ def make_engine(
 ) -> Engine:
     policy = make_policy(config).on(comm.device)
     policy = replace(policy, decisions=earlier_decisions(saved_contract or {}, policy))
+    choose_attention(config, comm, policy.compute_dtype)
     optimizer = config.optim.optimizer
     lora = config.model.lora.r > 0 and config.model.weights == "load"
     try:

@@ -31,6 +31,7 @@ def make_run(folder: Path, *, seed: int = 0, lr: float = 1e-3, name: str = "tiny
     text = "".join(json.dumps(line) + "\n" for line in sorted(lines, key=lambda line: line["step"]))
     (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
     end = {"finished": True, "steps": STEPS, "mfu": 0.41, "tokens_per_s": 1.5e4, "world_size": 2, "precision": "bf16"}
+    end |= {"mfu_full": 0.44, "gpu": {"power_limit_w": 700, "sm_clock_mhz": 1755, "temperature_c": 61}}
     (folder / "summary.json").write_text(json.dumps(end), encoding="utf-8")
     rows = [{"kind": "peak", "planned_low": 2**30, "planned_high": 2**31, "measured": 1.5 * 2**30}]
     (folder / "memory.json").write_text(json.dumps({"rows": rows, "notes": ["rank 0 of 2"]}), encoding="utf-8")

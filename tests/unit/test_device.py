@@ -150,3 +150,47 @@ def test_the_version_of_cublaslt_is_asked_of_the_loaded_file(monkeypatch: pytest
     assert [memory.dotted_version(number) for number in (130100, 91002)] == ["13.1.0", "9.10.2"]
     monkeypatch.setattr(memory, "loaded_library", lambda stem: None)
     assert cublaslt_version() is None
+
+
+def test_a_cudnn_that_slows_attention_down_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another one on the library path, one older than PyTorch's, and one whose attention PyTorch does not take."""
+    wheel, other = tmp_path / "nvidia/cudnn", tmp_path / "opt/libcudnn.so.9"
+    own, found = wheel / "lib/libcudnn.so.9", SimpleNamespace(file="", number=92000, built=(9, 20, 0))
+    spec = SimpleNamespace(submodule_search_locations=[str(wheel)])
+    monkeypatch.setattr(memory, "find_spec", lambda name: spec)
+    monkeypatch.setattr(memory, "loaded_library", lambda stem: str(found.file))
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: found.number)
+    compiled = SimpleNamespace(getCompileVersion=lambda: found.built)
+    monkeypatch.setattr(torch._C, "_cudnn", compiled, raising=False)
+    found.file = own
+    assert memory.describe_cudnn((9, 0)) == (f"9.20.0, {own}", [])
+    found.file = other
+    _, (elsewhere,) = memory.describe_cudnn((9, 0))
+    assert elsewhere.startswith(f"cuDNN is loaded from {other} and not from PyTorch's wheels, {wheel}; take")
+    monkeypatch.setattr(memory, "find_spec", Mock(side_effect=ModuleNotFoundError("nvidia")))
+    found.number = 91500
+    _, (older, slow) = memory.describe_cudnn((9, 0))
+    assert older == "cuDNN 9.15.0 is older than 9.20.0, with which PyTorch was built; install that"
+    assert slow.startswith("cuDNN 9.15.0: PyTorch takes cuDNN's attention from 9.15.1 on")
+    monkeypatch.delattr(torch._C, "_cudnn")
+    assert memory.describe_cudnn((8, 0)) == (f"9.15.0, {other}", [])
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert memory.describe_cudnn((9, 0)) == (f"9.15.0, {other}", []), "cuDNN's attention is not asked for"
+    monkeypatch.undo()
+    libraries = {"libcudnn.so": str(own), "libcudnn_": str(other)}
+    monkeypatch.setattr(memory, "find_spec", lambda name: spec)
+    monkeypatch.setattr(memory, "loaded_library", libraries.get)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: found.number)
+    found.number = 92000
+    _, (part,) = memory.describe_cudnn((9, 0))
+    assert part.startswith(f"cuDNN is loaded from {other} and not")
+    monkeypatch.setattr(memory, "find_spec", lambda name: None)
+    libraries |= {"libcudnn.so": str(other)}
+    found.number = 91501
+    assert memory.describe_cudnn((9, 0)) == (f"9.15.1, {other}", [])
+    found.number = None
+    assert memory.describe_cudnn((9, 0)) == ("none", [])
+    refused = RuntimeError("cuDNN version incompatibility: compiled against (9, 20)\nmore")
+    monkeypatch.setattr(torch.backends.cudnn, "version", Mock(side_effect=refused))
+    reason = "no: cuDNN version incompatibility: compiled against (9, 20)"
+    assert memory.describe_cudnn((9, 0)) == (reason, [f"cuDNN: {reason}, {other}; remove it from the library path"])

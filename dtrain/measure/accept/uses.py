@@ -91,7 +91,7 @@ def addmm(device: torch.device) -> str:
 
 
 def attention(device: torch.device) -> str:
-    from dtrain.telemetry.gpu import attention_kernel
+    from dtrain.models.attention import attention_kernel
 
     options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
     q, k = (torch.randn(2, heads, 512, 128, **options) for heads in (16, 4))

@@ -132,13 +132,13 @@ class PlannedRank:
                 phases.append({"data_wait_ms": 1e3 * waited / steps, **clock.window(steps)})
         return busy, {name: median(one[name] for one in phases) for name in PHASES if name in phases[0]}
 
-    def flops(self) -> float | None:
-        """Returns the model's FLOPs of a step on this rank, or None if they are unknown."""
+    def flops(self) -> tuple[float, float] | None:
+        """Returns the model's FLOPs of a step on this rank, by both conventions, or None if they are unknown."""
         config = self.session.config
-        by_seq_len = flops_by_seq_len(config, self.session.dataset)
-        if by_seq_len is None:
+        if (by_seq_len := flops_by_seq_len(config, self.session.dataset)) is None:
             return None
-        return flops_between(config.batch_growth, by_seq_len, 0, 1) / self.engine.world_size
+        causal, full = flops_between(config.batch_growth, by_seq_len, 0, 1)
+        return causal / self.engine.world_size, full / self.engine.world_size
 
     def items(self) -> list[Item]:
         """Returns the operations of a step by their own time, longest first: kernels on a GPU, else the host's."""

@@ -33,7 +33,7 @@ class RankTime:
 
     busy_ms: list[float]
     phases_ms: dict[str, float]
-    flops: float | None
+    flops: tuple[float, float] | None
     items: list[Item]
     speedups: dict[str, float]
     precision: str
@@ -172,9 +172,10 @@ def summary(times: RankTime, step: Replay, run: PlannedRun, assumed: Assumptions
     ]
     if run.compiles_blocks:
         lines.append(f"model.compile={run.config.model.compile}: the blocks are timed as they are, not compiled")
-    utilization = None if times.flops is None else mfu(run.device.model, times.precision, times.flops / step.seconds)
-    if utilization is not None:
-        lines.append(f"MFU {mfu_text(utilization)}")
+    flops, model = times.flops or (None, None), run.device.model
+    causal, full = (mfu(model, times.precision, each and each / step.seconds) for each in flops)
+    if causal is not None:
+        lines.append(f"MFU {mfu_text(causal, full)}")
     return [*lines, *_communication(step, assumed)]
 
 

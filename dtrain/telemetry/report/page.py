@@ -14,6 +14,7 @@ import numpy as np
 from dtrain.config.dump import defaults
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig
 from dtrain.errors import directory_error
+from dtrain.telemetry.gpu import GPUState
 from dtrain.telemetry.metrics import METRIC, write_atomically
 from dtrain.telemetry.report.curves import COLORS, Curve, chart, number
 from dtrain.telemetry.report.read import Run, Series, flatten
@@ -174,14 +175,14 @@ def _tiles(run: Run) -> list[tuple[str, str]]:
         values = run.metrics.series[name].values
         return float(values[-1]) if len(values) else None
 
-    tokens_s, mfu = summary.get("tokens_per_s") or final("tokens_per_s"), summary.get("mfu")
+    tokens_s = summary.get("tokens_per_s") or final("tokens_per_s")
     peaks = run.metrics.series["peak_memory"].values
     tiles = [
         ("loss", _text(final("loss"))),
         ("validation loss", _text(final("val_loss"))),
         *((name.removeprefix("val_"), _text(final(name))) for name in run.metrics.series if METRIC.fullmatch(name)),
         (f"{run.unit} / s", _text(tokens_s)),
-        ("MFU", f"{100 * mfu:.1f} %" if isinstance(mfu, float) else "unknown"),
+        ("MFU", " / ".join(f"{100 * each:.1f} %" for each in _utilizations(run)) or "unknown"),
         ("skipped steps", _text(last.get("skipped_steps", 0))),
         ("peak memory", _bytes(float(max(peaks))) if len(peaks) else "-"),
         ("ranks", _text(summary.get("world_size") or run.environment.get("world_size"))),
@@ -245,13 +246,20 @@ def _time(run: Run) -> Section:
         rows.append(("other", f"{rest:.2f} ms", f"{100 * rest / step:.1f} %"))
     rows.append(("step", f"{step:.2f} ms", "100.0 %"))
     notes = ["mean over the logged steps without the first, on rank 0"]
-    mfu, rate = run.summary.get("mfu"), run.summary.get("tokens_per_s")
-    if isinstance(mfu, float) and rate:
+    found, rate = _utilizations(run), run.summary.get("tokens_per_s")
+    if found and rate:
+        in_full = f" ({100 * found[1]:.1f} % if it counts in full)" if len(found) > 1 else ""
         notes.append(
-            f"MFU {100 * mfu:.1f} % = FLOPs of the model for a token x {number(rate)} tokens/s / ranks / peak rate of "
-            "the device in this precision; causal attention counts half, recomputation not at all"
+            f"MFU {100 * found[0]:.1f} % = FLOPs of the model for a token x {number(rate)} tokens/s / ranks / peak "
+            f"rate of the device in this precision; causal attention counts half{in_full}, recomputation not at all"
         )
+        notes.append(f"rank 0's GPU at the end: {GPUState.of(run.summary.get('gpu')).brief}")
     return Section("Time of a step", ("phase", "time", "share"), rows, notes)
+
+
+def _utilizations(run: Run) -> list[float]:
+    """Returns the MFU with causal attention, and with full; nothing if it is unknown."""
+    return [mfu for name in ("mfu", "mfu_full") if isinstance(mfu := run.summary.get(name), float)]
 
 
 def _mean(series: Series) -> float:

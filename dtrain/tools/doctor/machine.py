@@ -20,10 +20,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from dtrain.device import cublaslt_version, dotted_version, elapsed_ms, loaded_library
+from dtrain.device import cublaslt_version, describe_cudnn, elapsed_ms, loaded_library
+from dtrain.models.attention import attention_kernel
+from dtrain.models.flash_attention import flash_attention_3_problem
 from dtrain.precision.hardware import has_compiler, triton_problem
 from dtrain.precision.policy import PrecisionPolicy
-from dtrain.telemetry.gpu import attention_kernel, describe_state
+from dtrain.telemetry.gpu import describe_state
 from dtrain.telemetry.host import describe_host, memory_left
 from dtrain.telemetry.trackers import wandb_mode
 from dtrain.tools.tables import Table
@@ -101,15 +103,19 @@ def _gpus() -> list[tuple[str, str]]:
         state = describe_state(index)
         rows += [
             (f"GPU {index}", _gpu(index)),
-            (f"GPU {index} power and clocks", state.summary()),
+            (f"GPU {index} power and clocks", "; WARNING: ".join(filter(None, [state.summary(), state.problem]))),
             (f"GPU {index} MIG mode", (state.mig or "none, or unknown").lower()),
         ]
+    capability = torch.cuda.get_device_capability(0)
+    cudnn, problems = describe_cudnn(capability)
+    missing = flash_attention_3_problem(capability)
     return [
         *rows,
         ("GPU driver", _driver()),
-        ("cuDNN", _cudnn()),
+        ("cuDNN", "; WARNING: ".join([cudnn, *problems])),
         ("cublasLt", _cublaslt()),
         (f"attention of {_HEADS} heads of {_HEAD_DIM}", _attention()),
+        ("attention, `reproducible=true`", f"not FlashAttention 3: {missing}" if missing else "FlashAttention 3"),
         ("compiler for GPUs", _compiler("cuda")),
     ]
 
@@ -134,14 +140,6 @@ def _driver() -> str:
     file = Path("/proc/driver/nvidia/version")  # the driver's own tool may not be installed in a container
     found = re.search(r"\d{3,}\.\d+(\.\d+)?", file.read_text(encoding="utf-8")) if file.exists() else None
     return found.group() if found else "unknown version"
-
-
-def _cudnn() -> str:
-    try:
-        number = torch.backends.cudnn.version()
-    except RuntimeError as error:  # the loaded library is older than the one that PyTorch was built with
-        return f"no: {str(error).splitlines()[0]}"
-    return "none" if number is None else f"{dotted_version(number)}, {loaded_library('libcudnn.so') or 'unknown file'}"
 
 
 def _cublaslt() -> str:

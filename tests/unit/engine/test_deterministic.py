@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 from typing import Any
 
@@ -107,3 +108,12 @@ def test_a_process_whose_cublas_is_not_deterministic_is_refused() -> None:
     fail.reason = "no kernel image"
     with fail, pytest.raises(RuntimeError, match="no kernel image"):
         start(reproducible=True)
+
+
+def test_ranks_compare_the_flash_attention_that_is_active(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    monkeypatch.setattr(initialize, "_require_equal_configs", lambda comm, text: texts.append(text))
+    start()
+    monkeypatch.setattr(initialize, "current_flash_attention_impl", lambda: "FA3")
+    start()
+    assert [json.loads(text)["versions"]["flash_attention"] for text in texts] == [None, "FA3"]

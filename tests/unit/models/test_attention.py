@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.config.model import GPT2_FACTORY, ModelConfig
-from dtrain.models import attention, build_model
-from dtrain.models.attention import causal_attention, document_borders
+from dtrain.models import attention, attention_shape, build_model
+from dtrain.models.attention import attention_kernel, causal_attention, document_borders
 from dtrain.tasks import IGNORE_INDEX
 
 VOCAB = 70
@@ -150,3 +151,46 @@ def test_compiled_blocks_take_any_documents() -> None:
     with torch._dynamo.config.patch(recompile_limit=4, fail_on_recompile_limit_hit=True):
         got = [model(**batch).loss for batch in batches]
     torch.testing.assert_close(got, want)
+
+
+CPU = torch.device("cpu")
+SIZES = {"batch": 2, "heads": 8, "kv_heads": 4, "seq_len": 16, "head_dim": 32}
+
+
+@pytest.mark.parametrize(
+    ("backend", "kernel"), [(SDPBackend.FLASH_ATTENTION, "FlashAttention 2"), (SDPBackend.MATH, "math")]
+)
+def test_the_named_kernel_is_the_one_that_torch_chooses(backend: SDPBackend, kernel: str) -> None:
+    with sdpa_kernel(backend):
+        assert attention_kernel(CPU, torch.float32, **SIZES) == kernel
+
+
+def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Tensor, ...]] = []
+
+    def choose(*operands: Tensor, dropout_p: float, is_causal: bool, enable_gqa: bool) -> int:
+        assert (dropout_p, is_causal, enable_gqa, torch.is_grad_enabled()) == (0.0, True, True, True)
+        asked.append(operands)
+        return next(choices)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
+    known = dict(enumerate(("math", "FlashAttention 3", "memory-efficient", "cuDNN")))
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: "FA3")
+    unknown = {number: f"unknown: PyTorch chose {number}, which names no kernel" for number in (-1, 99)}
+    choices = iter(known | unknown)
+    for kernel in (known | unknown).values():
+        with torch.no_grad():
+            assert attention_kernel(CPU, torch.float16, **SIZES) == kernel
+    assert [operand.shape for operand in asked[0]] == [(2, 8, 16, 32), (2, 4, 16, 32), (2, 4, 16, 32)]
+    assert {(x.dtype, x.requires_grad, x.stride(1)) for x in asked[0]} == {(torch.float16, True, 32)}
+    monkeypatch.setattr(torch, "_fused_sdp_choice", mock.Mock(side_effect=RuntimeError("no such device\nmore")))
+    assert attention_kernel(CPU, torch.float32, **SIZES) == "unknown: no such device"
+    monkeypatch.delattr(torch, "_fused_sdp_choice")
+    assert attention_kernel(CPU, torch.float32, **SIZES).startswith("unknown: module 'torch' has no attribute")
+
+
+def test_the_shape_of_attention_follows_the_configuration() -> None:
+    assert attention_shape(SMALL) == (4, 4, 8, 0.0)
+    assert attention_shape(replace(SMALL, num_kv_heads=2, dropout=0.1)) == (4, 2, 8, 0.1)
+    assert attention_shape(replace(SMALL, factory=GPT2_FACTORY)) == (4, 4, 8, 0.0)
+    assert attention_shape(replace(SMALL, factory="mine:build")) is None

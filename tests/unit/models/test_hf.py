@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import dtrain
 from dtrain.errors import ConfigError
-from dtrain.models import build_model, train_flops_per_token, vocabulary
+from dtrain.models import attention_shape, build_model, train_flops_per_token, vocabulary
 from dtrain.models import hf as hf_module
 from dtrain.parameters.groups import decayed_names, find_units
 from tests.helpers.hf_models import FAMILIES, TOKENS, VOCAB, build_hf, load_hf, model_config, save_hf
@@ -103,14 +103,30 @@ def test_random_weights_follow_the_seed_and_the_replaced_entries(folders: dict[s
     assert {p.dtype for p in first.parameters()} == {torch.float32}
 
 
+def test_the_shape_of_attention_is_that_of_the_folder(folders: dict[str, Path]) -> None:
+    for family in ("llama", "qwen3", "gpt2"):
+        found = attention_shape(model_config(folders[family]))
+        model: Any = build_model(model_config(folders[family]), VOCAB, 0)
+        config = model.hf.config
+        kv_heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
+        assert found is not None
+        assert found[:3] == (config.num_attention_heads, kv_heads, config.hidden_size // config.num_attention_heads)
+        assert found.dropout == 0.0, "GPT-2 has others that are not 0"
+    assert attention_shape(model_config(folders["gpt2"], args={"attn_pdrop": 0.2}, weights="random")) == (4, 4, 8, 0.2)
+    windowed = model_config(folders["mixtral"], args={"sliding_window": 4}, weights="random")
+    assert attention_shape(windowed) is None, "transformers makes a mask"
+
+
 def test_flops_count_the_products(folders: dict[str, Path]) -> None:
     attention = 6 * 2 * 32 * 16  # layers, width, length
     for family in ("llama", "qwen3"):  # one is tied
         layer = 2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64
-        expected = 6 * (2 * layer + VOCAB * 32) + attention
-        assert train_flops_per_token(model_config(folders[family]), VOCAB, 16) == expected
-    expected = 6 * (2 * 12 * 32 * 32 + VOCAB * 32) + attention
-    assert train_flops_per_token(model_config(folders["gpt2"]), VOCAB, 16) == expected
+        matmuls = 6 * (2 * layer + VOCAB * 32)
+        both = matmuls + attention, matmuls + 2 * attention
+        assert train_flops_per_token(model_config(folders[family]), VOCAB, 16) == both
+    matmuls = 6 * (2 * 12 * 32 * 32 + VOCAB * 32)
+    both = matmuls + attention, matmuls + 2 * attention
+    assert train_flops_per_token(model_config(folders["gpt2"]), VOCAB, 16) == both
     assert train_flops_per_token(model_config(folders["mixtral"]), VOCAB, 16) is None
 
 

@@ -320,7 +320,8 @@ def test_tables_show_what_was_measured() -> None:
     shares = {("weights", "all ranks"): Share(7, 2 * 10**6, 0.025, 0.02)}
     planned = Replay(0.12, 0.1, 0.0, shares)
     items = [Item("mm", 60.0, 9, True, False), Item("mul", 20.0, 4, False, True), Item("sum", 5.0, 1, False, False)]
-    times = plan_time.RankTime([90.0, 110.0, 100.0], phases, 0.12 * 16.725e12, items, {"bf16": 2.0}, "fp32")
+    flops = 0.12 * 16.725e12, 0.12 * 20.07e12
+    times = plan_time.RankTime([90.0, 110.0, 100.0], phases, flops, items, {"bf16": 2.0}, "fp32")
     run = planned_run(*SMALL, ranks=2, device="h100-80gb")
     assert times.ms == 100.0
     parts = dict(row[:2] for row in plan_time.phase_table(times, planned).rows)
@@ -335,7 +336,7 @@ def test_tables_show_what_was_measured() -> None:
     assert plan_time.item_table(slow).rows[-1][2] == "0"
     first, mfu, communication = plan_time.summary(times, planned, run, Assumptions(step_ms=100.0))
     assert first.startswith("120 ms a step (half of them between 110 and 130), ")
-    assert mfu.startswith("MFU 25.0 % (power limit ")
+    assert mfu.startswith("MFU 25.0 % with causal attention, 30.0 % with full (power limit ")
     assert communication == (
         "7 collectives a step, of which a rank receives 2 MB in 25 ms through ib-400g, 20 ms of which it waits"
     )

@@ -9,16 +9,13 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.telemetry.gpu import GPUState, attention_kernel, describe_state
+from dtrain.telemetry.gpu import GPUState, describe_state
+from dtrain.telemetry.throughput import mfu_text
 
 H100 = "700.00, 600.00, 710.00, 1755, 1980, 2619, 2620, 41, Disabled\n"
 UUID = "ffc79498-8ff3-c2dc-3b0d-fafd804516ae"
 BUS = {"pci_domain_id": 0, "pci_bus_id": 0x9B, "pci_device_id": 0}
-CPU = torch.device("cpu")
-SHAPE = {"batch": 2, "heads": 8, "kv_heads": 4, "seq_len": 16, "head_dim": 32}
 Smi = Callable[[Callable[[str], tuple[int, str]]], list[list[str]]]
 
 
@@ -103,30 +100,17 @@ def test_an_nvidia_smi_that_fails_is_no_state(answer: Any, smi: Smi, monkeypatch
     assert describe_state(0).summary() == "unknown: nvidia-smi does not tell"
 
 
-@pytest.mark.parametrize(("backend", "kernel"), [(SDPBackend.FLASH_ATTENTION, "flash"), (SDPBackend.MATH, "math")])
-def test_the_named_kernel_is_the_one_that_torch_chooses(backend: SDPBackend, kernel: str) -> None:
-    with sdpa_kernel(backend):
-        assert attention_kernel(CPU, torch.float32, **SHAPE) == kernel
-
-
-def test_the_choice_is_asked_for_training_with_the_shapes_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[Tensor, ...]] = []
-
-    def choose(*operands: Tensor, is_causal: bool, enable_gqa: bool) -> int:
-        assert (is_causal, enable_gqa, torch.is_grad_enabled()) == (True, True, True)
-        asked.append(operands)
-        return next(choices)
-
-    monkeypatch.setattr(torch, "_fused_sdp_choice", choose)
-    known = dict(enumerate(("math", "flash", "efficient", "cudnn")))
-    unknown = {number: f"unknown: PyTorch chose {number}, which names no kernel" for number in (-1, 99)}
-    choices = iter(known | unknown)
-    for kernel in (known | unknown).values():
-        with torch.no_grad():
-            assert attention_kernel(CPU, torch.float16, **SHAPE) == kernel
-    assert [operand.shape for operand in asked[0]] == [(2, 8, 16, 32), (2, 4, 16, 32), (2, 4, 16, 32)]
-    assert {(x.dtype, x.requires_grad, x.stride(1)) for x in asked[0]} == {(torch.float16, True, 32)}
-    monkeypatch.setattr(torch, "_fused_sdp_choice", Mock(side_effect=RuntimeError("no such device\nmore")))
-    assert attention_kernel(CPU, torch.float32, **SHAPE) == "unknown: no such device"
-    monkeypatch.delattr(torch, "_fused_sdp_choice")
-    assert attention_kernel(CPU, torch.float32, **SHAPE).startswith("unknown: module 'torch' has no attribute")
+def test_a_rate_stands_beside_the_state_and_a_lowered_limit_is_a_warning() -> None:
+    state = GPUState(500, 700, 700, 1755, temperature_c=61)
+    assert mfu_text(0.412, 0.45, state) == (
+        "41.2 % with causal attention, 45.0 % with full (power limit 500 W, SM clock 1,755 MHz, 61 °C)"
+    )
+    assert mfu_text(None, None, state) == "unknown"
+    assert mfu_text(0.5, None, GPUState()) == "50.0 % (power limit unknown, SM clock unknown, temperature unknown)"
+    assert state.problem == (
+        "the GPU's power limit is 500 W and the card's default 700 W, so it computes more slowly; as root, "
+        "nvidia-smi -pl 700 sets it back"
+    )
+    assert not any(GPUState(*watts).problem for watts in ((700, 700), (700, 600), (None, 700), (500, None)))
+    assert GPUState.of({"power_limit_w": 500, "sm_clock_mhz": "fast", "other": 1}) == GPUState(500)
+    assert GPUState.of(None) == GPUState.of([1]) == GPUState()

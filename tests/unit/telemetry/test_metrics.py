@@ -18,8 +18,9 @@ from tests.helpers.run_folders import STEP
 
 SUMMARY = metrics.Summary(
     finished=True, steps=10, applied_steps=9, skipped_steps=1, tokens=90, train_loss=2.0, val_loss=math.nan,
-    val_loss_ema=None, tokens_per_s=1.0, mfu=None, wall_s=3.0, memory={"master": 4}, memory_formula={"master": 4},
-    num_parameters=1, world_size=2, device="cpu", engine="native", precision="bf16", contract={"precision": "bf16"},
+    val_loss_ema=None, tokens_per_s=1.0, mfu=None, mfu_full=None, gpu=None, wall_s=3.0, memory={"master": 4},
+    memory_formula={"master": 4}, num_parameters=1, world_size=2, device="cpu", engine="native", precision="bf16",
+    contract={"precision": "bf16"},
 )  # fmt: skip
 
 

@@ -11,6 +11,7 @@ from dtrain.measure.bench.report.report import Report, origin
 from dtrain.measure.bench.report.statistics import all_steps_ms, ratios, spread, step_ms, timed, tokens_per_s
 from dtrain.measure.bench.targets import is_judged, judge
 from dtrain.precision.hardware import rate
+from dtrain.telemetry.gpu import GPUState
 from dtrain.telemetry.texts import compact
 from dtrain.tools.tables import Column, Table
 
@@ -19,8 +20,8 @@ _NOTE = (
     "FLOPs over the published dense BF16 peak of the exact device, attention counted by its causal half, or in full. "
     "Speed: tokens/s over those of the baseline in the same round: dtrain, or its eager case for the keys that take "
     "less memory. Loss: first to last of a start. Peaks: of the rounds, without the start. States: bytes on the device "
-    "by those of the ZeRO formula. Activations: bytes that a forward leaves for backward. W, MHz: power limit, and "
-    "clock while windows ran."
+    "by those of the ZeRO formula. Activations: bytes that a forward leaves for backward. W, MHz, °C: power limit, and "
+    "clock and temperature while windows ran."
 )
 
 
@@ -50,7 +51,7 @@ def _table(results: TrainingResults, cases: Sequence[CaseResult]) -> Table:
         ("step ms", lambda result: spread(all_steps_ms(result), 1)),
         ("tokens/s", lambda result: tokens_per_s(result, results)),
         ("MFU causal, full", lambda result: "unknown" if (found := _mfu(result, results)) is None else found[1]),
-        ("W, MHz", _power_and_clock),
+        ("W, MHz, °C", _power_and_clock),
         ("speed", lambda result: _speed(result, cases)),
         ("loss", lambda result: _losses(result)),
         ("peak, reserved GiB", lambda result: _gib(result.footprint.peak_device, result.footprint.peak_reserved)),
@@ -91,7 +92,7 @@ def _line(results: TrainingResults, result: CaseResult) -> str:
     figures, baseline = figures_of(results, result), _baseline(result)
     parts = [f"{step_ms(result):.1f} ms a step of {result.micro_batch}, {tokens_per_s(result, results)} tokens/s"]
     if (utilization := _mfu(result, results)) is not None:
-        parts.append(f"MFU {utilization[1]} (causal, full) at {_power_and_clock(result)} W, MHz")
+        parts.append(f"MFU {utilization[1]} (causal, full) at {_power_and_clock(result)} (W, MHz, °C)")
     if (speed := figures.get(f"speed over {baseline}")) is not None:
         parts.append(f"{speed:.3f} x {baseline}")
     if result.case.precision == "fp8":
@@ -139,9 +140,9 @@ def _loss_difference(result: CaseResult, other: CaseResult) -> float | None:
 
 
 def _power_and_clock(result: CaseResult) -> str:
-    """Returns power limit and clock while windows ran, without which a rate says little."""
-    state = result.rounds[-1].gpu
-    values = (None, None) if state is None else (state.power_limit_w, state.sm_clock_mhz)
+    """Returns power limit, clock and temperature while windows ran, without which a rate says little."""
+    state = result.rounds[-1].gpu or GPUState()
+    values = (state.power_limit_w, state.sm_clock_mhz, state.temperature_c)
     return ", ".join("unknown" if value is None else f"{value:.0f}" for value in values)
 
 

@@ -122,8 +122,16 @@ def _engine_columns(results: Sequence[CaseResult]) -> list[Column[CaseResult]]:
         is_native = result.case.engine == "native" and result.case.ranks == peer.case.ranks
         return spread(ratios(peer, result), 3) if is_native else ""
 
+    def price(result: CaseResult) -> str:
+        """Returns the ratio to the case that differs in nothing but ``reproducible``."""
+        plain = replace(result.case, reproducible=False)
+        pairs = (ratios(result, other) for other in results if replace(plain, name=other.case.name) == other.case)
+        return spread(next(pairs, []), 3) if result.case.reproducible else ""
+
+    is_priced = any(result.case.reproducible for result in results)
     return [
         *_step_over_plain(results, ranks=1),
+        *([("step / not reproducible", price)] if is_priced else []),
         *((f"speed-up over {name}", lambda result, peer=peer: speed_up(result, peer)) for name, peer in peers.items()),
     ]
 

@@ -6,6 +6,7 @@ Imports no torch, so that a misspelt engine is reported at once.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TypeAlias
 
 from dtrain.config.capabilities import CAPABILITIES, check
@@ -74,16 +75,19 @@ def check_engines(names: Sequence[str], ranks: int) -> None:
 
 def engine_cases(bench: EngineBenchConfig) -> list[BenchmarkCase]:
     """Returns plain PyTorch and native on one rank; then, on several, the peers, the other engines, and native."""
+
+    def native(title: str, ranks: int, stage: int) -> list[BenchmarkCase]:
+        case = BenchmarkCase(title, "native", ranks, bench.precision, stage)
+        return [case, *([replace(case, name=f"{title}, reproducible", reproducible=True)] * bench.reproducible)]
+
     cases = [
         BenchmarkCase("plain", "plain", 1, bench.precision),
-        BenchmarkCase("native, 1 rank", "native", 1, bench.precision, Native().zero_stage),
+        *native("native, 1 rank", 1, Native().zero_stage),
     ]
     if bench.ranks == 1:
         return cases
     lower_bound = BenchmarkCase(f"plain, {bench.ranks} at once", "plain", bench.ranks, bench.precision)
-    stages = [
-        BenchmarkCase(f"native, stage {stage}", "native", bench.ranks, bench.precision, stage) for stage in bench.stages
-    ]
+    stages = [case for stage in bench.stages for case in native(f"native, stage {stage}", bench.ranks, stage)]
     return [*cases, lower_bound, *peer_cases(bench), *stages]
 
 

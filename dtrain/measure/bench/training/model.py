@@ -7,10 +7,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from dtrain.config.model import DEFAULT_FACTORY, GPT2_FACTORY, ModelConfig
+from dtrain.config.model import DEFAULT_FACTORY, ModelConfig
 from dtrain.measure.bench.training.batches import Batches
-from dtrain.models import build_model, train_flops_per_token, vocabulary
-from dtrain.tasks import Task
+from dtrain.models import build_model, vocabulary
 
 _INIT_STD = 0.02
 _RECOMPILATIONS = 64  # the default of 8 would leave later blocks uncompiled without a word
@@ -60,14 +59,3 @@ def compile_blocks(model: nn.Module, *, wraps: bool) -> None:
                 modules[number] = cast(nn.Module, torch.compile(block, dynamic=False))
             else:
                 block.compile(dynamic=False)
-
-
-def flops_per_token(config: ModelConfig, task: Task | int) -> tuple[float | None, float | None]:
-    """Returns the model FLOPs of a trained token at ``max_seq_len``, without recomputation, or None if not known.
-
-    The two conventions differ in attention: its causal half, or all of it, as PaLM counts it.
-    """
-    if config.factory not in (DEFAULT_FACTORY, GPT2_FACTORY):
-        return None, None
-    causal = train_flops_per_token(config, vocabulary(config, task), config.max_seq_len)
-    return causal, causal and causal + 6 * config.num_layers * config.hidden_dim * config.max_seq_len

@@ -23,9 +23,10 @@ from dtrain.distributed.logging import logger
 from dtrain.measure.bench.records import Footprint, RankJob, TimedSteps
 from dtrain.measure.bench.training import peer_case
 from dtrain.measure.bench.training.batches import Batches
-from dtrain.measure.bench.training.model import flops_per_token, make_model
+from dtrain.measure.bench.training.model import make_model
 from dtrain.measure.bench.training.rank_training import RankTraining, run_config
 from dtrain.measure.worker import Rank
+from dtrain.models import train_flops_per_token, vocabulary
 from dtrain.telemetry.gpu import describe_state
 from dtrain.telemetry.throughput import device_name
 
@@ -95,7 +96,8 @@ class RankCase:
         training, device, config = self.training, self.device, run_config(self.job)
         on_gpu = device.type == "cuda"
         graphs, breaks = (None, 0) if config.model.compile == "none" else _compiled_graphs()
-        causal, full = flops_per_token(config.model, self.batches.task)
+        num_outputs = vocabulary(config.model, self.batches.task)
+        causal, full = train_flops_per_token(config.model, num_outputs, config.model.max_seq_len) or (None, None)
         found = Footprint(
             **{"graphs": graphs, **training.facts()},  # dtrain counts its own
             peak_rss=peak_resident(),

@@ -71,8 +71,7 @@ def test_machine_tables_are_true_and_hide_the_api_key(tmp_path: Path, monkeypatc
 def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """An H100 whose power is limited, with a cublasLt of CUDA 12.8."""
     properties = SimpleNamespace(name="NVIDIA H100 80GB HBM3", total_memory=80 * 2**30, major=9, minor=0)
-    kernels = {16: "flash", 4: "cudnn"}
-    files = {"libcudnn.so": "/opt/libcudnn.so.9", "libcublasLt.so": "/opt/libcublasLt.so.12"}
+    kernels = {16: "FlashAttention 2", 4: "cuDNN"}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     rows = dict(_machine())
     assert rows["GPU"] == "none visible to PyTorch"
@@ -81,33 +80,36 @@ def test_a_gpu_is_shown_with_its_limits_libraries_and_attention(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: properties.name)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91002)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    old = "9.10.2, /opt/libcudnn.so.9", ["cuDNN is loaded from /opt", "cuDNN 9.10.2 is old"]
+    monkeypatch.setattr(machine, "describe_cudnn", {(9, 0): old}.get)
     monkeypatch.setattr(machine, "describe_state", lambda index: GPUState(500, 700, 700, 1200, 1980, mig="Disabled"))
-    monkeypatch.setattr(machine, "loaded_library", files.get)
+    monkeypatch.setattr(machine, "loaded_library", {"libcublasLt.so": "/opt/libcublasLt.so.12"}.get)
     monkeypatch.setattr(machine, "cublaslt_version", lambda: "12.8.4")
     monkeypatch.setattr(machine, "attention_kernel", lambda device, dtype, *, kv_heads, **shape: kernels[kv_heads])
     rows = dict(_machine())
     assert rows["GPU 0"] == "NVIDIA H100 80GB HBM3, 80.0 GiB, compute capability 9.0"
     power = "power limit 500 W (default 700, at most 700), SM clock 1,200 of 1,980 MHz"
-    assert rows["GPU 0 power and clocks"] == power
+    limited = "WARNING: the GPU's power limit is 500 W and the card's default 700 W"
+    assert rows["GPU 0 power and clocks"].startswith(f"{power}; {limited}")
     assert rows["GPU 0 MIG mode"] == "disabled"
-    assert rows["cuDNN"] == "9.10.2, /opt/libcudnn.so.9"
+    warned = "WARNING: cuDNN is loaded from /opt; WARNING: cuDNN 9.10.2 is old"
+    assert rows["cuDNN"] == f"9.10.2, /opt/libcudnn.so.9; {warned}"
     assert rows["cublasLt"] == (
         "12.8.4, /opt/libcublasLt.so.12; FP8 products with blockwise scales need 12.9: install the wheel of CUDA 13.0 "
         "(cu130)"
     )
-    assert rows["attention of 16 heads of 128"] == "flash; with 4 key heads: cudnn (BF16, causal, 2,048 tokens)"
+    assert rows["attention of 16 heads of 128"] == (
+        "FlashAttention 2; with 4 key heads: cuDNN (BF16, causal, 2,048 tokens)"
+    )
+    assert rows["attention, `reproducible=true`"].startswith("not FlashAttention 3: no package has a module")
+    monkeypatch.setattr(machine, "flash_attention_3_problem", {(9, 0): ""}.get)
+    assert dict(_machine())["attention, `reproducible=true`"] == "FlashAttention 3"
     assert {"GPU driver", "compiler for GPUs"} <= rows.keys()
     assert "GPU" not in rows
     for version, text in (("12.9.0", "12.9.0, /opt/libcublasLt.so.12"), (None, "unknown version")):
         monkeypatch.setattr(machine, "cublaslt_version", lambda version=version: version)
         assert dict(_machine())["cublasLt"] == text
-
-    def fail() -> int:
-        raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10)\nmore")
-
-    monkeypatch.setattr(torch.backends.cudnn, "version", fail)
-    assert dict(_machine())["cuDNN"] == "no: cuDNN version incompatibility: compiled against (9, 10)"
 
 
 @pytest.mark.parametrize(("number", "is_bad"), [("3.8.0", True), ("3.7.1", False)])

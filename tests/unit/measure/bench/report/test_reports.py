@@ -166,7 +166,9 @@ def test_the_column_of_targets_judges_an_80_gb_gpu_only() -> None:
     results = results_of(cases, "step")
     keys = {"micro_batch_size": 2, "data": "device", "resident": False, "attempts": 0, "window_steps": 6}
     results = replace(results, config={"bench": {**results.config["bench"], **keys}, "model": {"max_seq_len": 4096}})
-    assert "target" not in describe(results).tables[0].columns
+    table = describe(results).tables[0]
+    assert "target" not in table.columns
+    assert row(table, "dtrain")["W, MHz, °C"] == "unknown, unknown, unknown"
     judged = describe(replace(results, host=replace(HOST, gpus=[H100])))
     cells = {name: row(judged.tables[0], name)["target"] for name in ("dtrain", "tensorwise", "eager")}
     states = "states over the formula at most 1.02: met"
@@ -185,6 +187,18 @@ def test_a_table_says_what_a_case_out_of_memory_took() -> None:
     steps, details = describe(results).tables
     assert row(steps, "native, 2 sequences")["step / plain"] == "2.000 (2.000 to 2.000)", "of a sequence"
     assert [row(details, name)["tokens/s"] for name in ("plain", "native")] == ["64k", "32k"]
+
+
+def test_a_reproducible_case_has_its_price() -> None:
+    plain, other, own = (result(name, 1, [[2.0]]) for name in ("native", "another stage", "native, reproducible"))
+    other = replace(other, case=replace(other.case, zero_stage=3))
+    own = replace(own, case=replace(own.case, reproducible=True), rounds=[replace(own.rounds[0], step_ms=[2.5])])
+    assert "step / not reproducible" not in describe(results_of([plain, other])).tables[0].columns
+    steps = describe(results_of([other, plain, own])).tables[0]
+    cells = [
+        row(steps, name)["step / not reproducible"] for name in ("another stage", "native", "native, reproducible")
+    ]
+    assert cells == ["", "", "1.250 (1.250 to 1.250)"]
 
 
 def test_a_run_that_was_ended_is_reported() -> None:

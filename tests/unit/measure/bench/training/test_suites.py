@@ -220,6 +220,9 @@ def test_engine_and_precision_cases() -> None:
     both = ["fsdp2", "ddp", "native, stage 0", "native, stage 3"]
     assert names(stages=[0, 3], peers=["fsdp2", "ddp"], engines=[]) == [*plain, *both]
     assert names(stages=[], engines=[]) == [*plain, *DEFAULT_PEERS]
+    assert names(ranks=1, reproducible=True) == [*plain[:2], "native, 1 rank, reproducible"]
+    pairs = [*plain[:2], "native, 1 rank, reproducible", plain[2], "native, stage 2", "native, stage 2, reproducible"]
+    assert names(stages=[2], peers=[], engines=[], reproducible=True) == pairs
     precision = suites.precision_cases(PrecisionBenchConfig(precisions=["fp16", "fp32"], ranks=2, zero_stage=1), CPU)
     assert precision == [BenchmarkCase(name, "native", 2, name, 1) for name in ("fp32", "fp16")]
     assert "fp16" not in suites.fast_precisions(CPU)
