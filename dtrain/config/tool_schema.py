@@ -37,6 +37,7 @@ STEP_CASES: dict[str, dict[str, Any]] = {
     "dtrain": {},
     "chunked": {"loss_chunk": "auto"},
     "reproducible": {"reproducible": True},
+    "graph": {"graph": True},
     "fsdp2": {"engine": "fsdp2_no_reshard"},  # on one rank resharding only adds copies
     "deepspeed": {"engine": "deepspeed_2"},
     "plain": {"engine": "plain"},
@@ -119,6 +120,7 @@ class EngineBenchConfig(BenchConfig):
     reproducible: bool = setting(
         False, "Measure each case of the native engine with engine.reproducible=true too, beside the one without."
     )
+    graph: bool = setting(False, "The same with engine.graph=true, on GPUs.")
     starts: int = at_least(5, 0, "Starts of `dtrain train` whose first step is timed.")
 
 

@@ -57,7 +57,7 @@ _FILES = " ".join(
     f"{{root}}/tests/gpu/test_{name}.py"
     for name in (
         "kernels", "engine", "float8", "engines", "operations", "formats", "measurement", "offload", "optimizers",
-        "attention",
+        "attention", "graphs",
     )
 )  # fmt: skip
 """The most fundamental first."""

@@ -27,6 +27,7 @@ class BenchmarkCase:
         blocks: recomputation and compilation in dtrain's engine, whose activations are then measured; None: as the
             suite's ``model`` says.
         reproducible: whether dtrain's engine gives the same bits at any world size.
+        graph: whether it replays steps from CUDA graphs.
         offload: ``cpu``: the native engine's masters, optimizer states and main grads lie on the host.
         loss_chunk: instead of that of the suite's ``model``.
         width: its model's, if the suite has several.
@@ -44,6 +45,7 @@ class BenchmarkCase:
     recipe: str | None = None
     blocks: Blocks | None = None
     reproducible: bool = False
+    graph: bool = False
     offload: str = "none"
     loss_chunk: str | None = None
     width: int | None = None

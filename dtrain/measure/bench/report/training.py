@@ -122,16 +122,16 @@ def _engine_columns(results: Sequence[CaseResult]) -> list[Column[CaseResult]]:
         is_native = result.case.engine == "native" and result.case.ranks == peer.case.ranks
         return spread(ratios(peer, result), 3) if is_native else ""
 
-    def price(result: CaseResult) -> str:
-        """Returns the ratio to the case that differs in nothing but ``reproducible``."""
-        plain = replace(result.case, reproducible=False)
+    def price(result: CaseResult, variant: str) -> str:
+        """Returns the ratio to the case that differs in nothing but ``variant``."""
+        plain = replace(result.case, **{variant: False})  # type: ignore[arg-type]
         pairs = (ratios(result, other) for other in results if replace(plain, name=other.case.name) == other.case)
-        return spread(next(pairs, []), 3) if result.case.reproducible else ""
+        return spread(next(pairs, []), 3) if getattr(result.case, variant) else ""
 
-    is_priced = any(result.case.reproducible for result in results)
+    found_variants = [name for name in ("reproducible", "graph") if any(getattr(one.case, name) for one in results)]
     return [
         *_step_over_plain(results, ranks=1),
-        *([("step / not reproducible", price)] if is_priced else []),
+        *((f"step / not {name}", lambda result, name=name: price(result, name)) for name in found_variants),
         *((f"speed-up over {name}", lambda result, peer=peer: speed_up(result, peer)) for name, peer in peers.items()),
     ]
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from dtrain.config.capabilities import CAPABILITIES, check
 from dtrain.config.engines import Native
@@ -78,7 +78,8 @@ def engine_cases(bench: EngineBenchConfig) -> list[BenchmarkCase]:
 
     def native(title: str, ranks: int, stage: int) -> list[BenchmarkCase]:
         case = BenchmarkCase(title, "native", ranks, bench.precision, stage)
-        return [case, *([replace(case, name=f"{title}, reproducible", reproducible=True)] * bench.reproducible)]
+        variants: dict[str, Any] = {name: {name: True} for name in ("reproducible", "graph") if getattr(bench, name)}
+        return [case, *(replace(case, name=f"{title}, {name}", **keys) for name, keys in variants.items())]
 
     cases = [
         BenchmarkCase("plain", "plain", 1, bench.precision),

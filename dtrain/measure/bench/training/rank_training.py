@@ -48,7 +48,7 @@ def run_config(job: RankJob) -> RunConfig:
         model = replace(model, loss_chunk=case.loss_chunk)
     engine = EngineConfig()
     if case.is_dtrain:
-        options: dict[str, Any] = {"reproducible": True} if case.reproducible else {}
+        options: dict[str, Any] = {name: True for name in ("reproducible", "graph") if getattr(case, name)}
         if case.offload != "none":
             options["offload"] = case.offload
         engine = GROUP_OPTIONS["engine"][case.engine](zero_stage=case.zero_stage, **options)
