@@ -21,6 +21,7 @@ from dtrain.config.tool_schema import (
     EngineBenchConfig,
     Float8BenchConfig,
     Float8Suite,
+    HostBenchConfig,
     LossHeadBenchConfig,
     MemoryBenchConfig,
     ModelSuite,
@@ -160,6 +161,20 @@ SUITES: dict[str, Suite] = {
             ProfileSuite[ProfileBenchConfig],
             "training.profile:run_profile_suite",
             {**_TINY, "optim": "adamw"},
+        ),
+        Suite(
+            "host",
+            "host time of a step by part, beside a plain loop",
+            ModelSuite[HostBenchConfig],
+            "training.host:run_host_suite",
+            {
+                "model": "tiny",
+                "model.num_layers": 24,
+                "model.hidden_dim": 32,
+                "model.num_heads": 1,
+                "model.max_seq_len": 4,
+                "model.vocab_size": 64,
+            },
         ),
         Suite(
             "collectives",

@@ -60,6 +60,12 @@ class TrainConfig(CheckedRecord):
         16, 0, "Micro-batches of a validation, over all ranks; 0: all validation samples, each once."
     )
     save_every: int = at_least(100, 0, "Steps from one checkpoint to the next; 0: only at the end.")
+    collect_garbage_every: int = at_least(
+        50,
+        0,
+        "Steps from one collection of Python's garbage to the next, after the same ones on all ranks, and after each "
+        "validation and save; cycles of objects hold their tensors until then. 0: Python decides, on each rank alone.",
+    )
     sample_tokens: int = at_least(
         160, 0, "Length of the text sample written at the end; 0: none, and no picture of other tasks."
     )

@@ -272,6 +272,21 @@ class ProfileBenchConfig(CheckedRecord):
 
 
 @dataclass(frozen=True)
+class HostBenchConfig(MeasurementConfig):
+    """Host time of the native engine's step by part, beside a plain loop of the same model.
+
+    Its blocks are so narrow by default that nearly all time is the host's.
+    """
+
+    stages: list[int] = setting([2, 3], "ZeRO stages to measure.")
+    precisions: list[str] = setting(["fp32", "bf16"], "Precisions to measure.")
+    micro_batch_size: int = at_least(1, 1, "Sequences in a step of one rank.")
+    # by then every buffer that is used in turn has been used; the first audit is due after 100 steps
+    warmup_steps: int = at_least(24, 1, "Steps before the first round, which are not timed.")
+    steps: int = at_least(4, 1, _STEPS)
+
+
+@dataclass(frozen=True)
 class CollectivesBenchConfig(MeasurementConfig):
     """Each collective of a step, by size and transport: sockets and shared memory on CPUs, NCCL on GPUs."""
 

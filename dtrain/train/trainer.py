@@ -22,6 +22,7 @@ from dtrain.errors import CheckpointError, CorruptionError, NonFiniteError
 from dtrain.telemetry.metrics import Sink, StepMetrics
 from dtrain.telemetry.throughput import PhaseTimes, StepTimer, StepTiming
 from dtrain.train.adapters import AdapterCheck
+from dtrain.train.garbage import GarbageCollection
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.session import Session, StepWatch
 from dtrain.train.signals import StopSignals
@@ -101,7 +102,8 @@ class Trainer:
         session = self._session
         self._batches = PrefetchedBatches(session.loader, session.config.data.prefetch, self._engine.device)
         try:
-            return self._run()
+            with GarbageCollection(self._config.collect_garbage_every) as garbage:
+                return self._run(garbage)
         except BaseException as error:
             # the running save holds a good state, so it may still commit
             self._engine.leave_save(cancel=is_lost_connection(error))
@@ -111,7 +113,7 @@ class Trainer:
         finally:
             self._batches.close()
 
-    def _run(self) -> TrainResult:
+    def _run(self, garbage: GarbageCollection) -> TrainResult:
         config, engine = self._config, self._engine
         if self._saving.config.asynchronous:
             engine.prepare_saves()
@@ -121,10 +123,12 @@ class Trainer:
             if stop and step < config.steps:
                 self._save(step, asynchronous=False, when_busy="wait")
                 return self._result(finished=False)
-            if _due(step, config.eval_every):
+            if evaluates := _due(step, config.eval_every):
                 self._evaluate(step)
-            if _due(step, config.save_every):
+            if saves := _due(step, config.save_every):
                 self._save_with_validation(step, when_busy=self._saving.config.when_busy)
+            with self._timer.paused():  # the first one takes as long as many steps
+                garbage.after_step(step, at_pause=evaluates or saves)
         # save before the last evaluation, whose failure then loses no training
         step = engine.attempted_steps
         if self._saving.config.save_at_end or self._end < config.steps:

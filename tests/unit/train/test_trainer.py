@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -404,6 +406,32 @@ def test_stop_and_resume_change_no_data_and_no_evaluation(
         return {event for event in events if event.startswith("eval") and event != f"eval {first.attempted_steps}"}
 
     assert evaluated(first.events) | evaluated(second.events) == evaluated(whole.events)
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_at_certain_steps_and_after_a_validation_or_save() -> None:
+    engine, made, alive = _CountingEngine(), list[weakref.ref[_Cycle]](), list[tuple[int, bool]]()
+
+    def before_backward(step: int) -> None:
+        if len(alive) < step:  # else it is the step's second micro-batch
+            alive.append((sum(ref() is not None for ref in made), gc.isenabled()))
+            made.append(weakref.ref(_Cycle()))
+
+    engine.before_backward = before_backward
+    _train(engine, collect_garbage_every=5, **_every(13, 7, 9))
+    assert [enabled for _, enabled in alive] == [True, True, *[False] * 11]
+    # before the steps 3 to 13: the second step, the fifth and tenth, a validation after 7, a save after 9
+    assert [count for count, _ in alive[2:]] == [0, 1, 2, 0, 1, 0, 1, 0, 0, 1, 2]
+    assert gc.isenabled()
+    engine.failure = RuntimeError("a step fails")
+    engine.attempted_steps = 3
+    with pytest.raises(RuntimeError, match="a step fails"):
+        _train(engine, collect_garbage_every=5, **_every(13, 7, 9))
+    assert gc.isenabled()
 
 
 def test_a_batch_goes_to_a_gpu_from_pinned_memory() -> None:

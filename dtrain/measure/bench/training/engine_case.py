@@ -17,8 +17,8 @@ from dtrain.distributed.startup.setup import connect
 from dtrain.engine.interface import Engine
 from dtrain.measure.bench.records import LinearFormat, RankJob
 from dtrain.measure.bench.training.batches import Batches
+from dtrain.measure.bench.training.part_times import PartTimes
 from dtrain.measure.bench.training.rank_training import RankTraining
-from dtrain.measure.bench.training.vote_timing import time_vote
 from dtrain.telemetry.precision_files import PrecisionFiles
 from dtrain.train.sampling import PrecisionSampling
 from dtrain.train.session import MicroBatch, Session, StepWatch
@@ -53,8 +53,23 @@ def prepare(job: RankJob, config: RunConfig, model: nn.Module, batches: Batches,
             "emulates_float8": case.precision == "fp8" and engine.contract.policy.float8.emulate is True,
         }
 
-    parts = time_vote(engine) if case.times_vote else {}
+    parts = _time_vote(engine) if case.times_vote else dict
     return RankTraining(step, facts, parts, activations if case.blocks is not None else None)
+
+
+def _time_vote(engine: Engine) -> Callable[[], dict[str, float]]:
+    """Returns a function that returns the milliseconds of ``engine``'s vote since the last call, and of its parts."""
+    times = PartTimes(engine.device)
+    times.watch(engine, "_vote", "vote")
+    # only within the vote: after a skipped step the ranks also gather records about the culprit
+    times.watch(engine, "_squares", "norm", within="vote")
+    times.watch(engine.comm, "gather_rows", "all-gather", within="vote")
+
+    def take() -> dict[str, float]:
+        ms = times.take()
+        return {**ms, "vote": sum(ms.values())}
+
+    return take
 
 
 def _linears(engine: Engine) -> list[LinearFormat]:

@@ -28,6 +28,7 @@ from dtrain.device import repeated_ms, synchronize
 from dtrain.distributed.startup.setup import choose_device, connect, ensure_process_group
 from dtrain.measure.bench.records import TableResults
 from dtrain.measure.bench.training.model import build_on
+from dtrain.measure.bench.training.part_times import PartTimes
 from dtrain.measure.bench.training.trace import CLASSES, OPTIMIZER, record_trace
 from dtrain.measure.record import head
 from dtrain.precision.hardware import has_compiler, has_float8_tensor_cores
@@ -103,27 +104,12 @@ class _Phase(StepWatch):
     """Times the optimizer phase of each step, on the host and by events on a GPU, and names it for the profiler."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
-        self.host_ms: list[float] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.times, self.host_times = PartTimes(device), PartTimes(torch.device("cpu"))
 
     @contextmanager
     def update(self) -> Iterator[None]:
-        start, end = (torch.cuda.Event(enable_timing=True) if self._is_cuda else None for _ in range(2))
-        begin = time.perf_counter()
-        with record_function(OPTIMIZER):
-            if start is not None:
-                start.record()
+        with self.host_times.update(), record_function(OPTIMIZER), self.times.update():
             yield
-            if end is not None:
-                end.record()
-        self.host_ms.append(1000 * (time.perf_counter() - begin))
-        if start is not None and end is not None:
-            self._events.append((start, end))
-
-    def ms(self) -> list[float]:
-        """Returns milliseconds by step; the device has finished them."""
-        return [start.elapsed_time(end) for start, end in self._events] if self._is_cuda else self.host_ms
 
 
 def _profile(
@@ -147,22 +133,22 @@ def _profile(
     phase = _Phase(device)
     for _ in range(bench.warmup_steps):
         session.step(batch)
-    step_ms = []
+    step_ms, phase_ms, host_ms = [], [], []
     for _ in range(bench.steps):
         synchronize(device)
         begin = time.perf_counter()
         session.step(batch, watch=phase)  # nothing reads its outcome, which would wait for the device
         synchronize(device)
         step_ms.append(1000 * (time.perf_counter() - begin))
+        phase_ms.append(phase.times.take()["update"])
+        host_ms.append(phase.host_times.take()["update"])
     keep = Path(bench.keep_trace) / f"{precision}.json" if bench.keep_trace else None
     if keep is not None:
         keep.parent.mkdir(parents=True, exist_ok=True)
     trace = record_trace(lambda: session.step(batch, watch=_Phase(device)), device, keep=keep)
     part = trace.within(OPTIMIZER)
-    copy_gb_per_s, moved = (
-        _copy_gb_per_s(min(_COPY_NUMEL, engine.num_parameters), device),
-        _moved_bytes(engine.memory()),
-    )
+    copy_gb_per_s = _copy_gb_per_s(min(_COPY_NUMEL, engine.num_parameters), device)
+    moved = _moved_bytes(engine.memory())
     return {
         "precision": precision,
         "micro_batch": micro_batch,
@@ -171,12 +157,12 @@ def _profile(
         **trace.summary(_TOP),
         "is_on_device": trace.is_on_device,
         "optimizer": {
-            "ms": phase.ms(),
-            "host_ms": phase.host_ms,
+            "ms": phase_ms,
+            "host_ms": host_ms,
             "bytes": moved,
             "copy_gb_per_s": copy_gb_per_s,
-            "copy_share": copy_share(phase.ms(), COUNTED_BYTES * engine.num_parameters, copy_gb_per_s),
-            "copy_share_moved": copy_share(phase.ms(), moved, copy_gb_per_s),
+            "copy_share": copy_share(phase_ms, COUNTED_BYTES * engine.num_parameters, copy_gb_per_s),
+            "copy_share_moved": copy_share(phase_ms, moved, copy_gb_per_s),
             **part.summary(_TOP),
         },
     }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dtrain.config.dump import from_plain
@@ -14,7 +14,6 @@ from dtrain.config.precision import Float8, LossScale, PrecisionConfig
 from dtrain.config.schedule import Constant
 from dtrain.config.schema import GROUP_OPTIONS, RunConfig, TrainConfig
 from dtrain.measure.bench.records import RankJob
-from dtrain.measure.bench.training.vote_timing import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -24,13 +23,13 @@ class RankTraining:
     Attributes:
         step: trains on the next batch; returns a function that reads the loss.
         facts: fields of ``Footprint`` that only the one that trains knows.
-        parts: stopwatches around parts of a step, by name.
+        parts: returns the milliseconds of parts of the steps since its last call, by name.
         activations: takes one more step; None: they are not measured.
     """
 
     step: Callable[[], Callable[[], float]]
     facts: Callable[[], dict[str, Any]]
-    parts: Mapping[str, Stopwatch] = field(default_factory=dict)
+    parts: Callable[[], dict[str, float]] = dict
     activations: Callable[[], int] | None = None
 
 

@@ -29,6 +29,7 @@ from dtrain.measure.worker import Rank
 from dtrain.models import train_flops_per_token, vocabulary
 from dtrain.telemetry.gpu import describe_state
 from dtrain.telemetry.throughput import device_name
+from dtrain.train.garbage import GarbageCollection
 
 _STEPS_OF_AN_ATTEMPT = 2  # the second meets the allocator as the first has left it
 
@@ -62,7 +63,7 @@ class RankCase:
         """Times ``count`` steps, by windows of ``bench.window_steps``."""
         window = self.job.config["bench"]["window_steps"]
         self.batches.prepare(count)
-        timed = TimedSteps([], [], 0.0, [], {name: [[]] for name in self.training.parts})
+        timed = TimedSteps([], [], 0.0)
         asked = None
         if window > 1 and self.device.type == "cuda":  # meanwhile: the clocks of an idle GPU are others
             asked = ThreadPoolExecutor(1).submit(describe_state, self.device.index or 0)
@@ -83,8 +84,8 @@ class RankCase:
             ms = 1000 * (time.perf_counter() - start)
         timed.step_ms.append(ms)
         timed.cpu_ms.append(1000 * (time.process_time() - cpu_start) / count)
-        for name, stopwatch in self.training.parts.items():
-            timed.parts_ms[name][0].append(stopwatch.take() / count)
+        for name, part_ms in self.training.parts().items():
+            timed.parts_ms.setdefault(name, [[]])[0].append(part_ms / count)
 
     def footprint(self, *, last: bool, warnings: list[str]) -> Footprint:
         """Returns the memory so far, and starts its peaks on the GPU again.
@@ -141,12 +142,13 @@ def serve(rank: Rank) -> Generator[Any, Any, None]:
     """Serves the requests of ``CaseProcesses``; see above."""
     job = from_plain(RankJob, rank.job)
     start = time.perf_counter()
-    with kept_warnings() as warnings:
+    with kept_warnings() as warnings, GarbageCollection(1) as garbage:
         case = RankCase.prepare(job, rank)
         setup_s = time.perf_counter() - start
         case.take_steps(1)
         request = yield setup_s
         while True:
+            garbage.after_step(0)  # between rounds, for peers too, so that none of their steps is longer for it
             if "steps" in request:
                 request = yield case.take_steps(request["steps"])
             else:

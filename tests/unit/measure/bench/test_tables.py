@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,8 +18,10 @@ from dtrain.config.tool_schema import ProductsBenchConfig
 from dtrain.measure.bench.operations import products
 from dtrain.measure.bench.records import TableResults, read_results
 from dtrain.measure.bench.report.document import describe
-from dtrain.measure.bench.training import memory, profile
+from dtrain.measure.bench.training import host, memory, profile
+from dtrain.measure.bench.training.part_times import PartTimes
 from dtrain.measure.bench.training.trace import read_events
+from dtrain.tools.tables import Table
 
 TINY = ["model.num_layers=1", "model.hidden_dim=32", "model.num_heads=2", "model.max_seq_len=16", "model.vocab_size=64"]
 
@@ -127,3 +131,61 @@ def test_without_memory_the_micro_batch_is_halved(tmp_path: Path, monkeypatch: p
     results = bench(tmp_path, "profile", "bench.micro_batch_size=9", "bench.precisions=[bf16,fp8]", code=1)
     assert results.failures == ["bf16: RuntimeError: no kernel"]
     assert results.left_out == {"fp8": "no FP8 Tensor Cores"}
+
+
+@pytest.mark.processes
+def test_host_time_by_part_of_the_slowest_rank(tmp_path: Path, warm_ranks: None) -> None:
+    words = ["bench.ranks=2", "bench.precisions=[bf16]", "bench.rounds=1", "bench.steps=1", "bench.warmup_steps=2"]
+    results = bench(tmp_path, "host", *words)
+    assert [(row["precision"], row["stage"]) for row in results.rows] == [("bf16", 2), ("bf16", 3)]
+    for figures in (row["figures"] for row in results.rows):
+        ms = {name: value for name, value in figures.items() if isinstance(value, float)}
+        parts = [f"engine: {part}" for part in host._ORDER]
+        assert min(ms[name] for name in parts) > 0
+        assert sum(ms[name] for name in parts) == pytest.approx(ms["engine: step"])
+        bare = ms["plain: forward"] + ms["plain: backward"]
+        assert ms["added"] == pytest.approx(ms["engine: step"] - bare)
+        assert ms["plain: update"] > 0
+        assert figures["engine: operations"] > 50
+        assert "engine: idle" not in figures, "a CPU has no device that idles"
+    stage_2, stage_3 = (row["figures"]["calls added"] for row in results.rows)
+    assert 500 < stage_2 < stage_3, "it gathers each block twice"
+    (table,) = results.tables
+    assert table.columns == ("ms", "bf16, stage 2", "bf16, stage 3")
+    assert ["calls added", str(stage_2), str(stage_3)] in [list(line) for line in table.rows]
+
+
+@pytest.mark.processes
+def test_a_host_case_that_fails_costs_no_other(tmp_path: Path, warm_ranks: None) -> None:
+    words = ["bench.precisions=[no,fp32]", "bench.stages=[2]", "bench.rounds=1", "bench.warmup_steps=1"]
+    results = bench(tmp_path, "host", *words, code=1)
+    assert [row["precision"] for row in results.rows] == ["fp32"]
+    assert [line.split(":")[0] for line in results.failures] == ["no, stage 2"]
+
+
+def test_a_part_counts_without_the_parts_inside_it() -> None:
+    times = PartTimes(torch.device("cpu"), iter(range(100)).__next__)
+    work = SimpleNamespace(outer=lambda: work.inner() or work.inner(), inner=lambda: None)
+    times.watch(work, "outer", "outer")
+    times.watch(work, "inner", "inner", within="outer")
+    work.inner()  # not within
+    assert times.take() == {}
+    work.outer()  # begins at 0; each inner one takes a second, and the outer one three around them
+    with pytest.raises(ZeroDivisionError), times.inside("failed"):
+        _ = 1 / 0
+    assert times.take() == {"outer": 3000, "inner": 2000, "failed": 1000}
+    work.inner()
+    assert times.take() == {}, "the failed part has ended"
+
+
+def test_calls_of_dtrain_count_and_those_that_measure_do_not() -> None:
+    def work() -> None:
+        Table("", ("a",), []).markdown()  # and a generator that it joins
+        PartTimes(torch.device("cpu")).take()
+        json.dumps({})
+
+    before = sys.getprofile()
+    assert host.calls_of(lambda: None) == 0
+    assert 1 <= host.calls_of(work) <= 12
+    assert host.calls_of(lambda: [work(), work()]) == 2 * host.calls_of(work)
+    assert sys.getprofile() is before

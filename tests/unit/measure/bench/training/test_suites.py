@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import asdict, astuple
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,14 +25,15 @@ from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, T
 from dtrain.errors import BenchError
 from dtrain.measure.bench import cli, peers
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
-from dtrain.measure.bench.records import BenchmarkCase, CaseResult, TrainingResults, read_results
+from dtrain.measure.bench.records import BenchmarkCase, CaseResult, RankJob, TrainingResults, read_results
 from dtrain.measure.bench.report.document import describe
 from dtrain.measure.bench.report.statistics import final_loss
 from dtrain.measure.bench.report.training import has_wrong_loss
-from dtrain.measure.bench.training import cases, first_step, float8, rounds, suites
+from dtrain.measure.bench.training import cases, first_step, float8, rounds, suites, worker
 from dtrain.measure.bench.training.float8 import ALL_THREE, product_shapes
 from dtrain.measure.bench.training.processes import CaseProcesses
 from dtrain.measure.record import write_record
+from dtrain.measure.worker import Rank
 from dtrain.precision.float8.options import Recipe, resolve_float8
 from dtrain.telemetry import host
 from tests.unit.measure.bench.made import HOST, SHORT, TINY, result, row
@@ -206,6 +209,17 @@ def test_the_start_of_a_training_is_timed(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(BenchError, match="exit code 1 before its first step: no data"):
         first_step.time_first_steps(1, 1)
     assert first_step.time_first_steps(0, 1) == []
+
+
+def test_the_collector_stops_no_step_between_the_rounds_of_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = SimpleNamespace(take_steps=lambda count: gc.isenabled(), footprint=lambda **_: None)
+    monkeypatch.setattr(worker.RankCase, "prepare", lambda *_: case)
+    job = asdict(RankJob(BenchmarkCase("plain", "plain", 1, "fp32"), {}, "", 1))
+    serving = worker.serve(Rank(job))
+    next(serving)
+    assert [serving.send({"steps": 1}) for _ in range(3)] == [True, False, False], "the first request warms up"
+    serving.close()
+    assert gc.isenabled()
 
 
 CPU = torch.device("cpu")
