@@ -223,11 +223,12 @@ class UpdateScalars:
         if flags and found_inf.device != self.found_inf.device:  # in one copy
             flags = dict(zip(flags, torch.stack([*flags.values()]).to(found_inf.device).unbind(), strict=True))
         moved = {
-            key: replace(other, grad_divisor=grad_divisor, found_inf=flags.get(key, found_inf))
+            key: replace(other, grad_divisor=grad_divisor, found_inf=flags.get(key, found_inf), sent=None)
             for key, other in own.items()
         }
         others = {name: other and moved[id(other)] for name, other in self.others.items()}
-        return replace(self, grad_divisor=grad_divisor, found_inf=found_inf, others=others)
+        sent = self.sent if grad_divisor.device == self.grad_divisor.device else None  # which lies on that device
+        return replace(self, grad_divisor=grad_divisor, found_inf=found_inf, sent=sent, others=others)
 
     def split(
         self, items: Sequence[Item], name_of: Callable[[Item], str]

@@ -12,7 +12,7 @@ import torch
 from dtrain.config.optim import SGD, Adam, AdamW, AdamWBF16, Lion
 from dtrain.optim import flat, formula_rule
 from dtrain.optim.flat import FlatUpdate
-from dtrain.optim.rule import UpdateGroup, UpdateScalars
+from dtrain.optim.rule import SentNumbers, UpdateGroup, UpdateScalars
 from dtrain.precision.remainder import read, split
 from dtrain.sharding.layout import CHUNK
 from tests.helpers.arena import DECAYED, PLAIN, SLOWER, Arena, Reference, paired, same_bits, scalars
@@ -262,3 +262,34 @@ def test_what_fp32_cannot_hold_is_split(divisor: float) -> None:
     gradient = torch.tensor([1.0, torch.inf])
     skipped.rescale([gradient])
     assert gradient.tolist() == [1.0, torch.inf]
+
+
+def test_numbers_of_an_update_are_sent_once_they_are_known() -> None:
+    sent = SentNumbers()
+
+    def rate_and_step(lr: float, step: int) -> list[float]:
+        return [lr, step]
+
+    def asked(lr: float, step: int) -> list[list[float]]:
+        sent.receive(torch.tensor([*sent.compute(lr, step, ((1, 7.0),)), -1.0]))
+        one = torch.ones((), dtype=torch.float64)
+        scalars = UpdateScalars(lr, step, one, one, rule_lrs=((1, 7.0),), sent=sent)
+        every = scalars, scalars.of_rule(0), scalars.of_rule(1), scalars.of_rule(1).scaled(0.5), scalars.scaled(2.0)
+        return [each.on_device(rate_and_step).tolist() for each in every]
+
+    assert sent.compute(1.0, 1, ()) == []
+    assert asked(0.5, 3) == [[0.5, 3], [0.5, 3], [7, 3], [3.5, 3], [1, 3]]  # filled in one by one
+    assert sent.count == 8
+    assert sent.compute(0.25, 4, ((1, 7.0),)) == [0.25, 4, 7, 4, 3.5, 4, 0.5, 4]
+    assert asked(0.25, 4) == [[0.25, 4], [0.25, 4], [7, 4], [3.5, 4], [0.5, 4]]
+
+
+def test_numbers_that_were_sent_stay_on_their_device() -> None:
+    """As with offload=cpu, where the update runs on the host."""
+    sent, one = SentNumbers(), torch.ones((), dtype=torch.float64)
+    scalars = UpdateScalars(0.5, 3, one, one, sent=sent, others={"w": UpdateScalars(0.5, 2, one, one, sent=sent)})
+    assert scalars.with_tensors(one * 2, one).sent is sent
+    moved = scalars.to(torch.device("meta"))
+    assert moved.sent is None
+    assert moved.others["w"] is not None
+    assert moved.others["w"].sent is None
