@@ -53,7 +53,7 @@ _LIMIT_S, _WHOLE = 600.0, "engine: step"
 _DESCRIPTION = (
     "{layers} blocks of width {width}, {tokens} tokens a rank, {ranks} of {device}. {clock} Medians, on the rank with "
     "the longest step. Plain: a loop without an engine, in turn with it in one process. Added: by the engine, its "
-    "update too, to the plain loop's forward and backward. A part counts without the parts inside it: update is "
+    "update too, to the plain loop's forward and backward, and to its whole step. A part counts without the parts inside it: update is "
     "what `engine.step` does beside reduction, norm, vote, weights, finalize and guards; guards watch all of a step. "
     "Calls: of Python functions of dtrain. Operations: kernel launches of a step, on a CPU those that are no views."
 )
@@ -132,6 +132,7 @@ def measure_case(rank: Rank) -> dict[str, float]:
     }
     figures[_WHOLE] = median(sum(step.values()) for step in ms["engine"])
     figures["added"] = figures[_WHOLE] - median(step["forward"] + step["backward"] for step in ms["plain"])
+    figures["added to a whole step"] = figures[_WHOLE] - median(sum(step.values()) for step in ms["plain"])
     figures["calls added"] = calls_of(steps["engine"]) - calls_of(steps["plain"])
     for name, step in steps.items():
         trace = record_trace(step, device)
