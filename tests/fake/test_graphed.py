@@ -37,7 +37,11 @@ class _Graph:
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
         assert capture_error_mode == "thread_local"
-        self.stream = StepStream(self._rank.device, self._rank.launches, pool and pool.stream)
+        # the second graph of a step reads memory of the first
+        before = pool.pop() if pool else None
+        self.stream = StepStream(self._rank.device, self._rank.launches, before)
+        if before is None:
+            pool.append(self.stream)
         self.stream.__enter__()
 
     def capture_end(self) -> None:
@@ -45,9 +49,6 @@ class _Graph:
 
     def replay(self) -> None:
         self.num_replays += 1
-
-    def pool(self) -> Any:
-        return self
 
     def register_generator_state(self, generator: Any) -> None: ...
 
@@ -58,6 +59,7 @@ def captures(rank: FakeRank) -> Iterator[list[_Graph]]:
     made: list[_Graph] = []
     with (
         mock.patch.object(captured, "_new_graph", partial(_Graph, rank, made)),
+        mock.patch.object(captured, "new_pool", list),
         mock.patch.object(graphed, "WARM_UP", 1),
         mock.patch.object(graphed, "_state", return_value=b""),
         mock.patch.object(graphed, "_no_waits"),

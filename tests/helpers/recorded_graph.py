@@ -42,9 +42,6 @@ class RecordedGraph(TorchDispatchMode):
         for live, before in self._before.values():
             live.copy_(before)
 
-    def pool(self) -> Any:
-        return None
-
     def register_generator_state(self, generator: torch.Generator) -> None: ...
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -92,6 +89,7 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraph]:
         return made[-1]
 
     monkeypatch.setattr(captured, "_new_graph", new)
+    monkeypatch.setattr(captured, "new_pool", object)
     monkeypatch.setattr(step, "_refuse", lambda engine: None)
     monkeypatch.setattr(GradientMonitor, "are_finite", lambda monitor, buffers: False)
     monkeypatch.setattr(UpdateScalars, "_has_factor", True)

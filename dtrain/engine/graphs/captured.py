@@ -39,15 +39,20 @@ from dtrain.engine.vote.decide import Decision
 from dtrain.engine.vote.record import COLUMNS, pinned
 from dtrain.errors import UsageError
 
+new_pool: Callable[[], Any] = torch.cuda.graph_pool_handle
+"""Makes the memory of graphs that never run at once: what a step leaves is held by its references, the rest is over."""
+
 _new_graph: Callable[[], Any] = torch.cuda.CUDAGraph
 
 
 class CapturedStep:
-    """The graphs of one kind of step, and the memory that the host writes before a replay."""
+    """The graphs of one kind of step in a ``pool``, and the memory that the host writes before a replay."""
 
-    def __init__(self, own: StepInternals, batch: list[Any], weights: Sequence[float], draws: Sequence[Draw]) -> None:
+    def __init__(
+        self, own: StepInternals, pool: Any, batch: list[Any], weights: Sequence[float], draws: Sequence[Draw]
+    ) -> None:
         device = own.engine.device
-        self._own = own
+        self._own, self._pool = own, pool
         self._votes, self._updates = _new_graph(), _new_graph()
         self._inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), batch)
         self._weights = [None if weight == 1 else torch.empty((), device=device) for weight in weights]
@@ -139,9 +144,9 @@ class CapturedStep:
         logger.info("captured a step of %d micro-batches; later ones of its shapes are replayed", len(batch))
         return outcome
 
-    def _begin(self, graph: Any, **pool: Any) -> None:
+    def _begin(self, graph: Any) -> None:
         # threads of NCCL and of the loader may do meanwhile what a capture forbids
-        graph.capture_begin(capture_error_mode="thread_local", **pool)
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = graph
 
     def _end(self, graph: Any) -> None:
@@ -169,7 +174,7 @@ class CapturedStep:
 
     def _capture_update(self, launched: StepWork, step: StepUnderWay, decision: Decision) -> None:
         self._note_collectives()
-        self._begin(self._updates, pool=self._votes.pool())
+        self._begin(self._updates)
         launched.update(step, decision)
         self._end(self._updates)
         self._own.engine.comm.schedule.noted = None

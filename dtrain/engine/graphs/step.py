@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtrain.distributed.logging import logger
+from dtrain.engine.graphs import captured
 from dtrain.engine.graphs.captured import CapturedStep
 from dtrain.engine.graphs.internals import Draw, StepInternals, on_host, refuse_missed
 from dtrain.engine.hooks import EngineHooks
@@ -48,7 +49,7 @@ class GraphedStep:
         self._seen: dict[Any, int] = {}  # steps of each kind
         self._draws: dict[Any, list[Draw]] = {}
         self._captured: dict[Any, CapturedStep] = {}
-        self._num_loads = engine.num_loads
+        self._num_loads, self._pool = engine.num_loads, captured.new_pool()
         self._stream: Any = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
 
     def __call__(self, batch: Sequence[Any], weights: Sequence[float] | None = None, **arguments: Any) -> StepOutcome:
@@ -83,8 +84,8 @@ class GraphedStep:
         engine.busy.every = 0  # nothing inside a graph can be timed
         refuse_missed(own.run.missed_updates)
         if engine.num_loads != self._num_loads:  # tensors may lie elsewhere
-            self._num_loads = engine.num_loads
             self._captured.clear()
+            self._num_loads, self._pool = engine.num_loads, captured.new_pool()
         kind = _kind(engine, batch, weights)
         if 0 in weights or own.looks_into(engine.attempted_steps + 1):
             return self._eager(kind, batch, weights, arguments)
@@ -96,9 +97,9 @@ class GraphedStep:
             logger.warning("engine.graph: %d kinds of steps have graphs, and those of one more run eagerly", _MAX_KINDS)
         if seen <= WARM_UP or is_full or own.parts.audit.is_pending:
             return self._eager(kind, batch, weights, arguments, is_checked=1 < seen <= WARM_UP)
-        captured = CapturedStep(own, batch, weights, self._draws[kind])
-        outcome = captured.capture(self._forward, batch, weights, arguments)
-        self._captured[kind] = captured
+        new = CapturedStep(own, self._pool, batch, weights, self._draws[kind])
+        outcome = new.capture(self._forward, batch, weights, arguments)
+        self._captured[kind] = new
         return outcome
 
     def _eager(

@@ -53,9 +53,10 @@ _LIMIT_S, _WHOLE = 600.0, "engine: step"
 _DESCRIPTION = (
     "{layers} blocks of width {width}, {tokens} tokens a rank, {ranks} of {device}. {clock} Medians, on the rank with "
     "the longest step. Plain: a loop without an engine, in turn with it in one process. Added: by the engine, its "
-    "update too, to the plain loop's forward and backward, and to its whole step. A part counts without the parts inside it: update is "
-    "what `engine.step` does beside reduction, norm, vote, weights, finalize and guards; guards watch all of a step. "
-    "Calls: of Python functions of dtrain. Operations: kernel launches of a step, on a CPU those that are no views."
+    "update too, to the plain loop's forward and backward, and to its whole step. A part counts without the parts "
+    "inside it: update is what `engine.step` does beside reduction, norm, vote, weights, finalize and guards; guards "
+    "watch all of a step. Calls: of Python functions of dtrain. Operations: kernel launches of a step, on a CPU those "
+    "that are no views."
 )
 _CLOCKS = {
     "cpu": "Times of the processor for one thread, so waits for other ranks hardly count, and kernels do.",
