@@ -78,6 +78,7 @@ class BetweenSteps:
         self._check_contract = check_contract
         self._is_averaged = False  # inside ``ema``
         self.has_ended = False
+        self.num_loads = 0
         self._module_calls: ModuleCalls | None = None
 
     def require_usable(self, verb: str) -> None:
@@ -176,6 +177,7 @@ class BetweenSteps:
                 # what a save under way found is about to be overwritten; if this load fails, it still counts
                 with suppress(CorruptionError), self.parts.audit.noting():
                     self.parts.checkpointer.wait()
+                self.num_loads += 1
                 extra = self.parts.checkpointer.load(directory)
                 self._batch.current.num_stale = self._batch.current.num_forwards
                 self.states.refresh()  # only now: compute weights follow from the masters and the restored state

@@ -29,13 +29,11 @@ class EngineHooks(Engine):
         options: settings of a step.
         monitor: records every gradient as it leaves this rank's backward.
         work: what a step does on the device.
-        num_loads: how often the states were completed: at the set-up, and by each load.
     """
 
     options: StepOptions
     monitor: GradientMonitor
     work: StepWork
-    num_loads: int
 
     forward_communicates = False
     searches_backward = False

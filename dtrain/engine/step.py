@@ -27,7 +27,7 @@ multiplied the update by zero, 0 x inf would be NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,8 +37,6 @@ from dtrain.engine.arguments import checked_grad_factor, checked_lr, checked_max
 from dtrain.engine.between_steps import BetweenSteps, names_collectives
 from dtrain.engine.blocks.install import compile_blocks
 from dtrain.engine.forward import ModelForward
-from dtrain.engine.graphs.internals import StepInternals
-from dtrain.engine.graphs.step import GraphedStep
 from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
 from dtrain.engine.outcome import Culprit, StepOutcome
@@ -126,10 +124,7 @@ class StepEngine(EngineHooks):
         self._between = BetweenSteps(
             states, self._run, self._batch, parts, self._forward, self._finalize_step, self.check_contract
         )
-        self._explainer = SkipExplainer(self._forward, parts.forwards)
         self.work = StepWork(self.finish_gradients, self._cast_vote, self._launch_update)
-        self.num_loads = 0
-        self._parts_by_name = parts
 
     def check_contract(self) -> None:
         """Checks the contract on live tensors: states and weights now, the next forward and reductions as they run.
@@ -137,7 +132,6 @@ class StepEngine(EngineHooks):
         Raises:
             ContractError: naming the tensor whose dtype or storage is another one.
         """
-        self.num_loads += 1
         with self.states.reads:
             self.states.check()
             self._watch_reductions()
@@ -206,10 +200,6 @@ class StepEngine(EngineHooks):
             self._backward(value, factor)
         self._parts.after_backward()
 
-    def scale(self) -> float | Tensor:
-        """Returns the factor of a loss before its backward."""
-        return self.loss_scale.scale
-
     # -- vote and update ---------------------------------------------------------------------------------------------
 
     @names_collectives("step")
@@ -237,19 +227,6 @@ class StepEngine(EngineHooks):
         step.outcome = self._finalizer.outcome()
         self._parts.end_step(step)
         return step.outcome
-
-    def graphed_step(self, forward: Callable[[Any], Any]) -> GraphedStep:
-        internals = StepInternals(
-            self,
-            self._batch,
-            self._losses,
-            self._ballot,
-            self._forward,
-            self._parts_by_name,
-            self._run,
-            self._finalize_step,
-        )
-        return GraphedStep(internals, forward)
 
     def _begin_step(self, lr: float | None, max_grad_norm: float | None, grad_factor: float) -> StepUnderWay:
         """Checks what can be checked before anything of the step is done, so that the caller can call it again."""
@@ -311,7 +288,10 @@ class StepEngine(EngineHooks):
         shards = self.states.owned_shards(MAIN_GRAD) if self.states.mesh.replicate.rank == 0 else ()
         is_only_backward = not self.monitor.is_enabled
         found = locate_culprit(decision, self.comm, shards, self._backward_names, is_only_backward=is_only_backward)
-        return self._explainer.explain(found, decision.hosts[0].loss_scale) if self.explain_skips else found
+        if not self.explain_skips:
+            return found
+        explainer = SkipExplainer(self._forward, self._between.parts.forwards)
+        return explainer.explain(found, decision.hosts[0].loss_scale)
 
     def _on_finalized(self, outcome: StepOutcome, decision: DecodedDecision) -> None:
         self._parts.finalized(outcome, decision)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from dtrain.distributed.consensus import on_every_rank
+from dtrain.engine.graphs.internals import StepInternals
+from dtrain.engine.graphs.step import GraphedStep
 from dtrain.engine.interface import Engine
 from dtrain.engine.observation import ReduceDtypeCheck
 from dtrain.engine.request import EngineRequest
@@ -76,6 +78,14 @@ class NativeEngine(StepEngine):
             with self.sharded.backward():
                 (loss * self.scale()).backward()
         reducer.end_micro_batch()
+
+    def scale(self) -> float | Tensor:
+        """Returns the factor of a loss before its backward."""
+        return self.loss_scale.scale
+
+    def graphed_step(self, forward: Callable[[Any], Any]) -> GraphedStep:
+        own = self._batch, self._losses, self._ballot, self._forward, self._between, self._run
+        return GraphedStep(StepInternals(self, *own, self._finalize_step), forward)
 
     def _discard_forward(self) -> None:
         if self.sharded.scheduler is not None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dtrain.engine.between_steps import BetweenSteps
 from dtrain.engine.forward import ModelForward
 from dtrain.engine.hooks import EngineHooks
 from dtrain.engine.micro_batch import MicroBatches
@@ -36,9 +37,13 @@ class StepInternals:
     losses: LossAccumulator
     ballot: Ballot
     forward: ModelForward
-    parts: EngineParts
+    between: BetweenSteps
     run: RunState
     finalize: Callable[[], None]
+
+    @property
+    def parts(self) -> EngineParts:
+        return self.between.parts
 
     @property
     def forward_under_way(self) -> Draw:

@@ -49,7 +49,7 @@ class GraphedStep:
         self._seen: dict[Any, int] = {}  # steps of each kind
         self._draws: dict[Any, list[Draw]] = {}
         self._captured: dict[Any, CapturedStep] = {}
-        self._num_loads, self._pool = engine.num_loads, captured.new_pool()
+        self._num_loads, self._pool = own.between.num_loads, captured.new_pool()
         self._stream: Any = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
 
     def __call__(self, batch: Sequence[Any], weights: Sequence[float] | None = None, **arguments: Any) -> StepOutcome:
@@ -83,9 +83,9 @@ class GraphedStep:
         own.parts.checkpointer.raise_reported()  # now: nothing of the step is done, so the caller can repeat it
         engine.busy.every = 0  # nothing inside a graph can be timed
         refuse_missed(own.run.missed_updates)
-        if engine.num_loads != self._num_loads:  # tensors may lie elsewhere
+        if own.between.num_loads != self._num_loads:  # tensors may lie elsewhere
             self._captured.clear()
-            self._num_loads, self._pool = engine.num_loads, captured.new_pool()
+            self._num_loads, self._pool = own.between.num_loads, captured.new_pool()
         kind = _kind(engine, batch, weights)
         if 0 in weights or own.looks_into(engine.attempted_steps + 1):
             return self._eager(kind, batch, weights, arguments)
