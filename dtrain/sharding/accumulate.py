@@ -49,11 +49,14 @@ class GradientSum(ABC):
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
         self._empty = True
+        self._rank_weights = RankWeights(torch.empty(0))  # the last ones; most micro-batches bring the same tensor
 
     def receive(self, handle: GradientHandle, *, is_last: bool) -> Tensor:
         """Waits for what ``handle`` brings, adds it, and releases it; returns the ranks' weights [world_size]."""
         shards, weights = handle.wait()
-        self.push(shards, RankWeights(weights), is_last=is_last)
+        if weights is not self._rank_weights.row:
+            self._rank_weights = RankWeights(weights)
+        self.push(shards, self._rank_weights, is_last=is_last)
         handle.release()
         return weights
 

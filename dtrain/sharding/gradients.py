@@ -209,8 +209,9 @@ class ExchangedSending(Sending):
     def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
         targets: list[Tensor] = []
         cut: list[Tensor] = []
+        of_slot = self._open()[1]
         for slot, grad in zip(slots, grads, strict=True):
-            parts = self.parts(slot)
+            parts = of_slot[slot]
             targets += parts
             cut += [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
         # unweighted: the product would be rounded to the reduce dtype

@@ -90,15 +90,15 @@ class HostMemory(GlooGroup):
         return self.memory.find(tensor) is not None
 
     def all_gather(self, output: Tensor, shard: Tensor, *, label: str) -> Handle:
-        if not self.is_shared(shard):
+        extent = _extent(shard)
+        announcement = self._published.get(extent)
+        if announcement is None and not self.is_shared(shard):
             return super().all_gather(output, shard, label=label)
         what = self.schedule.record("all_gather", label, output)
-        shard = byte_view(shard)
-        if _extent(shard) in self._written:  # only to know that the other ranks have written theirs
-            self._written.discard(_extent(shard))
+        if extent in self._written:  # only to know that the other ranks have written theirs
+            self._written.discard(extent)
             return _Read(self.announce(what, shard), output)
-        announcement = self._published.get(_extent(shard)) or self.announce(what, shard)
-        return _CopyRead(announcement, byte_view(output), shard)
+        return _CopyRead(announcement or self.announce(what, byte_view(shard)), byte_view(output))
 
     def publish(self, shards: Sequence[Tensor]) -> None:
         shared = [shard for shard in map(byte_view, shards) if self.is_shared(shard)]
@@ -156,13 +156,8 @@ class HostMemory(GlooGroup):
         self._published.clear()
         self.memory.release()
 
-    def announce(
-        self, what: Collective, tensor: Tensor, weight: int = 0, *, part: Tensor | None = None
-    ) -> Announcement:
-        """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order.
-
-        ``part``: a range of it, the only one that this rank reads.
-        """
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0, part: Tensor | None = None) -> Announcement:
+        """Announces ``tensor``, which is shared, in one order on all ranks; this rank reads only ``part`` of theirs."""
         location = self.memory.find(tensor)
         assert location is not None
         message = self._ready_message
@@ -232,14 +227,7 @@ class _ReadyMessage:
 
 
 class Announcement:
-    """A buffer of this rank that the others may read once they have the ready message, and theirs.
-
-    Args:
-        comm, what: see above.
-        tensor: the buffer.
-        message: the next one of this rank, which announces it.
-        part: the range of ``tensor`` that this rank reads.
-    """
+    """A buffer of this rank that the others may read once they have the ready message, and ``part`` of theirs."""
 
     def __init__(
         self, comm: HostMemory, what: Collective, tensor: Tensor, message: _ReadyMessage, part: Tensor
@@ -309,13 +297,10 @@ class _Read:
 
 
 class _CopyRead(_Read):
-    def __init__(self, announcement: Announcement, output: Tensor, shard: Tensor) -> None:
-        super().__init__(announcement, output)
-        self._is_apart = shard.untyped_storage().data_ptr() != output.untyped_storage().data_ptr()
-
     def _use(self, tensors: list[Tensor], output: Tensor) -> None:
-        if self._is_apart:
-            torch.cat(tensors, out=output)
+        storage = output.untyped_storage().data_ptr()
+        if all(tensor.untyped_storage().data_ptr() != storage for tensor in tensors):
+            torch.cat(tensors, out=output)  # takes a third of the time of small copies
             return
         for target, source in zip(output.chunk(len(tensors)), tensors, strict=True):
             if target.data_ptr() != source.data_ptr():  # this rank's own shard may lie in the output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -29,17 +29,8 @@ class Announcer(Protocol):
     device: torch.device
     schedule: CollectiveSchedule
 
-    def announce(self, what: Collective, tensor: Tensor, weight: int = 0, *, part: Tensor | None = None) -> Announced:
-        """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order.
-
-        ``part``: a range of it, the only one that this rank reads.
-        """
-
-
-class _Slot(NamedTuple):
-    gradient: Tensor
-    shard: Tensor  # of this rank
-    gaps: list[Tensor]  # which no parameter fills
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0, part: Tensor | None = None) -> Announced:
+        """Announces ``tensor``, which is shared, in one order on all ranks; this rank reads only ``part`` of theirs."""
 
 
 class RingExchange(GradientExchange):
@@ -67,7 +58,7 @@ class RingExchange(GradientExchange):
         self._weight = 0  # its bits
         kinds = [(send.numel, send.dtype, send.filled) for send in sends]
         self._kinds = [kinds.index(kind) for kind in kinds]
-        self._views: dict[tuple[int, int], _Slot] = {}  # of the ring, by start and kind
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}  # of the ring, by start and kind
         self._weights: tuple[list[int], Tensor] = [], torch.empty(0)  # of all ranks, as bits and as numbers
 
     def begin(self, weight: Tensor) -> None:
@@ -82,10 +73,10 @@ class RingExchange(GradientExchange):
             self._opened[index] = number, private
             return private
         self._opened[index] = number, None
-        slot = self._slot(number, index)
-        if slot.gaps:  # other gradients have used this slot, and the owners sum the gaps too
-            torch._foreach_zero_(slot.gaps)
-        return slot.gradient
+        gradient, _, gaps = self._slot(number, index)
+        if gaps:  # other gradients have used this slot, and the owners sum the gaps too
+            torch._foreach_zero_(gaps)
+        return gradient
 
     def finish_first(self) -> int:
         return self._schedule.finish_first(self._num_started)
@@ -118,14 +109,14 @@ class RingExchange(GradientExchange):
     def max_nbytes(self) -> int:
         return self._memory.nbytes
 
-    def _slot(self, number: int, index: int) -> _Slot:
-        """Returns the slot of send ``number``, the gradient ``index`` of its micro-batch."""
+    def _slot(self, number: int, index: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Returns gradient ``index`` in the slot of send ``number``, its shard of this rank, and the gaps in it."""
         key = start, _ = self._schedule.slot(number).start, self._kinds[index]
         if key not in self._views:  # the slots come again, after some steps
             send = self._sends[index]
             gradient = self._memory[start : start + send.nbytes].view(send.dtype)
             shard = gradient.chunk(self._comm.world_size)[self._comm.rank] if send.numel else gradient
-            self._views[key] = _Slot(gradient, shard, [gradient[low:high] for low, high in self._gaps[index]])
+            self._views[key] = gradient, shard, [gradient[low:high] for low, high in self._gaps[index]]
         return self._views[key]
 
     def weights(self, bits: list[int]) -> Tensor:
