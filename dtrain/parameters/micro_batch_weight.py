@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
@@ -72,6 +72,9 @@ class RankWeights(Sequence[Weight]):
 
     def __len__(self) -> int:
         return self.row.shape[0]
+
+    def __iter__(self) -> Iterator[Weight]:
+        return iter(self._cut)
 
     @overload
     def __getitem__(self, index: int) -> Weight: ...

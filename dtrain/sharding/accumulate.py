@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,11 +49,14 @@ class GradientSum(ABC):
     def __init__(self, main_grad: Tensor) -> None:
         self._main_grad = main_grad
         self._empty = True
+        self._rank_weights = RankWeights(torch.empty(0))  # the last ones; most micro-batches bring the same tensor
 
     def receive(self, handle: GradientHandle, *, is_last: bool) -> Tensor:
         """Waits for what ``handle`` brings, adds it, and releases it; returns the ranks' weights [world_size]."""
         shards, weights = handle.wait()
-        self.push(shards, RankWeights(weights), is_last=is_last)
+        if weights is not self._rank_weights.row:
+            self._rank_weights = RankWeights(weights)
+        self.push(shards, self._rank_weights, is_last=is_last)
         handle.release()
         return weights
 
@@ -68,25 +72,34 @@ class GradientSum(ABC):
         self._empty = True
 
 
-def _block(tensor: Tensor, start: int, size: int) -> Tensor:
-    """Returns elements ``start`` to ``start + size``."""
-    # a slice takes as long as the sum of a small shard
-    return tensor if tensor.numel() <= size else tensor[start : start + size]
-
-
 class RunningSum(GradientSum):
     """Adds each gradient to the main grad as it arrives."""
 
     def __init__(self, main_grad: Tensor) -> None:
         super().__init__(main_grad)
+        self._is_cpu = main_grad.device.type == "cpu"
         self._adds_rows = main_grad.device.type == "cuda" and has_compiler(main_grad.device)
+        # block by block on a CPU, so that the main grad goes through memory once
+        self._block = _CPU_BLOCK if self._is_cpu else max(main_grad.numel(), 1)
+
+    @cached_property
+    def _blocks(self) -> list[Tensor]:
+        """The blocks of the main grad, cut once: a view takes as long as the sum of a small shard."""
+        starts = block_starts(self._main_grad, self._block)
+        return [self._main_grad[start : start + self._block] for start in starts]
+
+    @cached_property
+    def _chunks(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Where the norms of all chunks are kept, and the chunks of each block with theirs."""
+        norms = torch.empty(self._main_grad.numel() // CHUNK)
+        rows = [block.view(-1, CHUNK) for block in self._blocks]
+        return norms, list(zip(rows, norms.split(self._block // CHUNK), strict=False))  # a fake one has fewer blocks
 
     def push(self, grads: Sequence[Tensor], weights: Sequence[Weight], *, is_last: bool = False) -> None:
         numel = self._main_grad.numel()
         if is_fake(self._main_grad):  # the other ranks' take the same memory, one after the other
             grads, weights = grads[:3], weights[:3]
-        is_cpu = self._main_grad.device.type == "cpu"
-        self.norms = torch.empty(numel // CHUNK) if is_last and is_cpu else None
+        self.norms, chunks = self._chunks if is_last and self._is_cpu else (None, [])
         if self._adds_rows and len(grads) > 1:
             from dtrain.kernels.rows import add_rows  # it imports Triton, which a CPU build of torch does not have
 
@@ -96,23 +109,21 @@ class RunningSum(GradientSum):
             add_rows(self._main_grad, rows, joined(weights), overwrites=self._empty)
             self._empty = False
             return
-        weights = list(weights)  # a slice of a row is an operation
+        grads, weights, size = list(grads), list(weights), self._block  # a slice of a row is an operation
         # the sum of two FP32 terms takes one pass, with the bits of a copy and an addition
         is_pair = self._empty and len(grads) > 1 and grads[0].dtype == torch.float32 and all(w.is_one for w in weights)
         num_assigned = 2 if is_pair else int(self._empty)
-        # block by block on a CPU, so that the main grad goes through memory once
-        size = _CPU_BLOCK if is_cpu else max(numel, 1)
-        for start in block_starts(self._main_grad, size):
-            target, *parts = [_block(tensor, start, size) for tensor in (self._main_grad, *grads)]
+        for number, target in enumerate(self._blocks):
+            parts = grads if numel <= size else [grad[number * size : (number + 1) * size] for grad in grads]
             if is_pair:
                 torch.add(parts[0], parts[1], out=target)
             elif self._empty:
                 add_scaled([target], parts[:1], weights[0], is_first=True)
             for part, weight in zip(parts[num_assigned:], weights[num_assigned:], strict=True):
                 add_scaled([target], [part], weight)
-            if self.norms is not None:
-                norms = _block(self.norms, start // CHUNK, size // CHUNK)
-                torch.linalg.vector_norm(target.view(-1, CHUNK), dim=1, out=norms)
+            if chunks:
+                rows, norms = chunks[number]
+                torch.linalg.vector_norm(rows, dim=1, out=norms)
         self._empty = False
 
 

@@ -72,7 +72,7 @@ def build(model: nn.Module, contract: Contract, mesh: Mesh, options: Native, pla
     reducer = gradients.reducer(groups)
     scheduler = None
     if any(replica.is_sharded for group in groups for replica in group.replicas):
-        scheduler = UnshardScheduler(model, groups, comm, options)
+        scheduler = UnshardScheduler(model, groups, options)
     return ShardedModel(groups, reducer, tensors.scales(buffers), scheduler, mesh, tensors.frozen_float8, offload)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from itertools import islice
 
 from dtrain.sharding.group import ParameterGroup
@@ -26,7 +25,7 @@ class ExecutionOrder:
 
     def use(self, group: ParameterGroup) -> None:
         self.used.append(group)
-        with suppress(ValueError):  # the pass takes another order
+        if group in self._expected[self._index + 1 :]:  # else the pass takes another order
             self._index = self._expected.index(group, self._index + 1)
 
     def following(self, count: int) -> list[ParameterGroup]:

@@ -32,7 +32,7 @@ from dtrain.sharding.layout import CHUNK, ArenaSegment, FlatLayout
 from dtrain.sharding.replica_sum import ReplicaSum
 from dtrain.sharding.replicas import slot_views
 
-_MAX_KNOWN = 32  # send buffers of one gradient whose parts are kept
+_MAX_KNOWN = 64  # send buffers of one gradient whose parts are kept
 
 
 class Sending(Protocol):
@@ -70,6 +70,7 @@ class FlatGradient:
         main_grad: the weighted sum over all micro-batches of all ranks, still scaled: FP32, or BF16
             (``dtrain.sharding.rounded_gradients``).
         shard: this rank's shard of it.
+        chunks: [chunks of the shard, CHUNK], the same.
         storage: the tensor that this rank holds from one step to the next.
         sending, total, replicas: see above.
     """
@@ -88,6 +89,7 @@ class FlatGradient:
         self.storage = storage
         self.main_grad = segment.of(storage) if storage.numel() == segment.layout.numel else storage
         self.shard = segment.shard_of(self.main_grad, comm.rank)
+        self.chunks = self.shard.view(-1, CHUNK)
         self.sending, self.total, self.replicas = sending, total, replicas
         self._in_flight: deque[Any] = deque()
 
@@ -106,11 +108,6 @@ class FlatGradient:
             return None
         # norms are taken of the last sum: with replicas, that over all of them
         return self.total.receive(handle, is_last=is_last and self.replicas is None)
-
-    @property
-    def chunks(self) -> Tensor:
-        """[chunks of the shard, CHUNK], in the dtype of the main grad."""
-        return self.shard.view(-1, CHUNK)
 
     @property
     def norms(self) -> Tensor:
@@ -212,8 +209,9 @@ class ExchangedSending(Sending):
     def receive(self, slots: Sequence[int], grads: Sequence[Tensor], weight: Weight, *, is_first: bool) -> None:
         targets: list[Tensor] = []
         cut: list[Tensor] = []
+        of_slot = self._open()[1]
         for slot, grad in zip(slots, grads, strict=True):
-            parts = self.parts(slot)
+            parts = of_slot[slot]
             targets += parts
             cut += [grad] if len(parts) == 1 else grad.reshape(-1).split([part.numel() for part in parts])
         # unweighted: the product would be rounded to the reduce dtype

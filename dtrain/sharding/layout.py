@@ -97,7 +97,7 @@ class FlatLayout:
         if any(start % CHUNK or stop % CHUNK for _, start, stop in self.classes) or cursor > self.real_numel:
             raise ValueError(f"classes {self.classes} do not cover whole chunks up to {cursor}")
 
-    @property
+    @cached_property
     def name(self) -> str:
         """Group and dtype, the name of this buffer in messages and collectives."""
         return f"{self.group or 'root'}/{str(self.dtype).removeprefix('torch.')}{'' if self.is_trained else '/frozen'}"
@@ -121,7 +121,7 @@ class FlatLayout:
         """Elements without the padding that the world size adds."""
         return self.classes[-1][2] if self.classes else 0
 
-    @property
+    @cached_property
     def shard_numel(self) -> int:
         # chunks whose elements divide by the replicas: any number for a power of two up to CHUNK
         multiple = self.num_replicas // math.gcd(self.num_replicas, CHUNK)

@@ -23,7 +23,6 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from dtrain.config.engines import Native
-from dtrain.distributed.communicator import Communicator
 from dtrain.errors import ModelError, UsageError
 from dtrain.parameters.escapes import kept_tensors, tensors_in
 from dtrain.parameters.groups import callable_parts
@@ -43,21 +42,13 @@ class UnshardScheduler:
     Args:
         model: hooks are installed on its modules.
         groups: all parameter groups, sharded.
-        comm: the ranks that share the groups.
         options: ``reshard_after_forward`` and ``prefetch``.
 
     Attributes:
         peak: largest number of groups, besides the root, that were unsharded at a time.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        groups: Sequence[ParameterGroup],
-        comm: Communicator,
-        options: Native,
-    ) -> None:
-        self._comm = comm
+    def __init__(self, model: nn.Module, groups: Sequence[ParameterGroup], options: Native) -> None:
         self._reshard_after_forward = options.reshard_after_forward
         self._num_ahead = options.prefetch
         self._groups = list(groups)
@@ -300,8 +291,6 @@ class UnshardScheduler:
             self._unsharded[group] = None
         for group in wanted:  # in the order of use, which is that of the collectives on all ranks
             group.start_unshard()
-        # now, and not at the wait: the other ranks may read while this one computes
-        self._comm.flush()
         self.peak = max(self.peak, len(self._unsharded))
 
     def _reshard(self, group: ParameterGroup) -> None:

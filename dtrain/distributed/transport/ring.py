@@ -87,8 +87,8 @@ class RingSchedule:
 
     def forget(self, number: int) -> None:
         """Drops the slots of sends up to ``number``, which all ranks must have read."""
-        for old in [n for n in self._slots if n <= number]:
-            del self._slots[old]
+        while self._slots and (oldest := next(iter(self._slots))) <= number:
+            del self._slots[oldest]
 
 
 def _longest_run(sizes: Sequence[int], count: int) -> int:

@@ -18,18 +18,19 @@ class Announced(Protocol):
     """A buffer of this rank that the others may read, and theirs."""
 
     def wait(self) -> tuple[list[Tensor], list[int]]:
-        """Returns the buffer and the weight of every rank, in rank order."""
+        """Returns the part and the weight of every rank, in rank order."""
 
 
 class Announcer(Protocol):
     """The methods of ``dtrain.distributed.transport.host_memory.HostMemory`` that the exchange calls."""
 
     rank: int
+    world_size: int
     device: torch.device
     schedule: CollectiveSchedule
 
-    def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> Announced:
-        """Announces ``tensor``, which is shared, to the other ranks; all ranks announce in one order."""
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0, part: Tensor | None = None) -> Announced:
+        """Announces ``tensor``, which is shared, in one order on all ranks; this rank reads only ``part`` of theirs."""
 
 
 class RingExchange(GradientExchange):
@@ -57,7 +58,7 @@ class RingExchange(GradientExchange):
         self._weight = 0  # its bits
         kinds = [(send.numel, send.dtype, send.filled) for send in sends]
         self._kinds = [kinds.index(kind) for kind in kinds]
-        self._views: dict[tuple[int, int], tuple[Tensor, list[Tensor]]] = {}  # of the ring, by start and kind
+        self._views: dict[tuple[int, int], tuple[Tensor, Tensor, list[Tensor]]] = {}  # of the ring, by start and kind
         self._weights: tuple[list[int], Tensor] = [], torch.empty(0)  # of all ranks, as bits and as numbers
 
     def begin(self, weight: Tensor) -> None:
@@ -72,9 +73,9 @@ class RingExchange(GradientExchange):
             self._opened[index] = number, private
             return private
         self._opened[index] = number, None
-        gradient, gaps = self._slot(number, index)
-        for gap in gaps:  # other gradients have used this slot, and the owners sum the gaps too
-            gap.zero_()
+        gradient, _, gaps = self._slot(number, index)
+        if gaps:  # other gradients have used this slot, and the owners sum the gaps too
+            torch._foreach_zero_(gaps)
         return gradient
 
     def finish_first(self) -> int:
@@ -85,16 +86,16 @@ class RingExchange(GradientExchange):
         if self.finish_first() >= self._num_finished:
             raise RuntimeError(f"send {number} starts before finish_first: {self._num_finished} sends are finished")
         opened, private = self._opened.pop(index)
-        gradient, _ = self._slot(opened, index)
+        gradient, shard, _ = self._slot(opened, index)
         if private is not None:
             gradient.copy_(private)
             self._pool.give(send.filled, private)
         what = self._comm.schedule.record("all_to_all_single", send.label, gradient)
-        announcement = self._comm.announce(what, gradient, self._weight)
+        announcement = self._comm.announce(what, gradient, self._weight, part=shard)
         # send number started - window is finished, so its window before that has been read everywhere
         self._schedule.forget(number - 2 * self._schedule.window)
         self._num_started += 1
-        return _RingGradient(self, number, announcement, self._comm.rank)
+        return _RingGradient(self, number, announcement)
 
     def finish(self, number: int) -> None:
         """Counts send ``number`` as finished."""
@@ -108,13 +109,14 @@ class RingExchange(GradientExchange):
     def max_nbytes(self) -> int:
         return self._memory.nbytes
 
-    def _slot(self, number: int, index: int) -> tuple[Tensor, list[Tensor]]:
-        """Returns the slot of send ``number``, the gradient ``index`` of its micro-batch, and the gaps in it."""
+    def _slot(self, number: int, index: int) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Returns gradient ``index`` in the slot of send ``number``, its shard of this rank, and the gaps in it."""
         key = start, _ = self._schedule.slot(number).start, self._kinds[index]
         if key not in self._views:  # the slots come again, after some steps
             send = self._sends[index]
-            slot = self._memory[start : start + send.nbytes].view(send.dtype)
-            self._views[key] = slot, [slot[low:high] for low, high in self._gaps[index]]
+            gradient = self._memory[start : start + send.nbytes].view(send.dtype)
+            shard = gradient.chunk(self._comm.world_size)[self._comm.rank] if send.numel else gradient
+            self._views[key] = gradient, shard, [gradient[low:high] for low, high in self._gaps[index]]
         return self._views[key]
 
     def weights(self, bits: list[int]) -> Tensor:
@@ -125,16 +127,13 @@ class RingExchange(GradientExchange):
 
 
 class _RingGradient(GradientHandle):
-    def __init__(self, exchange: RingExchange, number: int, announcement: Announced, rank: int) -> None:
+    def __init__(self, exchange: RingExchange, number: int, announcement: Announced) -> None:
         self.number = number
         self._exchange = exchange
         self._announcement = announcement
-        self._rank = rank
 
     def wait(self) -> tuple[Sequence[Tensor], Tensor]:
-        gradients, weights = self._announcement.wait()
-        numel = gradients[0].numel() // len(gradients)
-        shards = [gradient[self._rank * numel : (self._rank + 1) * numel] for gradient in gradients]
+        shards, weights = self._announcement.wait()
         return shards, self._exchange.weights(weights)
 
     def release(self) -> None:

@@ -175,9 +175,9 @@ class PlannedRanks(Communicator):
     def exchange_text(self, text: str) -> list[str]:
         return [text] * self.world_size
 
-    def announce(self, what: Collective, tensor: Tensor, weight: int = 0) -> _Announced:
+    def announce(self, what: Collective, tensor: Tensor, weight: int = 0, part: Tensor | None = None) -> _Announced:
         """As ``HostMemory.announce``; the engine itself reads the memory."""
-        return _Announced(tensor, weight, self.world_size)
+        return _Announced(tensor if part is None else part, weight, self.world_size)
 
     def _start(self, op: str, label: str, recorded: Tensor, nbytes: int, *held: Tensor) -> _Held:
         """Starts a transfer of ``nbytes``, of which each rank has an equal part; the schedule gets ``recorded``."""

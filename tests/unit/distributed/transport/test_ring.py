@@ -105,15 +105,16 @@ class Interleaving:
 class Posted:
     """An announced gradient; complete when all ranks have announced theirs, and read while other ranks run."""
 
-    def __init__(self, comm: Ranks, board: dict[int, tuple[Tensor, int]]) -> None:
+    def __init__(self, comm: Ranks, board: dict[int, tuple[Tensor, int]], part: slice) -> None:
         self._comm = comm
         self._board = board
+        self._part = part
 
     def wait(self) -> tuple[list[Tensor], list[int]]:
         comm = self._comm
         comm.interleaving.pause(comm.rank, lambda: len(self._board) == comm.world_size)
         tensors, weights = zip(*(self._board[rank] for rank in range(comm.world_size)), strict=True)
-        return list(tensors), list(weights)
+        return [tensor[self._part] for tensor in tensors], list(weights)
 
 
 class Ranks:
@@ -127,12 +128,13 @@ class Ranks:
         self.rank, self.world_size, self.interleaving, self.board = rank, world_size, interleaving, board
         self.schedule = CollectiveSchedule()
 
-    def announce(self, what: str, tensor: Tensor, weight: int) -> Posted:
+    def announce(self, what: str, tensor: Tensor, weight: int, *, part: Tensor) -> Posted:
         number = self.schedule.num_issued - 1
         while len(self.board) <= number:
             self.board.append({})
         self.board[number][self.rank] = (tensor, weight)
-        return Posted(self, self.board[number])
+        start = int(part.storage_offset() - tensor.storage_offset())
+        return Posted(self, self.board[number], slice(start, start + part.numel()))
 
 
 CHUNK = 12  # elements, divisible by 2 and 3 ranks
