@@ -81,6 +81,8 @@ def _activate(config: RunConfig, shape: AttentionShape | None, device: torch.dev
 
 def _prove(gradients: Callable[[], list[Tensor]]) -> str:
     """Activates FlashAttention 3; returns what is wrong with its gradients, or an empty string."""
+    if current_flash_attention_impl() is not None:  # by an earlier training of this process
+        restore_flash_attention_impl()
     with deterministic_kernels():
         expected = gradients()
         activate_flash_attention_impl("FA3")

@@ -244,7 +244,7 @@ def _open(
         logger.info("step %d: the last %d steps compute in %s", config.switch_step, float8.finish_steps, name)
     session = Session.open(part, comm, model=model, dataset=dataset, contract=run_dir.contract)
     session.engine.busy.every = config.telemetry.busy_every
-    session.engine.explain_skips = config.telemetry.precision_every > 0
+    session.engine.explain_skips = config.telemetry.precision_every > 0 and not config.engine.graph
     with watch.following_compilation():
         tokens = _resume(config, session.engine, run_dir, dataset)
     if config.at(step := session.engine.attempted_steps) == part:

@@ -62,7 +62,6 @@ def captures(rank: FakeRank) -> Iterator[list[_Graph]]:
         mock.patch.object(captured, "new_pool", list),
         mock.patch.object(graphed, "WARM_UP", 1),
         mock.patch.object(graphed, "_state", return_value=b""),
-        mock.patch.object(graphed, "_no_waits"),
         mock.patch.object(torch.cuda, "synchronize"),
         mock.patch.object(torch.cuda, "empty_cache"),
     ):

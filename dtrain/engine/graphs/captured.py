@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dtrain.distributed.logging import logger
+from dtrain.distributed.progress import Phase
 from dtrain.distributed.schedule import Issued
 from dtrain.engine.graphs.internals import Draw, StepInternals, on_host, refuse_missed
 from dtrain.engine.outcome import StepOutcome
@@ -40,7 +41,7 @@ from dtrain.engine.vote.record import COLUMNS, pinned
 from dtrain.errors import UsageError
 
 new_pool: Callable[[], Any] = torch.cuda.graph_pool_handle
-"""Makes the memory of graphs that never run at once: what a step leaves is held by its references, the rest is over."""
+"""Makes memory that graphs share, because they never run at once, and a step leaves only what the host refers to."""
 
 _new_graph: Callable[[], Any] = torch.cuda.CUDAGraph
 
@@ -54,8 +55,9 @@ class CapturedStep:
         device = own.engine.device
         self._own, self._pool = own, pool
         self._votes, self._updates = _new_graph(), _new_graph()
-        self._inputs = pytree.tree_map_only(Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=device), batch)
-        self._weights = [None if weight == 1 else torch.empty((), device=device) for weight in weights]
+        self._inputs = pytree.tree_map_only(Tensor, partial(_like, device), batch)
+        are_one = all(weight == 1 for weight in weights)
+        self._weights = [None if are_one else torch.empty((), device=device) for _ in weights]
         self._words = _Words(own.ballot.num_words(len(batch)), device)
         self._draws = {draw: generators_of(device)[-1].clone_state() for draw in draws}
         for generator in self._draws.values():
@@ -64,6 +66,7 @@ class CapturedStep:
         self._issued: list[Issued] = []  # collectives: of the micro-batches, of the vote, of the update
         self._received: set[int] = set()
         self._open: Any = None  # the graph that is captured now
+        self._is_launched = False
         self._result: tuple[Decision, Tensor] | None = None
 
     def _fill(self, batch: list[Any], weights: Sequence[float]) -> None:
@@ -84,13 +87,21 @@ class CapturedStep:
     def replay(self, batch: list[Any], weights: Sequence[float], arguments: dict[str, Any]) -> StepOutcome:
         """Runs one step from the graphs."""
         own = self._own
+        own.engine.comm.schedule.progress.begin(Phase.FORWARD, own.run.attempted_steps)
         self._fill(batch, weights)
         own.parts.gradients.before_backward()
         own.losses.micro_batches[:] = range(len(batch))
         own.engine.monitor.received |= self._received
         own.parts.gradients.after_backward()
-        with own.replaced(work=StepWork(lambda: None, self._replay_vote, self._replay_update)):
-            return own.engine.step(**arguments)
+        self._is_launched = False
+        try:
+            with own.replaced(work=StepWork(lambda: None, self._replay_vote, self._replay_update)):
+                return own.engine.step(**arguments)
+        except BaseException:
+            if not self._is_launched:  # then the step has not begun
+                own.losses.clear()
+                own.engine.monitor.received.clear()
+            raise
 
     def _replay_vote(self, step: StepUnderWay) -> tuple[Decision, Tensor]:
         assert self._result is not None
@@ -98,6 +109,7 @@ class CapturedStep:
         schedule.repeat(self._issued[0])
         self._words.write(self._own.ballot.words(step))
         self._words.send()
+        self._is_launched = True
         self._votes.replay()
         schedule.repeat(self._issued[1])
         return self._result
@@ -131,10 +143,11 @@ class CapturedStep:
                 outcome = engine.step(**arguments)
         except BaseException as error:
             engine.comm.schedule.noted = None
+            self._own.batch.backward_failed = True  # the device has run nothing of this step
             if self._open is not None:  # else each later operation on the stream would fail
                 with suppress(RuntimeError):
                     self._open.capture_end()
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError) or isinstance(error, torch.OutOfMemoryError):
                 raise
             reason = str(error).partition("\n")[0]
             raise UsageError(
@@ -194,6 +207,12 @@ class CapturedStep:
             yield
         finally:
             current.graphsafe_set_state(before)
+
+
+def _like(device: torch.device, tensor: Tensor) -> Tensor:
+    """Returns memory for a tensor like this one, whose strides an operation may depend on."""
+    strides = torch.empty(tensor.size(), device="meta").stride() if 0 in tensor.stride() else tensor.stride()
+    return torch.empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=device)
 
 
 class _Words:

@@ -65,9 +65,10 @@ class StepInternals:
 
     def looks_into(self, step: int) -> bool:
         """Whether something looks into ``step``, counted from 1, or computes what a graph does not hold."""
-        parts, engine = self.parts, self.engine
-        is_observed = engine.explain_skips or parts.forwards.keeps(step) or parts.samples.is_measuring
-        return is_observed or engine.loss_scale.is_calibrating
+        parts = self.parts
+        # an audit's check would come before the reductions of a replay, and after those of another rank's eager step
+        is_observed = parts.forwards.keeps(step) or parts.samples.is_measuring or parts.audit.is_pending
+        return is_observed or self.engine.loss_scale.is_calibrating
 
 
 def refuse_missed(names: Collection[str]) -> None:
@@ -76,7 +77,7 @@ def refuse_missed(names: Collection[str]) -> None:
         raise UsageError(
             f"engine.graph=true: {len(names)} parameters have had no gradient in a step, such as "
             f"'{next(iter(names))}', and a graph updates all by the same numbers; freeze them, or set "
-            f"engine.graph=false"
+            f"missing_grad='zero' or engine.graph=false"
         )
 
 

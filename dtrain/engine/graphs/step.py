@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,14 +24,15 @@ from dtrain.errors import ConfigError, UsageError
 WARM_UP = 3
 """Steps of a kind before it is captured: set-up, checks, and tables that are built when they are first needed."""
 
-_MAX_KINDS = 4  # that are captured; each has a pool of memory
+_MAX_KINDS, _MAX_SEEN = 4, 64  # that are captured, and that are counted
 
 
 class GraphedStep:
     """Runs whole training steps: the first ones of each kind eagerly, later ones from graphs, with the same bits.
 
-    A kind is a number of micro-batches, the shapes and dtypes of their tensors, and their other values. Steps that a
-    part looks into (a shadow step, a replayed audit, a measurement) run eagerly. All steps run on one stream.
+    A kind is a number of micro-batches, the layout of their tensors, their other values, whether all weights are 1, and
+    the modes of the modules. Steps that a part looks into (an audit's check, a shadow step, a measurement), and those
+    with a weight of 0 or a parameter without a gradient on this rank, run eagerly. All steps run on one stream.
 
     Args:
         own: of the engine.
@@ -43,21 +43,22 @@ class GraphedStep:
     """
 
     def __init__(self, own: StepInternals, forward: Callable[[Any], Any]) -> None:
-        engine = own.engine
-        _refuse(engine)
+        _refuse(own.engine)
         self._own, self._forward = own, forward
-        self._seen: dict[Any, int] = {}  # steps of each kind
-        self._draws: dict[Any, list[Draw]] = {}
+        self._seen: dict[Any, int] = {}  # complete eager steps of each kind
+        self._draws: dict[Any, list[Draw]] = {}  # of the last one
         self._captured: dict[Any, CapturedStep] = {}
         self._num_loads, self._pool = own.between.num_loads, captured.new_pool()
-        self._stream: Any = torch.cuda.Stream(engine.device) if engine.device.type == "cuda" else None
+        device = own.engine.device
+        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self, batch: Sequence[Any], weights: Sequence[float] | None = None, **arguments: Any) -> StepOutcome:
         """Trains one step.
 
         Args:
-            batch: this rank's micro-batches, trees of tensors on any device.
-            weights: of the micro-batches; None: 1 each.
+            batch: this rank's micro-batches, trees of tensors on any device. Pinned memory may be written again once a
+                field of the outcome has been read.
+            weights: of the micro-batches, numbers; None: 1 each.
             arguments: of ``Engine.step``.
 
         Returns:
@@ -68,14 +69,17 @@ class GraphedStep:
             UsageError: the step does what no graph can hold, such as to read a value of the device.
         """
         batch, weights = list(batch), [1.0] * len(batch) if weights is None else list(weights)
+        if len(weights) != len(batch) or any(isinstance(weight, Tensor) for weight in weights):
+            raise UsageError(f"graphed_step got weights={weights!r}; expected {len(batch)} numbers, one a micro-batch")
         if self._stream is None:
             return self._run(batch, weights, arguments)
         caller = torch.cuda.current_stream(self._own.engine.device)
         self._stream.wait_stream(caller)
-        with torch.cuda.stream(self._stream):
-            outcome = self._run(batch, weights, arguments)
-        caller.wait_stream(self._stream)
-        return outcome
+        try:
+            with torch.cuda.stream(self._stream):
+                return self._run(batch, weights, arguments)
+        finally:
+            caller.wait_stream(self._stream)
 
     def _run(self, batch: list[Any], weights: list[float], arguments: dict[str, Any]) -> StepOutcome:
         own, engine = self._own, self._own.engine
@@ -83,38 +87,51 @@ class GraphedStep:
         own.parts.checkpointer.raise_reported()  # now: nothing of the step is done, so the caller can repeat it
         engine.busy.every = 0  # nothing inside a graph can be timed
         refuse_missed(own.run.missed_updates)
-        if own.between.num_loads != self._num_loads:  # tensors may lie elsewhere
+        if engine.explain_skips:
+            raise UsageError(
+                "engine.graph=true: explain_skips would run forwards again whose arguments a replay has overwritten; "
+                "set engine.explain_skips=False, or engine.graph=false"
+            )
+        if own.between.num_loads != self._num_loads:
             self._captured.clear()
             self._num_loads, self._pool = own.between.num_loads, captured.new_pool()
         kind = _kind(engine, batch, weights)
         if 0 in weights or own.looks_into(engine.attempted_steps + 1):
-            return self._eager(kind, batch, weights, arguments)
+            return self._eager(None, batch, weights, arguments)
         if kind in self._captured:
             return self._captured[kind].replay(batch, weights, arguments)
-        seen = self._seen[kind] = self._seen.get(kind, 0) + 1
-        is_full = len(self._captured) == _MAX_KINDS
-        if is_full and seen == WARM_UP + 1:
-            logger.warning("engine.graph: %d kinds of steps have graphs, and those of one more run eagerly", _MAX_KINDS)
-        if seen <= WARM_UP or is_full or own.parts.audit.is_pending:
-            return self._eager(kind, batch, weights, arguments, is_checked=1 < seen <= WARM_UP)
+        seen = self._seen.get(kind, 0)
+        if seen < WARM_UP or len(self._captured) == _MAX_KINDS:
+            return self._eager(kind, batch, weights, arguments)
         new = CapturedStep(own, self._pool, batch, weights, self._draws[kind])
         outcome = new.capture(self._forward, batch, weights, arguments)
         self._captured[kind] = new
         return outcome
 
-    def _eager(
-        self, kind: Any, batch: list[Any], weights: list[float], arguments: dict[str, Any], *, is_checked: bool = False
-    ) -> StepOutcome:
-        """Runs a step; if it is checked, no forward or backward may wait for the device."""
-        engine = self._own.engine
+    def _eager(self, kind: Any, batch: list[Any], weights: list[float], arguments: dict[str, Any]) -> StepOutcome:
+        """Runs a step; those of a ``kind`` count for its capture."""
+        own, engine = self._own, self._own.engine
         draws: list[Draw] = []
-        places = iter(weights)
-        with self._own.replaced(rng=partial(self._watched_rng, draws)):
-            for micro in engine.accumulate(_on_device(batch, engine.device)):
-                with _no_waits(engine.device) if is_checked else nullcontext():
-                    engine.backward(self._forward(micro), weight=next(places))
-        self._draws[kind] = draws
-        return engine.step(**arguments)
+        before = _buffers(engine)
+        with own.replaced(rng=partial(self._watched_rng, draws)):
+            for micro, weight in zip(engine.accumulate(_on_device(batch, engine.device)), weights, strict=True):
+                engine.backward(self._forward(micro), weight=weight)
+        if new := [name for name, place in _buffers(engine).items() if before.get(name) != place]:
+            raise UsageError(
+                f"engine.graph=true: the forward assigns the buffer '{new[0]}', which a replay would not; write into "
+                f"it (self.{new[0].rpartition('.')[2]}.copy_(...)), or set engine.graph=false"
+            )
+        is_whole = not own.ballot.missed.names
+        outcome = engine.step(**arguments)
+        if kind is not None and is_whole and (kind in self._seen or len(self._seen) < _MAX_SEEN):
+            self._seen[kind], self._draws[kind] = self._seen.get(kind, 0) + 1, draws
+            if self._seen[kind] == WARM_UP + 1 or len(self._seen) == _MAX_SEEN:  # never captured
+                logger.warning(
+                    "engine.graph: %d kinds of steps have graphs, others run eagerly; a kind has tensors of the same "
+                    "shapes, and the same other values",
+                    len(self._captured),
+                )
+        return outcome
 
     @contextmanager
     def _watched_rng(self, draws: list[Draw], device: torch.device, key: int) -> Iterator[None]:
@@ -139,46 +156,31 @@ def _state(generator: torch.Generator) -> bytes:
     return found
 
 
-@dataclass(frozen=True)
-class _Shape:
-    """A tensor of a kind of step."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+def _buffers(engine: EngineHooks) -> dict[str, int]:
+    return {name: id(buffer) for name, buffer in engine.module.named_buffers()}
 
 
-def _kind(engine: EngineHooks, batch: Sequence[Any], weights: Sequence[float]) -> Any:
-    leaves, tree = pytree.tree_flatten(list(batch))
-    shapes = tuple(_Shape(tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in leaves)
-    return shapes, str(tree), tuple(weight == 1 for weight in weights), engine.module.training
+def _kind(engine: EngineHooks, batch: list[Any], weights: Sequence[float]) -> Any:
+    leaves, tree = pytree.tree_flatten(batch)
+    modes = tuple(module.training for module in engine.module.modules())
+    return tuple(map(_value, leaves)), str(tree), all(weight == 1 for weight in weights), modes
 
 
-def _on_device(batch: Sequence[Any], device: torch.device) -> list[Any]:
+def _value(leaf: Any) -> Any:
+    """Returns what of a leaf of a batch a graph holds."""
+    if isinstance(leaf, Tensor) and not leaf.requires_grad:
+        return leaf.size(), leaf.stride(), leaf.dtype
+    if isinstance(leaf, Tensor) or not isinstance(leaf, Hashable):
+        what = "a tensor that needs a gradient" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+        raise UsageError(f"engine.graph=true: a micro-batch holds {what}; expected tensors without, and plain values")
+    return leaf
+
+
+def _on_device(batch: list[Any], device: torch.device) -> list[Any]:
     def moved(tensor: Tensor) -> Tensor:
         return on_host(tensor, device).to(device, non_blocking=True)
 
-    return list(pytree.tree_map_only(Tensor, moved, list(batch)))
-
-
-@contextmanager
-def _no_waits(device: torch.device) -> Iterator[None]:
-    """Inside, an operation that makes the host wait for the device raises, with the line that calls it."""
-    if device.type != "cuda":
-        yield
-        return
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    except RuntimeError as error:
-        if "synchronizing" not in str(error):
-            raise
-        raise UsageError(
-            "engine.graph=true: the step waits for the device, at the line that the traceback above ends with; read no "
-            "value of a tensor in the forward or in a hook, or set engine.graph=false"
-        ) from error
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+    return list(pytree.tree_map_only(Tensor, moved, batch))
 
 
 def _refuse(engine: EngineHooks) -> None:
@@ -187,14 +189,18 @@ def _refuse(engine: EngineHooks) -> None:
     if not engine.options.engine.graph:
         reason = f"engine={engine.name} was set up without it; use dtrain.Native(graph=True)"
     elif engine.device.type != "cuda":
-        reason = f"it needs a GPU, and this rank trains on {engine.device}"
+        reason = f"it needs a GPU, and this rank trains on {engine.device}; set engine.graph=false"
     elif engine.options.blocks.offload_activations:
-        reason = "copies of activations to the host lie in other memory in each step; set offload_activations=false"
+        reason = (
+            "copies of activations on the host lie in other memory in each step; set offload_activations=false, or "
+            "engine.graph=false"
+        )
     elif any(True for _ in running_statistics(engine.module)):
-        reason = "after a skip the running statistics of a batch norm are put back from other memory in each step"
+        reason = (
+            "after a skip the running statistics of a batch norm are put back from other memory in each step; use "
+            "another norm, or set engine.graph=false"
+        )
     elif engine.monitor.found is None:
-        reason = "the vote must be Triton kernels; set optim.compile=true, AdamW(compile=True)"
-    elif engine.explain_skips:
-        reason = "explain_skips runs forwards again whose arguments a replay has overwritten"
+        reason = "the vote must be Triton kernels; set optim.compile=true, AdamW(compile=True), or engine.graph=false"
     if reason:
-        raise ConfigError(f"engine.graph=true: {reason}, or set engine.graph=false")
+        raise ConfigError(f"engine.graph=true: {reason}")

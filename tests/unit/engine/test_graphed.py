@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -173,7 +174,7 @@ def test_what_changes_between_steps_does_not_end_the_replays(tmp_path: Path) -> 
             seen.append(step(batch, max_grad_norm=0.1 if number % 3 else math.inf, lr=None if number % 4 else 0.03))
         found.append((repr(seen), {name: value.tolist() for name, value in engine.master_state().items()}))
     assert found[0] == found[1]
-    assert sum(graph.num_replays for graph in GRAPHS) >= 2 * (len(data) - WARM_UP - 4)
+    assert sum(graph.num_replays for graph in GRAPHS) >= 10
     assert len(GRAPHS) == 4, "once more after the load"
 
 
@@ -236,8 +237,8 @@ def test_random_numbers_that_would_be_drawn_again_are_refused_before_a_backward(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"engine": dtrain.Native()}, r"was set up without it"),
-        ({}, r"needs a GPU, and this rank trains on cpu"),
+        ({"engine": dtrain.Native()}, r"was set up without it; use dtrain.Native\(graph=True\)"),
+        ({}, r"needs a GPU, and this rank trains on cpu; set engine.graph=false"),
     ],
 )
 def test_what_no_graph_can_hold_is_refused(
@@ -246,6 +247,112 @@ def test_what_no_graph_can_hold_is_refused(
     monkeypatch.undo()
     with pytest.raises(ConfigError, match=rf"engine.graph=true: .*{reason}"):
         make(**options).graphed_step(lambda micro: micro)
+
+
+def test_a_step_with_a_wrong_argument_can_be_repeated(tmp_path: Path) -> None:
+    engine = make()
+    step, data = steps(engine, replays=True), batches()
+    for batch in data[: WARM_UP + 2]:
+        step(batch)
+    with pytest.raises(UsageError, match="the learning rate of step 5 is -1.0"):
+        step(data[-1], lr=-1.0)
+    engine.save(tmp_path)
+    assert step(data[-1]).applied
+    assert GRAPHS[0].num_replays == 3
+
+
+def test_nothing_is_updated_after_a_capture_that_failed() -> None:
+    engine = make()
+    fails: list[bool] = []
+
+    def forward(micro: Tensor) -> Tensor:
+        if fails:
+            raise ValueError("of the user")
+        return engine(micro).float().square().mean()  # type: ignore[no-any-return]
+
+    step, data = engine.graphed_step(forward), batches()
+    for batch in data[:WARM_UP]:
+        step(batch)
+    fails.append(True)
+    with pytest.raises(ValueError, match="of the user"):
+        step(data[WARM_UP])
+    fails.clear()
+    before = engine.master_state()
+    for call in (engine.step, lambda: step(data[WARM_UP])):
+        with pytest.raises(UsageError, match="backward that failed half-way"):
+            call()
+    assert all(torch.equal(value, before[name]) for name, value in engine.master_state().items())
+
+
+@pytest.mark.parametrize(
+    ("batch", "weights", "message"),
+    [
+        ([torch.zeros(4, 8)], [torch.ones(())], r"expected 1 numbers, one a micro-batch"),
+        ([torch.zeros(4, 8)], [1.0, 2.0], r"expected 1 numbers, one a micro-batch"),
+        ([np.zeros((4, 8))], None, r"a micro-batch holds a ndarray; expected tensors without, and plain values"),
+        ([torch.zeros(4, 8, requires_grad=True)], None, r"holds a tensor that needs a gradient"),
+    ],
+)
+def test_a_batch_that_no_graph_can_hold_is_refused(batch: list[Any], weights: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        steps(make(), replays=True)(batch, weights)
+
+
+def test_a_buffer_that_the_forward_assigns_is_named() -> None:
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = self.calls + 1
+            return super().forward(x)
+
+    engine = dtrain.initialize(Counting(), optimizer=dtrain.AdamW(compile=False), engine=dtrain.Native(graph=True))
+    with pytest.raises(UsageError, match=r"the forward assigns the buffer 'calls', .*write into it \(self.calls.copy_"):
+        steps(engine, replays=True)(batches()[0])
+
+
+def test_explained_skips_are_refused_also_if_they_are_switched_on_late() -> None:
+    engine = make()
+    step, data = steps(engine, replays=True), batches()
+    step(data[0])
+    engine.explain_skips = True
+    with pytest.raises(UsageError, match=r"explain_skips would run forwards again .*set engine.explain_skips=False"):
+        step(data[1])
+
+
+def test_steps_that_other_ranks_may_run_eagerly_keep_the_order_of_collectives() -> None:
+    """The check of an audit comes after the reductions in an eager step: a replay would begin with it."""
+    engine = make(audit=dtrain.Audit(every=5))
+    step, data = steps(engine, replays=True), batches()
+    pending = []
+    for batch in data:
+        pending.append((engine._between.parts.audit.is_pending, GRAPHS[0].num_replays if GRAPHS else 0))  # type: ignore[attr-defined]
+        step(batch)
+    assert [is_pending for is_pending, _ in pending].index(True) == 5
+    assert pending[5][1] == pending[6][1], "the step that checks ran eagerly"
+
+
+def test_a_mode_of_a_module_is_another_kind(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    step, data = steps(engine, replays=True), batches()
+    for batch in data[: WARM_UP + 1]:
+        step(batch)
+    engine.module[2].eval()  # type: ignore[index, operator]
+    for batch in data[: WARM_UP + 1]:
+        step(batch)
+    assert len(GRAPHS) == 4
+
+
+def test_kinds_beyond_the_fourth_run_eagerly_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make()
+    step = steps(engine, replays=True)
+    for size in range(1, 6):
+        for _ in range(WARM_UP + 2):
+            step([torch.ones(size, 8)])
+    assert len(GRAPHS) == 2 * 4
+    assert [record.getMessage() for record in caplog.records if "kinds of steps have graphs" in record.getMessage()]
 
 
 @pytest.mark.parametrize(
