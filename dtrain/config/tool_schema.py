@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from dtrain.config.capabilities import SETTINGS
 from dtrain.config.data import DataConfig, StdlibDataConfig
 from dtrain.config.engines import DDP, FSDP2, DeepSpeed, Native
 from dtrain.config.fields import CheckedRecord, at_least, between, group, one_of, setting
@@ -13,6 +14,7 @@ from dtrain.config.optim import OptimConfig, Optimizer, OptimKeys
 from dtrain.config.precision import Float8, PrecisionConfig
 from dtrain.config.schedule import Cosine, ScheduleConfig
 from dtrain.config.schema import LaunchConfig, RunConfig, TrainConfig
+from dtrain.errors import ConfigError
 
 _RANKS = "Ranks, as processes on this machine."
 _THREADS = "PyTorch threads of a rank."
@@ -284,6 +286,12 @@ class HostBenchConfig(MeasurementConfig):
     # by then every buffer that is used in turn has been used; the first audit is due after 100 steps
     warmup_steps: int = at_least(24, 1, "Steps before the first round, which are not timed.")
     steps: int = at_least(4, 1, _STEPS)
+
+    def _check(self) -> None:
+        super()._check()
+        for key, known in {"stages": range(4), "precisions": SETTINGS["precision"]}.items():
+            if other := [value for value in getattr(self, key) if value not in known]:
+                raise ConfigError(f"{self._entry(key)}: {other[0]} is not one of {', '.join(map(str, known))}")
 
 
 @dataclass(frozen=True)

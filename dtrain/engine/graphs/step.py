@@ -166,14 +166,14 @@ def _kind(engine: EngineHooks, batch: list[Any], weights: Sequence[float]) -> An
     return tuple(map(_value, leaves)), str(tree), all(weight == 1 for weight in weights), modes
 
 
-def _value(leaf: Any) -> Any:
-    """Returns what of a leaf of a batch a graph holds."""
-    if isinstance(leaf, Tensor) and not leaf.requires_grad:
-        return leaf.size(), leaf.stride(), leaf.dtype
-    if isinstance(leaf, Tensor) or not isinstance(leaf, Hashable):
-        what = "a tensor that needs a gradient" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
+def _value(value: Any) -> Any:
+    """Returns what of a batch a graph holds."""
+    if isinstance(value, Tensor) and not value.requires_grad:
+        return value.size(), value.stride(), value.dtype
+    if isinstance(value, Tensor) or not isinstance(value, Hashable):
+        what = "a tensor that needs a gradient" if isinstance(value, Tensor) else f"a {type(value).__name__}"
         raise UsageError(f"engine.graph=true: a micro-batch holds {what}; expected tensors without, and plain values")
-    return leaf
+    return value
 
 
 def _on_device(batch: list[Any], device: torch.device) -> list[Any]:

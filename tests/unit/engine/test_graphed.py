@@ -254,7 +254,7 @@ def test_a_step_with_a_wrong_argument_can_be_repeated(tmp_path: Path) -> None:
     step, data = steps(engine, replays=True), batches()
     for batch in data[: WARM_UP + 2]:
         step(batch)
-    with pytest.raises(UsageError, match="the learning rate of step 5 is -1.0"):
+    with pytest.raises(UsageError, match=r"the learning rate of step 5 is -1\.0"):
         step(data[-1], lr=-1.0)
     engine.save(tmp_path)
     assert step(data[-1]).applied

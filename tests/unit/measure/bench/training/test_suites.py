@@ -22,7 +22,7 @@ from dtrain.config import capabilities
 from dtrain.config.commands import SUITES
 from dtrain.config.precision import Float8
 from dtrain.config.tool_schema import EngineBenchConfig, PrecisionBenchConfig, TrainingSuite
-from dtrain.errors import BenchError
+from dtrain.errors import BenchError, ConfigError
 from dtrain.measure.bench import cli, peers
 from dtrain.measure.bench.peers import DEFAULT_PEERS, PEERS
 from dtrain.measure.bench.records import BenchmarkCase, CaseResult, RankJob, TrainingResults, read_results
@@ -354,3 +354,11 @@ def test_a_peer_compiles_its_blocks_as_dtrain_does() -> None:
     assert found.failures == []
     assert [case.footprint.graphs for case in found.cases] == [1, 1]
     assert [case.footprint.graph_breaks for case in found.cases] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("key", "reason"), [("stages=[5]", "5 is not one of 0, 1"), ("precisions=[bf8]", "bf8 is not")]
+)
+def test_host_suite_refuses_values_before_it_starts_ranks(key: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        read_suite([f"bench.{key}"], SUITES["host"].primary)
