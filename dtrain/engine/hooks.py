@@ -28,7 +28,7 @@ class EngineHooks(Engine):
         keeps_gradients: whether the library keeps gradients in ``.grad`` between a backward and the step.
         options: settings of a step.
         monitor: records every gradient as it leaves this rank's backward.
-        work: what a step does on the device.
+        work: runs a step on the device.
     """
 
     options: StepOptions

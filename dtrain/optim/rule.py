@@ -52,7 +52,7 @@ class StateSpec:
 
 
 Source = tuple[int | None, float]
-"""Where a learning rate comes from: the rule that has a schedule of its own, or None; and a factor of that rate."""
+"""Source of a learning rate: the rule that has a schedule of its own, or None; and a factor of that rate."""
 
 Numbers32 = Callable[[float, int], Sequence[float]]
 """Numbers of an update that follow from its learning rate and step; the same function in each step."""
@@ -72,7 +72,7 @@ class SentNumbers:
 
     @property
     def count(self) -> int:
-        """How many have been asked for."""
+        """Number of numbers that an update has asked for."""
         return max((stop for _, stop in self._places.values()), default=0)
 
     def compute(self, lr: float, step: int, rule_lrs: Sequence[tuple[int, float]]) -> list[float]:

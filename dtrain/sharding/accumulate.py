@@ -90,7 +90,7 @@ class RunningSum(GradientSum):
 
     @cached_property
     def _chunks(self) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Where the norms of all chunks are kept, and the chunks of each block with theirs."""
+        """Memory for the norms of all chunks; and for each block its chunks, and their part of that memory."""
         norms = torch.empty(self._main_grad.numel() // CHUNK)
         rows = [block.view(-1, CHUNK) for block in self._blocks]
         return norms, list(zip(rows, norms.split(self._block // CHUNK), strict=False))  # a fake one has fewer blocks

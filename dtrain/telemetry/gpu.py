@@ -50,7 +50,7 @@ class GPUState:
 
     @property
     def brief(self) -> str:
-        """What belongs beside a rate, such as ``power limit 700 W, SM clock 1,755 MHz, 41 °C``."""
+        """The text that a rate is printed with, such as ``power limit 700 W, SM clock 1,755 MHz, 41 °C``."""
         limit, clock, degrees = (
             "unknown" if value is None else f"{value:,.0f} {unit}"
             for value, unit in ((self.power_limit_w, "W"), (self.sm_clock_mhz, "MHz"), (self.temperature_c, "°C"))

@@ -1,4 +1,4 @@
-"""What a start says of the kernel of attention and of the GPUs, and what a resume compares."""
+"""Describes the attention kernel and the GPUs at a start, and compares the kernel at a resume."""
 
 from __future__ import annotations
 

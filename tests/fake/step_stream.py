@@ -1,4 +1,4 @@
-"""All that a step launches on the fake device, with the addresses and numbers that a CUDA graph would hold.
+"""Records all that a step launches on the fake device, with the addresses and numbers that a CUDA graph would hold.
 
 Memory from before the step has its address, memory that the step makes a number in the order of its use: in a graph
 it comes from a pool. Two steps with equal streams are one graph.

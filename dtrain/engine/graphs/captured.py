@@ -41,7 +41,7 @@ from dtrain.engine.vote.record import COLUMNS, pinned
 from dtrain.errors import UsageError
 
 new_pool: Callable[[], Any] = torch.cuda.graph_pool_handle
-"""Makes memory that graphs share, because they never run at once, and a step leaves only what the host refers to."""
+"""Makes a pool of memory. Graphs share it: no two run at once, and what the host refers to keeps its place."""
 
 _new_graph: Callable[[], Any] = torch.cuda.CUDAGraph
 

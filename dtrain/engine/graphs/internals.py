@@ -1,4 +1,4 @@
-"""What a captured step needs of its engine."""
+"""Gives a captured step what it needs of its engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Draw(NamedTuple):
 
 @dataclass(frozen=True)
 class StepInternals:
-    """What a captured step needs of its engine; ``finalize`` finalizes the last step."""
+    """Holds what a captured step needs of its engine; ``finalize`` finalizes the last step."""
 
     engine: EngineHooks
     batch: MicroBatches
@@ -82,6 +82,6 @@ def refuse_missed(names: Collection[str]) -> None:
 
 
 def on_host(tensor: Tensor, device: torch.device) -> Tensor:
-    """Returns ``tensor`` where a copy to ``device`` makes nobody wait."""
+    """Returns ``tensor`` in memory from which a copy to ``device`` is asynchronous: pinned, if it is on the host."""
     is_pageable = device.type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned()
     return tensor.pin_memory() if is_pageable else tensor

@@ -86,7 +86,7 @@ class StepUnderWay:
 
 
 class StepWork(NamedTuple):
-    """What a step does on the device: launched by the engine, or replayed from a graph.
+    """Runs a step on the device: the engine launches it, or a graph replays it.
 
     ``reduce`` completes the main grads. ``vote`` returns the decision of all ranks, and what the host unpacks as
     ``DecodedDecision``. ``update`` updates masters and replicas, or leaves them as they are.

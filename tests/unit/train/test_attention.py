@@ -1,4 +1,4 @@
-"""What a run on GPUs says and keeps of the kernel of attention, and of what slows a GPU down."""
+"""A run on GPUs logs and stores the attention kernel, and warns of what slows a GPU down."""
 
 from __future__ import annotations
 
